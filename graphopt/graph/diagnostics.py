@@ -127,6 +127,7 @@ class _Words(string.Formatter):
     """Fills templates: a figure that a file lacks is shown as ``?``."""
 
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        del args
         return kwargs.get(str(key), "?")
 
     def format_field(self, value: Any, format_spec: str) -> str:

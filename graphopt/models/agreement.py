@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 AGREES = Rule("agreement.ran", "{tokens} in onnxruntime, in one call without a cache in torch")
 NO_MEMORY = Rule("agreement.no-memory", "no memory to run a model of {size_gb:.1f} GB beside torch's copy")
-SKIPPED = Rule("agreement.skipped", "it was not asked for")
+NOT_REQUESTED = Rule("agreement.skipped", "it was not asked for")
 NO_RUNTIME = Rule("agreement.no-onnxruntime", "{error}")
 
 
@@ -59,7 +59,7 @@ def check_agreement(load: Callable[[], Any], program: ir.Model) -> Check:
         path = Path(folder) / "model.onnx"
         save_model(program, path, "model.onnx.data")
         try:
-            got = probe.run(Runner().open(path))
+            output = probe.run(Runner().open(path))
         except GraphoptError:
             raise
         except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
@@ -68,8 +68,8 @@ def check_agreement(load: Callable[[], Any], program: ir.Model) -> Check:
                 remedy="please report it: the exporter of transformers writes what onnxruntime does not take",
             ) from error
     model = load()
-    expected = _forward(model, task, probe)
-    difference = float(np.abs(got - expected).max() / np.abs(expected).max())
+    reference = _forward(model, task, probe)
+    difference = float(np.abs(output - reference).max() / np.abs(reference).max())
     if not difference <= TOLERANCE:
         raise VerificationError(
             f"the exported graph does not compute what transformers does: its {task.quantity} are off by "
@@ -92,8 +92,8 @@ def _check(status: Status, reason: Fact, **figures: float) -> Check:
 def _forward(model: Any, task: Task, probe: Probe) -> Floats:
     """Return what torch computes for the real tokens, float64 [tokens, width], in one forward without a cache."""
     torch, _ = import_export_packages()
-    more = {"use_cache": False} if task.caches else {}
+    options = {"use_cache": False} if task.caches else {}
     with torch.no_grad(), quiet():
-        output = model(**{name: torch.from_numpy(array) for name, array in probe.feeds.items()}, **more)
-    found: Floats = getattr(output, task.output).numpy()[probe.real].astype(np.float64)
-    return found
+        output = model(**{name: torch.from_numpy(array) for name, array in probe.feeds.items()}, **options)
+    numbers: Floats = getattr(output, task.output).numpy()[probe.real].astype(np.float64)
+    return numbers

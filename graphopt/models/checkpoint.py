@@ -94,18 +94,18 @@ def load_model(config: Any, source: str, tensors: Mapping[str, Expression] | Non
     """
     torch, transformers = import_export_packages()
     auto = class_of(config) if tensors is not None else _auto_class(config)
-    more: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-    place: str | None = source
+    options: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    folder: str | None = source
     if tensors is not None:
-        place = None
+        folder = None
     else:
-        more["trust_remote_code"] = False
+        options["trust_remote_code"] = False
     with quiet():
         try:
-            model, loading = auto.from_pretrained(place, **more, **_states(tensors))
+            model, loading = auto.from_pretrained(folder, **options, **_states(tensors))
             if {name.partition(".")[0] for name in loading["missing_keys"]} == {_POOLER}:
                 # Trained to fill in masked words, such a checkpoint has no pooler, and embeddings need none.
-                model, loading = auto.from_pretrained(place, add_pooling_layer=False, **more, **_states(tensors))
+                model, loading = auto.from_pretrained(folder, add_pooling_layer=False, **options, **_states(tensors))
         except Exception as error:
             raise InputError(
                 f"the weights cannot be loaded ({reason_of(error)})",
@@ -154,9 +154,9 @@ def check_config(config: Any, source: str) -> None:
         InputError: it is one of these.
     """
     if task_of_config(config) is None:
-        named = ", ".join(getattr(config, "architectures", None) or ()) or type(config).__name__
+        architectures = ", ".join(getattr(config, "architectures", None) or ()) or type(config).__name__
         raise InputError(
-            f"{named} is not a causal language model, and not an encoder",
+            f"{architectures} is not a causal language model, and not an encoder",
             file=source,
             remedy="graphopt takes decoder-only models, those that transformers loads with AutoModelForCausalLM, and "
             "encoders such as BERT",
@@ -167,14 +167,14 @@ def check_config(config: Any, source: str) -> None:
         )
 
 
-def save_companions(source: str, model: Any, folder: Path, **where: str) -> list[Fact]:
+def save_companions(source: str, model: Any, folder: Path, **tokenizer_options: str) -> list[Fact]:
     """Write configuration and tokenizer of ``model`` as transformers saves them, and return notes on what is missing.
 
     Args:
         source: a folder, or the id of a model on the hub.
         model: the model; its configuration is written if it is not ``None``.
         folder: where to write ``tokenizer.json``, ``config.json`` and the like.
-        where: in which file of ``source`` the tokenizer is, as transformers takes it (``gguf_file``).
+        tokenizer_options: in which file of ``source`` the tokenizer is, as transformers takes it (``gguf_file``).
     """
     _, transformers = import_export_packages()
     with quiet():
@@ -184,7 +184,7 @@ def save_companions(source: str, model: Any, folder: Path, **where: str) -> list
                 model.generation_config.save_pretrained(folder)
             _save_settings(source, folder, transformers)
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **tokenizer_options)
             tokenizer.save_pretrained(folder)
         except Exception as error:
             return [NO_TOKENIZER(why=NOT_LOADED(error=reason_of(error)))]
@@ -196,10 +196,10 @@ def save_companions(source: str, model: Any, folder: Path, **where: str) -> list
 def _save_settings(source: str, folder: Path, transformers: Any) -> None:
     """Copy what sentence-transformers says of a model on the hub, where it says something."""
     for name in (POOLING, SENTENCES):
-        found = transformers.utils.cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-        if found is not None:
+        file = transformers.utils.cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
             (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(found, folder / name)
+            shutil.copyfile(file, folder / name)
 
 
 @contextlib.contextmanager
@@ -209,7 +209,7 @@ def quiet() -> Iterator[None]:
     What goes wrong is raised, not printed, so nothing is lost.
     """
     bars = importlib.import_module("transformers.utils.logging")
-    shown, level = bars.is_progress_bar_enabled(), logging.root.manager.disable
+    has_bars, level = bars.is_progress_bar_enabled(), logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.disable(max(level, logging.WARNING))
@@ -218,7 +218,7 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(level)
-            if shown:
+            if has_bars:
                 bars.enable_progress_bar()
 
 

@@ -16,14 +16,14 @@ from graphopt.artifact.hf_config import facts_of
 from graphopt.artifact.manifest import Manifest, Source, installed_versions
 from graphopt.compile.importing import imported
 from graphopt.errors import InputError
-from graphopt.models.agreement import SKIPPED, check_agreement, not_covered
+from graphopt.models.agreement import NOT_REQUESTED, check_agreement, not_covered
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
 from graphopt.tasks import task_of
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from graphopt.graph.diagnostics import Fact
-    from graphopt.models.loading import Loaded
+    from graphopt.models.loading import LoadedModel
 
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
 # would make up an empty tokenizer.
@@ -85,16 +85,16 @@ def export(
     source = shipped_models().get(str(model), model)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         if _is_onnx(Path(source)):
-            opened = imported(_from_onnx(Path(source), str(model)), on_stage)
+            result = imported(_from_onnx(Path(source), str(model)), on_stage)
         elif str(source).endswith(".gguf"):
-            opened = _from_gguf(str(source), Path(temporary), _Options(run, weights, on_stage))
+            result = _from_gguf(str(source), Path(temporary), _Options(run, weights, on_stage))
         else:
             _check_exists(source)
-            opened = _from_transformers(str(source), str(model), Path(temporary), _Options(run, weights, on_stage))
-        for note in opened.manifest.notes:
+            result = _from_transformers(str(source), str(model), Path(temporary), _Options(run, weights, on_stage))
+        for note in result.manifest.notes:
             on_stage(str(note))
         on_stage("writing the artifact")
-        return artifact.write(opened, output, overwrite=overwrite, weights=weights, part_size=part_size)
+        return artifact.write(result, output, overwrite=overwrite, weights=weights, part_size=part_size)
 
 
 def _is_onnx(path: Path) -> bool:
@@ -115,31 +115,31 @@ def _check_exists(source: str | Path) -> None:
 
 
 def _from_onnx(path: Path, name: str) -> Artifact:
-    opened = artifact.read(path)
-    task = task_of(opened.model.graph)
+    result = artifact.read(path)
+    task = task_of(result.model.graph)
     try:
-        task.check(opened.model.graph)
+        task.check(result.model.graph)
     except InputError as error:
         raise InputError(error.what, file=path, tensor=error.tensor, remedy=error.remedy) from error
-    manifest, notes = opened.manifest, list(opened.manifest.notes)
-    if "tokenizer.json" not in opened.companions and not manifest.files:
+    manifest, notes = result.manifest, list(result.manifest.notes)
+    if "tokenizer.json" not in result.companions and not manifest.files:
         notes.append(NO_TOKENIZER(why=NOT_BESIDE()))
-    if task.caches and not any(past_port(value) is not None for value in opened.model.graph.inputs):
+    if task.caches and not any(past_port(value) is not None for value in result.model.graph.inputs):
         raise InputError(
             "the graph has no key-value cache, so it cannot generate token by token",
             file=path,
             remedy="export it with past_key_values inputs and present outputs",
         )
-    opened.manifest = manifest.model_copy(
+    result.manifest = manifest.model_copy(
         update={
             "source": Source(kind="onnx", name=name) if not manifest.files else manifest.source,
             "task": task.name,
-            "weights": weight_totals(opened.model),
+            "weights": weight_totals(result.model),
             "versions": manifest.versions or installed_versions(),
             "notes": notes,
         }
     )
-    return opened
+    return result
 
 
 def _from_transformers(source: str, name: str, temporary: Path, options: _Options) -> Artifact:
@@ -147,16 +147,16 @@ def _from_transformers(source: str, name: str, temporary: Path, options: _Option
     from graphopt.models.loading import load, outline
 
     options.say("loading the model" if Path(source).is_dir() else "asking the Hugging Face hub for the model")
-    loaded = load(source) if options.weights else outline(source)
-    companions, notes = _companions(source, loaded.model, temporary)
+    checkpoint = load(source) if options.weights else outline(source)
+    companions, notes = _companions(source, checkpoint.model, temporary)
     facts_from = Path(source) if Path(source).is_dir() else temporary
-    return _traced(loaded, Source(kind="transformers", name=name), facts_from, companions, notes, options)
+    return _trace_checkpoint(checkpoint, Source(kind="transformers", name=name), facts_from, companions, notes, options)
 
 
 def _from_gguf(source: str, temporary: Path, options: _Options) -> Artifact:
     from graphopt.models.checkpoint import save_companions
     from graphopt.models.gguf.checkpoint import fill, find_gguf, outline_gguf
-    from graphopt.models.loading import Loaded, weights_of
+    from graphopt.models.loading import LoadedModel, weights_of
     from graphopt.quantization.gguf.file import read_once
 
     path = find_gguf(source)
@@ -166,27 +166,32 @@ def _from_gguf(source: str, temporary: Path, options: _Options) -> Artifact:
         torch_model, weights = outline_gguf(path)
         notes = save_companions(str(path.parent), torch_model, temporary, gguf_file=path.name)
     companions = {name: temporary / name for name in COMPANIONS if (temporary / name).is_file()}
-    loaded = Loaded(torch_model, weights_of(torch_model, weights), lambda: fill(torch_model, weights), [])
-    return _traced(loaded, Source(kind="gguf", name=source), temporary, companions, notes, options)
+    checkpoint = LoadedModel(torch_model, weights_of(torch_model, weights), lambda: fill(torch_model, weights), [])
+    return _trace_checkpoint(checkpoint, Source(kind="gguf", name=source), temporary, companions, notes, options)
 
 
-def _traced(
-    loaded: Loaded, origin: Source, facts_from: Path, companions: dict[str, Path], notes: list[Fact], options: _Options
+def _trace_checkpoint(
+    checkpoint: LoadedModel,
+    origin: Source,
+    facts_from: Path,
+    companions: dict[str, Path],
+    notes: list[Fact],
+    options: _Options,
 ) -> Artifact:
     from graphopt.models.unrolling import trace_loaded
 
     options.say("tracing it into one ONNX graph")
-    program, more = trace_loaded(loaded, origin.name)
-    notes += [*loaded.notes, *more]
+    program, trace_notes = trace_loaded(checkpoint, origin.name)
+    notes += [*checkpoint.notes, *trace_notes]
     if options.run and options.weights:
         options.say("running it against transformers")
-        check = check_agreement(loaded.runnable, program)
+        check = check_agreement(checkpoint.runnable, program)
     else:
-        check = not_covered(SKIPPED())
-    task, made = task_of(program.graph), type(loaded.model).__name__
+        check = not_covered(NOT_REQUESTED())
+    task, class_name = task_of(program.graph), type(checkpoint.model).__name__
     facts = facts_of(facts_from, task.name)
-    if task.auto_class == "AutoModel" and facts.architecture not in (None, made):
-        notes.append(NO_HEAD(architecture=facts.architecture, model=made))
+    if task.auto_class == "AutoModel" and facts.architecture not in (None, class_name):
+        notes.append(NO_HEAD(architecture=facts.architecture, model=class_name))
     manifest = Manifest(
         source=origin,
         task=task.name,
@@ -216,5 +221,7 @@ def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict
         else:
             notes = [NO_TOKENIZER(why=NOT_IN_FOLDER())]
     # The folder's own files win over what was made of them.
-    places = (folder, temporary) if folder.is_dir() else (temporary,)
-    return {name: place / name for place in reversed(places) for name in COMPANIONS if (place / name).is_file()}, notes
+    folders = (folder, temporary) if folder.is_dir() else (temporary,)
+    return {
+        name: parent / name for parent in reversed(folders) for name in COMPANIONS if (parent / name).is_file()
+    }, notes

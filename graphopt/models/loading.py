@@ -34,7 +34,7 @@ _ADAPTER = "adapter_config.json"
 
 
 @dataclass
-class Loaded:
+class LoadedModel:
     """A model of transformers and its weights.
 
     Attributes:
@@ -50,7 +50,7 @@ class Loaded:
     notes: list[Fact]
 
 
-def load(source: str) -> Loaded:
+def load(source: str) -> LoadedModel:
     """Load a causal language model or an encoder of transformers, without reading its weights where that can be.
 
     Args:
@@ -62,19 +62,21 @@ def load(source: str) -> Loaded:
     """
     config = load_config(source)
     tensors = _tensors_of(config, source)
-    why = OTHER_FILES()
+    reason = OTHER_FILES()
     if tensors is not None:
         try:
             model = load_model(load_config(source), source, tensors)
-            return Loaded(model, weights_of(model), lambda: load_model(load_config(source), source), [])
+            return LoadedModel(model, weights_of(model), lambda: load_model(load_config(source), source), [])
         except InputError as error:
             # What is wrong with the checkpoint itself is said below.
-            why = NOT_LAZY(error=reason_of(error))
+            reason = NOT_LAZY(error=reason_of(error))
     model = load_model(config, source)
-    return Loaded(model, weights_of(model), lambda: load_model(load_config(source), source), [IN_MEMORY(why=why)])
+    return LoadedModel(
+        model, weights_of(model), lambda: load_model(load_config(source), source), [IN_MEMORY(why=reason)]
+    )
 
 
-def outline(source: str) -> Loaded:
+def outline(source: str) -> LoadedModel:
     """Return a model whose weights are names: nothing but its configuration is read.
 
     Args:
@@ -96,26 +98,26 @@ def outline(source: str) -> Loaded:
     def refuse() -> Any:
         raise InputError("there are no weights", file=source)
 
-    return Loaded(model, weights_of(model), refuse, [NO_WEIGHTS()])
+    return LoadedModel(model, weights_of(model), refuse, [NO_WEIGHTS()])
 
 
-def weights_of(model: Any, known: Mapping[str, Expression] | None = None) -> dict[str, Expression]:
+def weights_of(model: Any, expressions: Mapping[str, Expression] | None = None) -> dict[str, Expression]:
     """Return what each parameter of ``model`` is, by name, tied ones under each of their names.
 
     Args:
         model: a model; parameters that are neither lazy nor known are read from its memory, and not copied.
-        known: expressions of parameters, by name.
+        expressions: expressions of parameters, by name.
     """
-    found: dict[int, Expression] = {}
+    by_tensor: dict[int, Expression] = {}
     tensors = dict(stored_tensors(model))
     for name, tensor in tensors.items():
-        expression = (known or {}).get(name) or expression_of_tensor(tensor)
+        expression = (expressions or {}).get(name) or expression_of_tensor(tensor)
         if expression is not None:
-            found[id(tensor)] = expression
+            by_tensor[id(tensor)] = expression
     for tensor in tensors.values():
-        if id(tensor) not in found:
-            found[id(tensor)] = Inline.from_array(np.asarray(tensor.detach().contiguous().numpy()))
-    return {name: found[id(tensor)] for name, tensor in tensors.items()}
+        if id(tensor) not in by_tensor:
+            by_tensor[id(tensor)] = Inline.from_array(np.asarray(tensor.detach().contiguous().numpy()))
+    return {name: by_tensor[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _tensors_of(config: Any, source: str) -> dict[str, Expression] | None:
@@ -127,19 +129,19 @@ def _tensors_of(config: Any, source: str) -> dict[str, Expression] | None:
     _, transformers = import_export_packages()
     hub = importlib.import_module("transformers.utils.hub")
 
-    def cached(name: str) -> str | None:
-        found: str | None = transformers.utils.cached_file(
+    def cached_file(name: str) -> str | None:
+        path: str | None = transformers.utils.cached_file(
             source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
         )
-        return found
+        return path
 
     with quiet():
-        if cached(_ADAPTER) is not None:
+        if cached_file(_ADAPTER) is not None:
             return None
-        single = cached(SINGLE)
+        single = cached_file(SINGLE)
         if single is not None:
             return tensors_of_files([Path(single)])
-        index = cached(INDEX)
+        index = cached_file(INDEX)
         if index is None:
             return None
         files, _ = hub.get_checkpoint_shard_files(source, index)

@@ -42,12 +42,12 @@ def _name_weights(graph: ir.Graph, parameters: Mapping[str, tuple[int, ...]]) ->
     """
     values = list(graph.initializers.values())
     order = {node: number for number, node in enumerate(graph.all_nodes())}
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     names: dict[ir.Value, str] = {}
-    own = {value for value in values if value.name in parameters}
-    for value in sorted(values, key=lambda value: value not in own):
+    originals = {value for value in values if value.name in parameters}
+    for value in sorted(values, key=lambda value: value not in originals):
         first = min(value.consumers(), key=lambda node: order[node], default=None)
-        names[value] = _unique(_weight_name(value, first, parameters, set(names.values())), taken)
+        names[value] = _unique(_weight_name(value, first, parameters, set(names.values())), counts)
     # In two steps, since one may take the name that another still has.
     for number, value in enumerate(values):
         value.name = f"__{number}"
@@ -56,7 +56,7 @@ def _name_weights(graph: ir.Graph, parameters: Mapping[str, tuple[int, ...]]) ->
 
 
 def _weight_name(
-    value: ir.Value, first: ir.Node | None, parameters: Mapping[str, tuple[int, ...]], taken: set[str]
+    value: ir.Value, first: ir.Node | None, parameters: Mapping[str, tuple[int, ...]], names: set[str]
 ) -> str:
     tensor = value.const_value
     assert tensor is not None and value.name is not None
@@ -65,7 +65,7 @@ def _weight_name(
     candidates = [
         name
         for name, shape in parameters.items()
-        if name.rpartition(".")[0] == module and math.prod(shape) == tensor.size and name not in taken
+        if name.rpartition(".")[0] == module and math.prod(shape) == tensor.size and name not in names
     ]
     if tensor.dtype.is_floating_point() and len(candidates) == 1:
         return candidates[0]
@@ -80,10 +80,10 @@ def _weight_name(
 
 def _name_nodes(graph: ir.Graph) -> None:
     """Name each node ``module.OpType`` and its outputs ``module.OpType.output``, with a number where that is taken."""
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node in graph.all_nodes():
         module = module_of(node)
-        node.name = _unique(f"{module}.{node.op_type}" if module else node.op_type, taken)
+        node.name = _unique(f"{module}.{node.op_type}" if module else node.op_type, counts)
         for index, output in enumerate(node.outputs):
             if not output.is_graph_output():
                 output.name = f"{node.name}.output" + (f"_{index}" if index else "")
@@ -98,9 +98,9 @@ def module_of(node: ir.Node) -> str:
     return "" if module.startswith("_") else module
 
 
-def _unique(name: str, taken: Counter[str]) -> str:
-    taken[name] += 1
-    return name if taken[name] == 1 else _unique(f"{name}_{taken[name] - 1}", taken)
+def _unique(name: str, counts: Counter[str]) -> str:
+    counts[name] += 1
+    return name if counts[name] == 1 else _unique(f"{name}_{counts[name] - 1}", counts)
 
 
 def _strip(model: ir.Model) -> None:

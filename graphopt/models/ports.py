@@ -84,10 +84,10 @@ def _rename(graph: ir.Graph) -> None:
 def _name_dimensions(graph: ir.Graph) -> None:
     """Name the symbols that torch numbered, everywhere: ``s44`` -> ``batch``, ``s36 + s70`` -> ``past + length``."""
     names: dict[str, str] = {}
-    cached = any(past_port(value) is not None for value in graph.inputs)
+    has_caches = any(past_port(value) is not None for value in graph.inputs)
     for value in graph.inputs:
         cache = past_port(value) is not None
-        columns = KEYS if cached and value.name == ATTENTION_MASK else LENGTH
+        columns = KEYS if has_caches and value.name == ATTENTION_MASK else LENGTH
         meaning = {0: BATCH, 2: PAST} if cache else {0: BATCH, 1: columns}
         for axis, dimension in enumerate(value.shape or ()):
             # An input that shares the symbol of another (position_ids, every further cache) says the same again.
@@ -108,10 +108,14 @@ def _read_first(graph: ir.Graph) -> None:
         if value is None or not value.is_graph_input():
             continue
         start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-        wanted = list(value.shape or ())[start:end]
-        known = all(isinstance(each, int) or each.value is not None for each in wanted)
-        same = (other for other in graph.inputs if other.shape is not None and list(other.shape)[start:end] == wanted)
-        node.replace_input_with(0, next(same, value) if wanted and known else value)
+        sizes = list(value.shape or ())[start:end]
+        is_known = all(isinstance(size, int) or size.value is not None for size in sizes)
+        candidates = (
+            candidate
+            for candidate in graph.inputs
+            if candidate.shape is not None and list(candidate.shape)[start:end] == sizes
+        )
+        node.replace_input_with(0, next(candidates, value) if sizes and is_known else value)
 
 
 def _dimension(dimension: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | ir.SymbolicDim:
@@ -121,8 +125,8 @@ def _dimension(dimension: int | ir.SymbolicDim, names: Mapping[str, str]) -> int
     # The exporter writes a dimension that it traced as symbolic and found to be fixed as the symbol "8".
     if symbol.isdigit():
         return int(symbol)
-    named = re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), symbol)
-    return ir.SymbolicDim(KEYS if named == f"{LENGTH} + {PAST}" else named)
+    formula = re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), symbol)
+    return ir.SymbolicDim(KEYS if formula == f"{LENGTH} + {PAST}" else formula)
 
 
 def values_of(graph: ir.Graph) -> Iterator[ir.Value]:

@@ -67,13 +67,13 @@ def tensors_of_file(file: Path) -> Iterator[tuple[str, Expression]]:
             continue
         try:
             kind, dims = _TYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
-            first, last = (int(place) for place in entry["data_offsets"])
+            first, last = (int(offset) for offset in entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
-            raise _damaged(file, f"its header says {entry} of this tensor", name) from error
+            raise _damage(file, f"its header says {entry} of this tensor", name) from error
         if last - first != math.prod(dims) * kind.bitwidth // 8 or first < 0:
-            raise _damaged(file, f"{last - first} bytes are not a {kind.name} tensor", name, dims)
+            raise _damage(file, f"{last - first} bytes are not a {kind.name} tensor", name, dims)
         if start + last > end:
-            raise _damaged(file, f"it ends at byte {end}, within this tensor", name, dims)
+            raise _damage(file, f"it ends at byte {end}, within this tensor", name, dims)
         yield name, StoredBytes(str(file.absolute()), start + first, kind, dims)
 
 
@@ -84,13 +84,13 @@ def _header(file: Path) -> tuple[Mapping[str, Any], int]:
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         if not 2 <= size <= file.stat().st_size - 8:
-            raise _damaged(file, "its header is cut off")
+            raise _damage(file, "its header is cut off")
         try:
             header = json.loads(stream.read(size))
         except ValueError as error:
-            raise _damaged(file, f"its header cannot be read ({error})") from error
+            raise _damage(file, f"its header cannot be read ({error})") from error
     if not isinstance(header, dict):
-        raise _damaged(file, "its header is no table of tensors")
+        raise _damage(file, "its header is no table of tensors")
     return header, 8 + size
 
 
@@ -98,12 +98,12 @@ def _shards(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(index, f"it does not say which file holds which tensor ({error!r})") from error
+        raise _damage(index, f"it does not say which file holds which tensor ({error!r})") from error
 
 
-def _damaged(file: Path, what: str, tensor: str | None = None, shape: tuple[int, ...] | None = None) -> InputError:
+def _damage(file: Path, problem: str, tensor: str | None = None, shape: tuple[int, ...] | None = None) -> InputError:
     return InputError(
-        f"the file is truncated or damaged: {what}",
+        f"the file is truncated or damaged: {problem}",
         file=file,
         tensor=tensor,
         shape=shape,

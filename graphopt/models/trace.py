@@ -87,13 +87,13 @@ def export_graph(model: Any, source: str) -> ir.Model:
         except ImportError as error:
             raise MissingDependencyError(str(error), remedy='pip install "graphopt[export]"') from error
         try:
-            traced, inputs = _task_of(model).export_parts(model, source)
+            part, inputs = _task_of(model).export_parts(model, source)
             shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
             config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
             # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.
-            uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-            with uncached, _without_stack_traces(), _without_other_families():
-                program: ir.Model = exporter.export(traced, inputs, config=config).program
+            no_fake_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+            with no_fake_cache, _without_stack_traces(), _without_other_families():
+                program: ir.Model = exporter.export(part, inputs, config=config).program
         except InputError:
             raise
         except Exception as error:
@@ -120,10 +120,12 @@ def _without_stack_traces() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_other_families() -> Iterator[None]:
     """Keep transformers from importing the thirty families that it has patches for: a model uses what is imported."""
-    known: dict[str, list[tuple[str, str, Any]]] = importlib.import_module("transformers.exporters.utils")._PATCHES
-    before = {backend: list(patches) for backend, patches in known.items()}
+    patches_by_backend: dict[str, list[tuple[str, str, Any]]] = importlib.import_module(
+        "transformers.exporters.utils"
+    )._PATCHES
+    before = {backend: list(patches) for backend, patches in patches_by_backend.items()}
     families = "transformers.models."
-    for patches in known.values():
+    for patches in patches_by_backend.values():
         patches[:] = [
             patch
             for patch in patches
@@ -132,7 +134,7 @@ def _without_other_families() -> Iterator[None]:
     try:
         yield
     finally:
-        known.update(before)
+        patches_by_backend.update(before)
 
 
 def sample_of(model: Any) -> dict[str, torch.Tensor]:

@@ -17,10 +17,10 @@ from graphopt.graph.weights import Cast, Inline, WeightTensor
 from graphopt.graph.weights.data_file import save_model
 from graphopt.models.checkpoint_tensors import Parameter
 from graphopt.models.export import export
-from graphopt.models.loading import Loaded, load, outline
+from graphopt.models.loading import LoadedModel, load, outline
 
 
-def notes_of(loaded: Loaded) -> str:
+def notes_of(loaded: LoadedModel) -> str:
     return " ".join(map(str, loaded.notes))
 
 

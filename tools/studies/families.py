@@ -27,10 +27,10 @@ from graphopt.artifact import artifact
 from graphopt.errors import GraphoptError
 from graphopt.graph.diagnostics import PassReport
 from graphopt.models.checkpoint import quiet
-from graphopt.models.loading import Loaded, weights_of
+from graphopt.models.loading import LoadedModel, weights_of
 from graphopt.models.trace import sample_of, trace
 from graphopt.models.unrolling import trace_loaded
-from graphopt.models.unrolling.kinds import plan
+from graphopt.models.unrolling.kinds import plan_layers
 from graphopt.models.unrolling.refusals import NotUnderstoodError
 from graphopt.passes.algebra.fold_norms import FoldNorms
 from graphopt.passes.algebra.rotate import Rotate
@@ -166,10 +166,10 @@ def compare_unrolled(layers: int) -> None:
         with quiet():
             model, other = (make_model(family, layers).eval() for _ in range(2))
         start = time.process_time()
-        loaded = Loaded(model, weights_of(model), lambda: None, [])
+        loaded = LoadedModel(model, weights_of(model), lambda: None, [])
         try:
             with quiet():
-                chosen = plan(other, sample_of(other)).chosen
+                chosen = plan_layers(other, sample_of(other)).samples
             traced = ", ".join(map(str, chosen))
         except NotUnderstoodError as error:
             traced = sentence(error.reason)

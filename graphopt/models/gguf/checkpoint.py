@@ -11,7 +11,7 @@ import numpy as np
 
 from graphopt.errors import InputError
 from graphopt.models.checkpoint import check_config, import_export_packages, quiet, reason_of
-from graphopt.models.gguf.layouts import joined_experts, layout_of
+from graphopt.models.gguf.layouts import FileTensor, joined_experts, layout_of
 from graphopt.models.gguf.rope import FREQUENCIES, apply_frequencies
 from graphopt.models.gguf.settings import complete
 from graphopt.quantization.gguf.file import GgufFile, open_gguf
@@ -148,7 +148,7 @@ def expressions_of(file: GgufFile, model: Any) -> dict[str, Expression]:
         InputError: the file lacks a weight, has one of another shape, or one that the model has no place for.
     """
     names = _names(file, model)
-    found: dict[str, dict[str, Expression]] = {}
+    parts: dict[str, dict[str, Expression]] = {}
     layout = layout_of(file.architecture)
     assert layout is not None
     for name, tensor in file.tensors.items():
@@ -164,20 +164,23 @@ def expressions_of(file: GgufFile, model: Any) -> dict[str, Expression]:
                 shape=tensor.shape,
                 remedy="transformers would leave it out, and compute something else than llama.cpp does",
             )
-        found.setdefault(target, {})[name] = layout(name, tensor, model.config)
+        parts.setdefault(target, {})[name] = layout(FileTensor(name, tensor, model.config))
     state = model.state_dict()
-    made = {name: next(iter(each.values())) if len(each) == 1 else joined_experts(each) for name, each in found.items()}
-    for name, expression in made.items():
+    weights = {
+        name: next(iter(tensors.values())) if len(tensors) == 1 else joined_experts(tensors)
+        for name, tensors in parts.items()
+    }
+    for name, expression in weights.items():
         if expression.shape != tuple(state[name].shape):
             raise InputError(
                 f"a tensor of the file does not fit {type(model).__name__}, where it is {list(state[name].shape)}",
                 file=file.path,
-                tensor=", ".join(found[name]),
+                tensor=", ".join(parts[name]),
                 shape=expression.shape,
                 remedy="the file's metadata and its tensors do not belong together",
             )
-    places = {state[name].data_ptr() for name in made}
-    missing = [name for name, tensor in state.items() if math.prod(tensor.shape) and tensor.data_ptr() not in places]
+    addresses = {state[name].data_ptr() for name in weights}
+    missing = [name for name, tensor in state.items() if math.prod(tensor.shape) and tensor.data_ptr() not in addresses]
     if missing:
         raise InputError(
             f"the file lacks {len(missing)} weight(s) of {type(model).__name__}",
@@ -185,7 +188,7 @@ def expressions_of(file: GgufFile, model: Any) -> dict[str, Expression]:
             tensor=missing[0],
             remedy="give a complete file",
         )
-    return made
+    return weights
 
 
 def _names(file: GgufFile, model: Any) -> dict[str, str]:

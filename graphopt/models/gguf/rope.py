@@ -42,13 +42,13 @@ def apply_frequencies(model: Any, file: GgufFile) -> None:
         InputError: the model has no such frequencies, or another number of them.
     """
     factors = file.tensors[FREQUENCIES].numpy()
-    found = [buffer for name, buffer in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
-    if not found or any(tuple(buffer.shape) != factors.shape for buffer in found):
+    buffers = [buffer for name, buffer in model.named_buffers() if name.endswith("rotary_emb.inv_freq")]
+    if not buffers or any(tuple(buffer.shape) != factors.shape for buffer in buffers):
         raise InputError(
             f"{type(model).__name__} has no {factors.size} rotary frequencies to scale",
             file=file.path,
             tensor=FREQUENCIES,
             shape=factors.shape,
         )
-    for buffer in found:
+    for buffer in buffers:
         buffer.div_(buffer.new_tensor(factors))

@@ -20,7 +20,7 @@ UNKNOWN = ("gemma4", "gpt-oss", "gpt_oss")
 """Architectures that transformers maps, but with settings and layouts that nobody has checked here."""
 
 # A key of the file, and what transformers may call it; the first name that a configuration has is meant.
-_READ = {
+_FIELDS = {
     "attention.key_length": ("head_dim",),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
@@ -31,7 +31,7 @@ _READ = {
     "use_parallel_residual": ("use_parallel_residual",),
 }
 # Read by transformers or below wherever they mean something; or of no effect on what a model computes.
-_KNOWN = {
+_READ_ELSEWHERE = {
     "context_length",
     "block_count",
     "embedding_length",
@@ -75,9 +75,9 @@ def complete(config: Any, file: GgufFile) -> None:
             file=file.path,
             remedy="export the original checkpoint",
         )
-    known = config.to_dict()
-    for key, names in _READ.items():
-        name = next((each for each in names if each in known), None)
+    fields = config.to_dict()
+    for key, names in _FIELDS.items():
+        name = next((field for field in names if field in fields), None)
         if file.value(key) is not None and name is not None:
             # a cap of 0 is none
             setattr(config, name, (file.value(key) or None) if "softcapping" in name else file.value(key))
@@ -107,8 +107,8 @@ def _set_attention(config: Any, file: GgufFile) -> None:
     scale = file.value("attention.scale")
     if hasattr(config, "query_pre_attn_scalar"):
         by_width = config.num_hidden_layers == _SCALED_BY_WIDTH.get(file.architecture)
-        derived = config.hidden_size // config.num_attention_heads if by_width else _head_dim(config)
-        config.query_pre_attn_scalar = round(scale**-2) if scale else derived
+        scalar = config.hidden_size // config.num_attention_heads if by_width else _head_dim(config)
+        config.query_pre_attn_scalar = round(scale**-2) if scale else scalar
     elif scale and not math.isclose(scale, _head_dim(config) ** -0.5, rel_tol=1e-5):
         raise _refusal(file, "attention.scale", f"it is not 1 / sqrt({_head_dim(config)}), and nothing else is known")
 
@@ -116,21 +116,21 @@ def _set_attention(config: Any, file: GgufFile) -> None:
 def _set_rotary(config: Any, file: GgufFile) -> None:
     """Set base, scaling and width of rotary embeddings."""
     parameters = config.rope_parameters
-    layered = "full_attention" in parameters
-    whole = dict(parameters["full_attention"] if layered else parameters)
-    whole["rope_theta"] = file.value("rope.freq_base", whole["rope_theta"] if layered else _FREQUENCY_BASE)
+    is_layered = "full_attention" in parameters
+    whole = dict(parameters["full_attention"] if is_layered else parameters)
+    whole["rope_theta"] = file.value("rope.freq_base", whole["rope_theta"] if is_layered else _FREQUENCY_BASE)
     whole |= rope_parameters(file)
-    rotated, head_dim = file.value("rope.dimension_count"), _head_dim(config)
+    width, head_dim = file.value("rope.dimension_count"), _head_dim(config)
     if "partial_rotary_factor" in whole:
-        whole["partial_rotary_factor"] = (head_dim if rotated is None else rotated) / head_dim
-    elif rotated not in (None, head_dim) and getattr(config, "rotary_dim", None) != rotated:
+        whole["partial_rotary_factor"] = (head_dim if width is None else width) / head_dim
+    elif width not in (None, head_dim) and getattr(config, "rotary_dim", None) != width:
         raise _refusal(
             file, "rope.dimension_count", f"{type(config).__name__} rotates all {head_dim} numbers of a head"
         )
     local = file.value("rope.freq_base_swa")
-    if not layered and local not in (None, whole["rope_theta"]):
+    if not is_layered and local not in (None, whole["rope_theta"]):
         raise _refusal(file, "rope.freq_base_swa", f"{type(config).__name__} has one base for all layers")
-    if not layered:
+    if not is_layered:
         config.rope_parameters = whole
         return
     sliding = dict(parameters["sliding_attention"])
@@ -144,16 +144,16 @@ def _set_rotary(config: Any, file: GgufFile) -> None:
 def _set_ends(config: Any, file: GgufFile) -> None:
     """Let a turn's end be an end of the text too, as it is for llama.cpp."""
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    given = list(dict.fromkeys(end for end in ends if end is not None))
-    if len(given) > 1 and not isinstance(config.eos_token_id, list):
-        config.eos_token_id = given
+    tokens = list(dict.fromkeys(end for end in ends if end is not None))
+    if len(tokens) > 1 and not isinstance(config.eos_token_id, list):
+        config.eos_token_id = tokens
 
 
 def _refuse_others(config: Any, file: GgufFile) -> None:
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     key_length, layers = file.value("attention.key_length"), getattr(config, "layer_types", None) or []
-    same = {
+    neutral = {
         **_NEUTRAL,
         "attention.key_length": _head_dim(config),
         "attention.value_length": key_length or _head_dim(config),
@@ -162,24 +162,24 @@ def _refuse_others(config: Any, file: GgufFile) -> None:
         "rope.freq_base_swa": file.value("rope.freq_base_swa") if getattr(config, "rope_parameters", None) else 0,
         "attention.scale": file.value("attention.scale"),
     }
-    theirs: Any = GGUF_CONFIG_MAPPING[config.model_type.removesuffix("_text")]
-    read = {key for key, name in theirs.items() if name is not None}
+    mapping: Any = GGUF_CONFIG_MAPPING[config.model_type.removesuffix("_text")]
+    readable = {key for key, name in mapping.items() if name is not None}
     fields = config.to_dict()
-    read |= {key for key, names in _READ.items() if any(name in fields for name in names)}
+    readable |= {key for key, names in _FIELDS.items() if any(name in fields for name in names)}
     prefix = f"{file.architecture}."
     for key, value in file.metadata.items():
         name = key.removeprefix(prefix)
-        if key.startswith(prefix) and name not in _KNOWN | read and value and same.get(name) != value:
+        if key.startswith(prefix) and name not in _READ_ELSEWHERE | readable and value and neutral.get(name) != value:
             raise _refusal(
                 file, name, f"neither transformers nor graphopt knows what it does to {type(config).__name__}"
             )
 
 
-def _refusal(file: GgufFile, key: str, why: str) -> InputError:
+def _refusal(file: GgufFile, key: str, reason: str) -> InputError:
     value = file.value(key)
-    shown = f"{value[:4]}, ..." if isinstance(value, list) and len(value) > 4 else value
+    text = f"{value[:4]}, ..." if isinstance(value, list) and len(value) > 4 else value
     return InputError(
-        f"the setting {file.architecture}.{key} = {shown} cannot be translated: {why}",
+        f"the setting {file.architecture}.{key} = {text} cannot be translated: {reason}",
         file=file.path,
         remedy="export the original checkpoint",
     )

@@ -1,127 +1,18 @@
 """A model is traced by two layers of each kind, and its weights are bound to the graph by name; none is read.
 
-    skeleton.py    a model whose parameters take no memory
-    recording.py   what each layer computes, operation by operation
-    kinds.py       which layers are of one kind; the model with two of each
-    relations.py   how each constant of the graph is made of parameters
-    places.py      which node belongs to which layer, and what layers pass on
-    graph.py       the graph of a few layers becomes that of all
-    symbols.py     dimensions that only one layer knows
-    understood.py  what keeps a model from that, as facts
+    short_trace.py     the trace, whole or by a few layers, and its weights
+    skeleton.py        a model whose parameters take no memory
+    recording.py       what each layer computes, operation by operation
+    kinds.py           which layers are of one kind; the model with two of each
+    relations.py       how each constant of the graph is made of parameters
+    layer_of_node.py   which node belongs to which layer, and what layers pass on
+    graph.py           the graph of a few layers becomes that of all
+    symbols.py         dimensions that only one layer knows
+    refusals.py        what keeps a model from that, as facts
 
 Tracing takes minutes for a model of thirty layers, nearly all of which are the same.
 """
 
-from __future__ import annotations
+from graphopt.models.unrolling.short_trace import ALL_TRACED, WITH_WEIGHTS, bind, trace_loaded, trace_skeleton
 
-from typing import TYPE_CHECKING, Any
-
-from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.weights import Expression, Node, WeightTensor, expression_of, nodes_below
-from graphopt.models.checkpoint import quiet
-from graphopt.models.checkpoint_tensors import Parameter
-from graphopt.models.ports import name_ports
-from graphopt.models.trace import export_graph, finish, sample_of, trace
-from graphopt.models.unrolling.graph import unroll
-from graphopt.models.unrolling.kinds import plan, shortened
-from graphopt.models.unrolling.refusals import FEW_LAYERS, NotUnderstoodError
-from graphopt.models.unrolling.relations import Relations
-from graphopt.models.unrolling.skeleton import make_skeleton
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import onnx_ir as ir
-
-    from graphopt.models.loading import Loaded
-
-ALL_TRACED = Rule("unroll.all-traced", "every layer was traced: {why}")
-WITH_WEIGHTS = Rule("unroll.with-weights", "every layer was traced, with all weights in memory: {why}")
-
-
-def trace_loaded(loaded: Loaded, source: str) -> tuple[ir.Model, list[Fact]]:
-    """Trace a model by two of its layers of each kind, and bind its weights; where that does not serve, all of it.
-
-    Args:
-        loaded: the model and its weights by name; the model's parameters are replaced.
-        source: where it came from, for messages.
-
-    Returns:
-        A graph of opset 23 with the inputs and outputs of its task, and which short ways were not taken, with reasons.
-
-    Raises:
-        InputError: the exporter fails on it, or a causal language model has no key-value cache.
-        MissingDependencyError: a package that the exporter needs is missing or too old.
-    """
-    try:
-        program, why = trace_skeleton(loaded.model, source)
-    except NotUnderstoodError as error:
-        return trace(loaded.runnable(), source), [WITH_WEIGHTS(why=error.reason)]
-    bind(program, loaded.weights)
-    return program, [] if why is None else [ALL_TRACED(why=why)]
-
-
-def trace_skeleton(model: Any, source: str) -> tuple[ir.Model, Fact | None]:
-    """Trace a model without its weights.
-
-    Args:
-        model: a model of transformers, whose parameters may be lazy or on the device ``meta``. They are replaced.
-        source: where it came from, for messages.
-
-    Returns:
-        A graph as :func:`graphopt.models.trace.trace` makes it, whose constants are expressions over
-        :class:`graphopt.models.checkpoint_tensors.Parameter`; and why all layers were traced, unless they were few.
-
-    Raises:
-        InputError: the exporter fails on it, or a causal language model has no key-value cache.
-        NotUnderstoodError: the exporter computes with parameters in a way that is not known.
-    """
-    make_skeleton(model)
-    try:
-        with quiet():
-            made = plan(model, sample_of(model))
-        with shortened(model, made):
-            program = _exported(model, source)
-        unroll(program, made)
-        why = None
-    except NotUnderstoodError as error:
-        program = _exported(model, source)
-        why = None if error.reason.code == FEW_LAYERS.code else error.reason
-    finish(program, model, source)
-    return program, why
-
-
-def bind(program: ir.Model, weights: Mapping[str, Expression]) -> None:
-    """Put the weights into the graph, in place.
-
-    Args:
-        program: as from :func:`trace_skeleton`.
-        weights: what each parameter of the model is, by name; those that are tied have one of their names at least.
-
-    Raises:
-        ValueError: a parameter is missing, or is of another type or shape.
-    """
-    for value in program.graph.initializers.values():
-        expression = expression_of(value.const_value)
-        below = nodes_below(expression)
-        leaves = [node for node in below if isinstance(node, Parameter)]
-        if not leaves:
-            continue
-        bound: dict[Node, Node] = {}
-        for leaf in leaves:
-            weight = bound[leaf] = weights[leaf.name]
-            if (leaf.shape, leaf.dtype) != (weight.shape, weight.dtype):
-                raise ValueError(f"{leaf.name} is {weight.dtype}{weight.shape}, not {leaf.dtype}{leaf.shape}")
-        value.const_value = WeightTensor(expression.replacing(bound), value.name)
-
-
-def _exported(model: Any, source: str) -> ir.Model:
-    """Return a graph of all layers that ``model`` has now, its constants as expressions."""
-    program = export_graph(model, source)
-    relations = Relations(model)
-    for value in program.graph.initializers.values():
-        expression = relations.of(value)
-        if any(isinstance(node, Parameter) for node in nodes_below(expression)):
-            value.const_value = WeightTensor(expression, value.name)
-    name_ports(program.graph)
-    return program
+__all__ = ["ALL_TRACED", "WITH_WEIGHTS", "bind", "trace_loaded", "trace_skeleton"]

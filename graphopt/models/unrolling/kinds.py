@@ -23,15 +23,15 @@ class Plan:
     Attributes:
         prefix: the name of the list of layers, such as ``model.layers``.
         kinds: the number of the kind of each layer of the model.
-        chosen: the layers that are traced, in order: the first two of each kind.
+        samples: the layers that are traced, in order: the first two of each kind.
     """
 
     prefix: str
     kinds: tuple[int, ...]
-    chosen: tuple[int, ...]
+    samples: tuple[int, ...]
 
 
-def plan(model: Any, inputs: Mapping[str, Any]) -> Plan:
+def plan_layers(model: Any, inputs: Mapping[str, Any]) -> Plan:
     """Find out which layers of a model are of one kind, and confirm that the model with two of each does the same.
 
     Two layers are of one kind if they compute the same, operation by operation, and their modules hold the same: class,
@@ -53,27 +53,27 @@ def plan(model: Any, inputs: Mapping[str, Any]) -> Plan:
     keys = [
         (_key(whole, n), fingerprint(layer, indices), _entries(model, len(layers), n)) for n, layer in enumerate(layers)
     ]
-    known = list(dict.fromkeys(keys))
-    kinds = tuple(known.index(key) for key in keys)
-    chosen = tuple(n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2)
-    if len(chosen) == len(layers):
-        raise NotUnderstoodError(FEW_LAYERS(traced=len(chosen), layers=len(layers)))
-    made = Plan(prefix, kinds, chosen)
-    with shortened(model, made):
-        _compare(whole, record(model, prefix, inputs), made)
-    return made
+    distinct = list(dict.fromkeys(keys))
+    kinds = tuple(distinct.index(key) for key in keys)
+    samples = tuple(n for n, kind in enumerate(kinds) if kinds[:n].count(kind) < 2)
+    if len(samples) == len(layers):
+        raise NotUnderstoodError(FEW_LAYERS(traced=len(samples), layers=len(layers)))
+    plan = Plan(prefix, kinds, samples)
+    with shorten(model, plan):
+        _compare(whole, record(model, prefix, inputs), plan)
+    return plan
 
 
 def _key(recording: Recording, layer: int) -> tuple[Any, ...]:
-    return (tuple(recording.layers[layer]), recording.passed[layer])
+    return (tuple(recording.layers[layer]), recording.outputs[layer])
 
 
-def _compare(whole: Recording, part: Recording, made: Plan) -> None:
+def _compare(whole: Recording, part: Recording, plan: Plan) -> None:
     if whole.outside != part.outside:
         raise NotUnderstoodError(OUTSIDE())
-    for place, n in enumerate(made.chosen):
-        if _key(whole, n) != _key(part, place):
-            raise NotUnderstoodError(DIFFERENT(layer=n, layers=len(made.chosen)))
+    for index, n in enumerate(plan.samples):
+        if _key(whole, n) != _key(part, index):
+            raise NotUnderstoodError(DIFFERENT(layer=n, layers=len(plan.samples)))
 
 
 def find_layers(model: Any) -> str:
@@ -83,27 +83,27 @@ def find_layers(model: Any) -> str:
         NotUnderstoodError: there is none.
     """
     torch = importlib.import_module("torch")
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = sum(parameter.numel() for parameter in module.parameters())
-    if not found:
+        if isinstance(module, torch.nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in sizes):
+            sizes[name] = sum(parameter.numel() for parameter in module.parameters())
+    if not sizes:
         raise NotUnderstoodError(NO_LAYERS())
-    return max(found, key=lambda name: found[name])
+    return max(sizes, key=lambda name: sizes[name])
 
 
 def index_attributes(layers: Sequence[Any]) -> set[tuple[str, str]]:
     """Return those attributes of the layers' modules that say the number of the layer: module and attribute."""
-    found: set[tuple[str, str]] = set()
+    names: set[tuple[str, str]] = set()
     for number, layer in enumerate(layers):
-        own = {
+        numbers = {
             (name, attribute)
             for name, module in layer.named_modules()
             for attribute, value in vars(module).items()
             if type(value) is int and value == number
         }
-        found = own if number == 0 else found & own
-    return found
+        names = numbers if number == 0 else names & numbers
+    return names
 
 
 def fingerprint(layer: Any, indices: set[tuple[str, str]]) -> str:
@@ -111,7 +111,7 @@ def fingerprint(layer: Any, indices: set[tuple[str, str]]) -> str:
     lines = []
     for name, module in layer.named_modules():
         attributes = {
-            key: _shown(value)
+            key: _text(value)
             for key, value in vars(module).items()
             if (name, key) not in indices and key not in ("_parameters", "_buffers", "_modules") and "hook" not in key
         }
@@ -134,19 +134,19 @@ def _content(module: Any, name: str, buffer: Any) -> Any:
     return (*shape, hashlib.sha256(buffer.contiguous().numpy().tobytes()).hexdigest())
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if isinstance(value, (list, tuple, set)):
-        return f"{type(value).__name__}{[_shown(each) for each in value]}"
+        return f"{type(value).__name__}{[_text(element) for element in value]}"
     if isinstance(value, Mapping):
-        return repr({str(key): _shown(each) for key, each in value.items()})
+        return repr({str(key): _text(element) for key, element in value.items()})
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _configurations(model: Any) -> list[Any]:
-    found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    return list(found.values())
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return list(configs.values())
 
 
 def _entries(model: Any, count: int, layer: int) -> str:
@@ -162,12 +162,12 @@ def _entries(model: Any, count: int, layer: int) -> str:
 
 
 @contextlib.contextmanager
-def shortened(model: Any, made: Plan) -> Iterator[None]:
-    """Give ``model`` the chosen layers only, for as long as the block runs: modules, configuration, their numbers."""
+def shorten(model: Any, plan: Plan) -> Iterator[None]:
+    """Give ``model`` the traced layers only, for as long as the block runs: modules, configuration, their numbers."""
     torch = importlib.import_module("torch")
-    parent, _, name = made.prefix.rpartition(".")
-    layers = list(model.get_submodule(made.prefix))
-    count, fewer = len(layers), len(made.chosen)
+    parent, _, name = plan.prefix.rpartition(".")
+    layers = list(model.get_submodule(plan.prefix))
+    count, fewer = len(layers), len(plan.samples)
     indices = index_attributes(layers)
     configs = [(config, dict(vars(config))) for config in _configurations(model)]
     try:
@@ -177,10 +177,10 @@ def shortened(model: Any, made: Plan) -> Iterator[None]:
                 vars(config)[number] = fewer
             for key, value in before.items():
                 if isinstance(value, (list, tuple)) and len(value) == count:
-                    vars(config)[key] = type(value)(value[n] for n in made.chosen)
-        setattr(model.get_submodule(parent), name, torch.nn.ModuleList(layers[n] for n in made.chosen))
-        for place, n in enumerate(made.chosen):
-            _number(layers[n], indices, place)
+                    vars(config)[key] = type(value)(value[n] for n in plan.samples)
+        setattr(model.get_submodule(parent), name, torch.nn.ModuleList(layers[n] for n in plan.samples))
+        for index, n in enumerate(plan.samples):
+            _number(layers[n], indices, index)
         yield
     finally:
         for config, before in configs:

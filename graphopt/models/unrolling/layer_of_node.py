@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
     from graphopt.models.unrolling.kinds import Plan
 
-SHARED = -1
-"""The place of what belongs to no layer."""
+NO_LAYER = -1
+"""The layer of what belongs to none."""
 
 # What these say of a tensor is its size, which no weight changes.
 _SIZES = ("Shape", "Size")
 
 
-class Places:
+class GraphLayers:
     """The layers of a graph, by the modules that the exporter wrote into each node.
 
     What several layers read, and depends on no layer's weights or caches, belongs to none of them: the exporter merges
     equal computations and leaves them where the first one was.
 
     Args:
-        graph: what was exported of the chosen layers of ``plan``.
+        graph: what was exported of the traced layers of ``plan``.
         plan: names the list of layers.
 
     Attributes:
         count: how many layers the graph has.
-        passed: what each layer passes on to the next; what the last one passes on is read behind the layers.
+        outputs: what each layer passes on to the next; what the last one passes on is read behind the layers.
 
     Raises:
         NotUnderstoodError: a layer passes on more than one tensor, or to others than the next.
     """
 
     def __init__(self, graph: ir.Graph, plan: Plan) -> None:
-        self.count = len(plan.chosen)
-        self.passed: dict[int, ir.Value] = {}
-        self._prefix, self._chosen = plan.prefix, plan.chosen
-        self._place: dict[ir.Node, int] = {}
+        self.count = len(plan.samples)
+        self.outputs: dict[int, ir.Value] = {}
+        self._prefix, self._samples = plan.prefix, plan.samples
+        self._layer: dict[ir.Node, int] = {}
         self._leaves = {value: _leaves(value) for value in graph.initializers.values()}
         for node in graph:
             if any(
@@ -56,33 +56,34 @@ class Places:
                 for attribute in node.attributes.values()
             ):
                 raise NotUnderstoodError(SUBGRAPHS(node=node.name))
-            self._place[node] = self._scope(node)
+            self._layer[node] = self._scope(node)
         self._settle()
 
-    def of(self, node: ir.Node) -> int:
-        """Return the number of a node's layer in the graph, or :data:`SHARED`."""
-        return self._place[node]
+    def layer_of(self, node: ir.Node) -> int:
+        """Return the number of a node's layer in the graph, or :data:`NO_LAYER`."""
+        return self._layer[node]
 
-    def nodes(self, place: int) -> list[ir.Node]:
+    def nodes(self, layer: int) -> list[ir.Node]:
         """Return the nodes of a layer, in the order of the graph."""
-        return [node for node, found in self._place.items() if found == place]
+        return [node for node, node_layer in self._layer.items() if node_layer == layer]
 
     def owner(self, weight: ir.Value) -> int:
-        """Return the layer whose parameters a constant is made of, or :data:`SHARED`."""
-        found = {self._layer_of(leaf.name) for leaf in self._leaves.get(weight, ())}
-        return found.pop() if len(found) == 1 else SHARED
+        """Return the layer whose parameters a constant is made of, or :data:`NO_LAYER`."""
+        owners = {self._layer_in(leaf.name) for leaf in self._leaves.get(weight, ())}
+        return owners.pop() if len(owners) == 1 else NO_LAYER
 
-    def moved(self, weight: ir.Value, place: int, name: str) -> Expression:
+    def rebind(self, weight: ir.Value, layer: int, name: str) -> Expression:
         """Return what a constant is made of, with the parameters of another layer.
 
         Args:
-            weight: a constant of the layer ``place``.
-            place: that layer.
+            weight: a constant of the layer ``layer``.
+            layer: that layer.
             name: what the names of the other layer's parameters begin with.
         """
-        own = f"{self._prefix}.{place}."
+        prefix = f"{self._prefix}.{layer}."
         leaves: Mapping[Node, Node] = {
-            leaf: Parameter(name + leaf.name.removeprefix(own), leaf.kind, leaf.dims) for leaf in self._leaves[weight]
+            leaf: Parameter(name + leaf.name.removeprefix(prefix), leaf.kind, leaf.dims)
+            for leaf in self._leaves[weight]
         }
         return expression_of(weight.const_value).replacing(leaves)
 
@@ -93,70 +94,70 @@ class Places:
             module: its name; any other text is returned as it is.
             n: the layer that it is part of there; ``None`` for the one that was traced.
         """
-        place = self._layer_of(module)
-        if place == SHARED:
+        layer = self._layer_in(module)
+        if layer == NO_LAYER:
             return module
-        rest = module.removeprefix(f"{self._prefix}.{place}")
-        return f"{self._prefix}.{self._chosen[place] if n is None else n}{rest}"
+        path = module.removeprefix(f"{self._prefix}.{layer}")
+        return f"{self._prefix}.{self._samples[layer] if n is None else n}{path}"
 
-    def _layer_of(self, name: str) -> int:
-        found = re.match(rf"{re.escape(self._prefix)}\.(\d+)\.", f"{name}.")
-        return int(found[1]) if found else SHARED
+    def _layer_in(self, name: str) -> int:
+        match = re.match(rf"{re.escape(self._prefix)}\.(\d+)\.", f"{name}.")
+        return int(match[1]) if match else NO_LAYER
 
     def _scope(self, node: ir.Node) -> int:
         scopes = node.metadata_props.get(SCOPE)
-        layers = [self._layer_of(str(scope)) for scope in (ast.literal_eval(scopes) if scopes else ())]
-        return max(layers, default=SHARED)
+        layers = [self._layer_in(str(scope)) for scope in (ast.literal_eval(scopes) if scopes else ())]
+        return max(layers, default=NO_LAYER)
 
     def _settle(self) -> None:
         """Find what layers pass on, and take out of them what they share."""
         varying: set[ir.Value] = set()
-        for node in self._place:
+        for node in self._layer:
             if any(self._varies(value, varying) for value in node.inputs) and node.op_type not in _SIZES:
                 varying.update(node.outputs)
         self._adopt(varying)
-        for node, place in list(self._place.items()):
-            if place == SHARED:
+        for node, layer in list(self._layer.items()):
+            if layer == NO_LAYER:
                 continue
             for value in node.outputs:
-                readers = {self._place[reader] for reader in value.consumers()} - {place}
+                readers = {self._layer[reader] for reader in value.consumers()} - {layer}
                 if value.is_graph_output() and present_port(value) is None:
-                    readers.add(SHARED)
+                    readers.add(NO_LAYER)
                 if not readers:
                     continue
                 if value not in varying:
                     self._share(node)
-                elif readers == {place + 1 if place + 1 < self.count else SHARED} and place not in self.passed:
-                    self.passed[place] = value
+                elif readers == {layer + 1 if layer + 1 < self.count else NO_LAYER} and layer not in self.outputs:
+                    self.outputs[layer] = value
                 else:
-                    raise NotUnderstoodError(CROSSING(layer=place + 1))
+                    raise NotUnderstoodError(CROSSING(layer=layer + 1))
 
     def _adopt(self, varying: set[ir.Value]) -> None:
         """Give nodes between those of a layer to that layer, where the exporter wrote none into them."""
         leads: dict[ir.Node, int] = {}
-        for node, place in reversed(self._place.items()):
-            behind = [leads[reader] for value in node.outputs for reader in value.consumers()]
-            leads[node] = place if place != SHARED else min(behind, default=self.count)
-        for node, place in list(self._place.items()):
-            if place == SHARED and leads[node] < self.count and any(value in varying for value in node.outputs):
-                before = [self._place[producer] for value in node.inputs if value and (producer := value.producer())]
-                self._place[node] = max([place for place in before if place != SHARED], default=leads[node])
+        for node, layer in reversed(self._layer.items()):
+            reader_leads = [leads[reader] for value in node.outputs for reader in value.consumers()]
+            leads[node] = layer if layer != NO_LAYER else min(reader_leads, default=self.count)
+        for node, layer in list(self._layer.items()):
+            if layer == NO_LAYER and leads[node] < self.count and any(value in varying for value in node.outputs):
+                before = [self._layer[producer] for value in node.inputs if value and (producer := value.producer())]
+                self._layer[node] = max([layer for layer in before if layer != NO_LAYER], default=leads[node])
 
     def _varies(self, value: ir.Value | None, varying: set[ir.Value]) -> bool:
         if value is None:
             return False
         if value in varying or (value.is_graph_input() and past_port(value) is not None):
             return True
-        return any(self._layer_of(leaf.name) != SHARED for leaf in self._leaves.get(value, ()))
+        return any(self._layer_in(leaf.name) != NO_LAYER for leaf in self._leaves.get(value, ()))
 
     def _share(self, node: ir.Node) -> None:
         """Take a node, and what it is computed from, out of its layer."""
         waiting = [node]
         while waiting:
-            found = waiting.pop()
-            if self._place[found] != SHARED:
-                self._place[found] = SHARED
-                waiting += [producer for value in found.inputs if value and (producer := value.producer())]
+            member = waiting.pop()
+            if self._layer[member] != NO_LAYER:
+                self._layer[member] = NO_LAYER
+                waiting += [producer for value in member.inputs if value and (producer := value.producer())]
 
 
 def _leaves(value: ir.Value) -> list[Parameter]:

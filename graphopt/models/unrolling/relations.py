@@ -22,7 +22,7 @@ from graphopt.graph.weights import Array, Expression, Inline, Reshape, Scale, Sl
 from graphopt.graph.weights.expression import whole_region
 from graphopt.models.checkpoint_tensors import Parameter, stored_tensors
 from graphopt.models.lazy_tensors import dtype_of
-from graphopt.models.unrolling.refusals import FOLDED, NotUnderstoodError
+from graphopt.models.unrolling.refusals import FOLDED_WEIGHT, NotUnderstoodError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,17 +41,17 @@ class Relations:
     def __init__(self, skeleton: Any) -> None:
         self._arrays: dict[str, Array] = {}
         self._leaves: dict[str, Parameter] = {}
-        places = []
-        seen: set[int] = set()
+        starts = []
+        addresses: set[int] = set()
         for name, tensor in stored_tensors(skeleton):
             self._arrays[name] = tensor.detach().numpy()
             self._leaves[name] = Parameter(name, dtype_of(tensor.dtype), tuple(tensor.shape))
-            if tensor.data_ptr() not in seen and tensor.numel():
-                seen.add(tensor.data_ptr())
-                places.append((tensor.data_ptr(), name))
-        self._places = sorted(places)
+            if tensor.data_ptr() not in addresses and tensor.numel():
+                addresses.add(tensor.data_ptr())
+                starts.append((tensor.data_ptr(), name))
+        self._starts = sorted(starts)
 
-    def of(self, value: ir.Value) -> Expression:
+    def expression_of(self, value: ir.Value) -> Expression:
         """Return what an initializer is: an expression over :class:`Parameter`, or the constant that it is.
 
         Raises:
@@ -65,30 +65,30 @@ class Relations:
         name = self._owner(array)
         if name is not None:
             return self._view(value, array, name)
-        folded = value.metadata_props.get(_FOLDED_FROM)
-        parents = [name for name in (ast.literal_eval(folded) if folded else ()) if name in self._arrays]
+        origins = value.metadata_props.get(_FOLDED_FROM)
+        parents = [name for name in (ast.literal_eval(origins) if origins else ()) if name in self._arrays]
         if not parents:
             return Inline(array, tensor.dtype)
-        return self._computed(value, array, parents)
+        return self._recompute(value, array, parents)
 
     def _owner(self, array: Array) -> str | None:
         """Return the parameter that an array lies in."""
         address = _address(array)
-        number = bisect.bisect_right(self._places, (address, "\U0010ffff")) - 1
+        number = bisect.bisect_right(self._starts, (address, "\U0010ffff")) - 1
         if number < 0:
             return None
-        start, name = self._places[number]
+        start, name = self._starts[number]
         return name if address < start + self._arrays[name].nbytes else None
 
     def _view(self, value: ir.Value, array: Array, name: str) -> Expression:
-        for found in _views(self._leaves[name], array, _address(array) - _address(self._arrays[name])):
-            seen = found.replacing({self._leaves[name]: Inline(self._arrays[name], self._leaves[name].kind)})
-            got = seen.evaluate(whole_region(found.shape))
-            if _address(got) == _address(array) and got.shape == array.shape and _steps(got) == _steps(array):
-                return found
-        raise NotUnderstoodError(FOLDED(weight=value.name, parameters=[name]))
+        for view in _views(self._leaves[name], array, _address(array) - _address(self._arrays[name])):
+            inline = view.replacing({self._leaves[name]: Inline(self._arrays[name], self._leaves[name].kind)})
+            result = inline.evaluate(whole_region(view.shape))
+            if _address(result) == _address(array) and result.shape == array.shape and _steps(result) == _steps(array):
+                return view
+        raise NotUnderstoodError(FOLDED_WEIGHT(weight=value.name, parameters=[name]))
 
-    def _computed(self, value: ir.Value, array: Array, parents: list[str]) -> Expression:
+    def _recompute(self, value: ir.Value, array: Array, parents: list[str]) -> Expression:
         """Return ``parameter + c`` or ``parameter * c`` that gives exactly these numbers."""
         for name in parents:
             parameter, leaf = self._arrays[name], self._leaves[name]
@@ -96,15 +96,15 @@ class Relations:
                 continue
             # Random numbers between 1 and 2: the median leaves out what rounding does to a few.
             wide = parameter.astype(np.float64)
-            for constant in _near(float(np.median(array - wide))):
+            for constant in _decimals_near(float(np.median(array - wide))):
                 offset = np.full(array.shape, constant, array.dtype)
                 if np.array_equal(parameter + offset, array):
                     return Sum(leaf, Inline(offset, leaf.kind))
-            for constant in _near(float(np.median(array / wide))) if array.ndim else ():
+            for constant in _decimals_near(float(np.median(array / wide))) if array.ndim else ():
                 factors = np.full(array.shape[:1], constant, array.dtype)
                 if np.array_equal(parameter * array.dtype.type(constant), array):
                     return Scale(leaf, Inline(factors, leaf.kind), 0)
-        raise NotUnderstoodError(FOLDED(weight=value.name, parameters=list(parents)))
+        raise NotUnderstoodError(FOLDED_WEIGHT(weight=value.name, parameters=list(parents)))
 
 
 def _address(array: Array) -> int:
@@ -116,7 +116,7 @@ def _steps(array: Array) -> list[int]:
     return [step for step, size in zip(array.strides, array.shape, strict=True) if size > 1]
 
 
-def _near(number: float) -> list[float]:
+def _decimals_near(number: float) -> list[float]:
     """Return a number and the short decimals near it, from which rounding may have moved it."""
     return [round(number, digits) for digits in (0, 1, 2, 3, 4, 5, 6)] + [number]
 
@@ -130,17 +130,17 @@ def _views(leaf: Parameter, array: Array, offset: int) -> Iterator[Expression]:
             yield leaf
         yield Reshape(leaf, array.shape)
     # Which axis of the parameter each axis of the view runs along, axes of one coordinate aside.
-    wide = [axis for axis, many in enumerate(array.shape) if many > 1]
+    wide = [axis for axis, size_of_axis in enumerate(array.shape) if size_of_axis > 1]
     order = [strides.index(array.strides[axis]) for axis in wide if array.strides[axis] in strides]
     if len(order) != len(wide) or len(set(order)) != len(order):
         return
-    starts = [offset // step % many for step, many in zip(strides, leaf.dims, strict=True)]
+    starts = [offset // step % size_of_axis for step, size_of_axis in zip(strides, leaf.dims, strict=True)]
     counts = dict(zip(order, (array.shape[axis] for axis in wide), strict=True))
     pieces = {axis: slice(start, start + counts.get(axis, 1)) for axis, start in enumerate(starts)}
-    found: Expression = leaf
-    if any(counts.get(axis, 1) != many for axis, many in enumerate(leaf.dims)):
-        found = Slice.cut(found, pieces)
+    view: Expression = leaf
+    if any(counts.get(axis, 1) != size_of_axis for axis, size_of_axis in enumerate(leaf.dims)):
+        view = Slice.cut(view, pieces)
     order += [axis for axis in range(len(leaf.dims)) if axis not in order]
     if order != sorted(order):
-        found = Transpose(found, tuple(order))
-    yield found if found.shape == array.shape else Reshape.to_dims(found, array.shape)
+        view = Transpose(view, tuple(order))
+    yield view if view.shape == array.shape else Reshape.to_dims(view, array.shape)

@@ -30,16 +30,16 @@ def make_skeleton(model: Any) -> None:
         model: a model of transformers in evaluation mode; its parameters may be on the device ``meta``, or lazy.
     """
     torch = importlib.import_module("torch")
-    made: dict[int, tuple[Any, Any]] = {}
+    placeholders: dict[int, tuple[Any, Any]] = {}
     for number, (name, tensor) in enumerate(stored_tensors(model)):
-        if id(tensor) not in made:
+        if id(tensor) not in placeholders:
             placeholder = _random(torch, tensor, number) if _bytes(tensor) <= _SMALL else _unwritten(torch, tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 placeholder = torch.nn.Parameter(placeholder, requires_grad=False)
             # The original is kept, so that its id belongs to nothing else meanwhile.
-            made[id(tensor)] = (placeholder, tensor)
+            placeholders[id(tensor)] = (placeholder, tensor)
         module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, made[id(tensor)][0])
+        setattr(model.get_submodule(module), attribute, placeholders[id(tensor)][0])
 
 
 def _bytes(tensor: Any) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.models.unrolling.layer_of_node import SHARED, Places
+from graphopt.models.unrolling.layer_of_node import NO_LAYER, GraphLayers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -20,33 +20,33 @@ class Symbols:
 
     Args:
         graph: the graph.
-        places: which node belongs to which layer.
+        layers: which node belongs to which layer.
     """
 
-    def __init__(self, graph: ir.Graph, places: Places) -> None:
+    def __init__(self, graph: ir.Graph, layers: GraphLayers) -> None:
         everywhere = set(_names([*graph.inputs, *graph.initializers.values()]))
-        shared = (value for node in graph if places.of(node) == SHARED for value in node.outputs)
-        everywhere |= set(_names(shared))
-        self._own = {
-            place: set(_names(value for node in places.nodes(place) for value in node.outputs)) - everywhere
-            for place in range(places.count)
+        common_values = (value for node in graph if layers.layer_of(node) == NO_LAYER for value in node.outputs)
+        everywhere |= set(_names(common_values))
+        self._names_of = {
+            layer: set(_names(value for node in layers.nodes(layer) for value in node.outputs)) - everywhere
+            for layer in range(layers.count)
         }
 
-    def moved(self, shape: ir.Shape | None, n: int, place: int) -> ir.Shape | None:
-        """Return the shape, in layer ``n``, of what has ``shape`` in the traced layer at ``place``."""
+    def rename(self, shape: ir.Shape | None, n: int, template: int) -> ir.Shape | None:
+        """Return the shape, in layer ``n``, of what has ``shape`` in the traced layer at ``template``."""
         if shape is None:
             return None
-        own = self._own[place]
+        names = self._names_of[template]
 
-        def renamed(match: re.Match[str]) -> str:
-            return f"{match[0]}_{n}" if match[0] in own else match[0]
+        def rename(match: re.Match[str]) -> str:
+            return f"{match[0]}_{n}" if match[0] in names else match[0]
 
         return ir.Shape(
             [
-                ir.SymbolicDim(_NAME.sub(renamed, each.value))
-                if isinstance(each, ir.SymbolicDim) and each.value is not None
-                else each
-                for each in shape
+                ir.SymbolicDim(_NAME.sub(rename, dimension.value))
+                if isinstance(dimension, ir.SymbolicDim) and dimension.value is not None
+                else dimension
+                for dimension in shape
             ]
         )
 

@@ -19,7 +19,7 @@ from transformers import modeling_gguf_pytorch_utils as theirs
 from graphopt.errors import InputError
 from graphopt.graph.weights import Inline
 from graphopt.models.gguf.checkpoint import load_gguf
-from graphopt.models.gguf.layouts import layout_of
+from graphopt.models.gguf.layouts import FileTensor, layout_of
 from tests.families import randomize
 
 _COMMON = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -115,10 +115,10 @@ def _write_keys(writer: Any, architecture: str, config: Any) -> None:
 
 def _undone(layout: Any, name: str, array: np.ndarray, config: Any) -> np.ndarray:
     """Return what the layout makes ``array`` of: layouts move numbers, or add one to all of them."""
-    turned = layout(name, Inline.from_array(array), config).shape != array.shape
+    turned = layout(FileTensor(name, Inline.from_array(array), config)).shape != array.shape
     shape = array.shape[::-1] if turned else array.shape
     places = np.arange(array.size, dtype=np.float64).reshape(shape)
-    moved = layout(name, Inline.from_array(places), config).numpy()
+    moved = layout(FileTensor(name, Inline.from_array(places), config)).numpy()
     offset = float(moved.min() - places.min())
     before = np.empty(array.size, np.float32)
     before[(moved - offset).astype(np.int64).reshape(-1)] = array.reshape(-1) - np.float32(offset)

@@ -8,7 +8,7 @@ import torch
 from transformers import modeling_gguf_pytorch_utils as theirs
 
 from graphopt.graph.weights import Inline
-from graphopt.models.gguf.layouts import LAYOUTS, joined_experts, layout_of
+from graphopt.models.gguf.layouts import LAYOUTS, FileTensor, joined_experts, layout_of
 
 CONFIG = {
     "num_attention_heads": 4,
@@ -41,7 +41,7 @@ def test_a_layout_is_what_transformers_makes_of_it(architecture: str, name: str)
     array = np.random.default_rng(0).standard_normal(TENSORS[name]).astype(np.float32)
     processor = theirs.TENSOR_PROCESSORS[architecture](config=CONFIG)
     expected = processor.process(array.copy(), name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}).weights
-    got = LAYOUTS[architecture](name, Inline.from_array(array), SimpleNamespace(**CONFIG))
+    got = LAYOUTS[architecture](FileTensor(name, Inline.from_array(array), SimpleNamespace(**CONFIG)))
     assert got.shape == expected.shape
     assert np.array_equal(got.numpy(), expected)
 
@@ -70,6 +70,6 @@ def test_an_architecture_with_a_processor_and_no_layout_is_not_guessed() -> None
     layout = layout_of("qwen2")
     part = Inline.from_array(np.zeros((3, 4), np.float32))
     assert layout is not None
-    assert layout("blk.0.attn_q.weight", part, None) is part
+    assert layout(FileTensor("blk.0.attn_q.weight", part, None)) is part
     # every processor that transformers has is either mirrored here or refused
     assert set(LAYOUTS) <= set(theirs.TENSOR_PROCESSORS)

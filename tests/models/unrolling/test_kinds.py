@@ -10,7 +10,7 @@ import transformers
 
 from graphopt.models.checkpoint import quiet
 from graphopt.models.trace import sample_of
-from graphopt.models.unrolling.kinds import Plan, plan, shortened
+from graphopt.models.unrolling.kinds import Plan, plan_layers, shorten
 from graphopt.models.unrolling.refusals import NotUnderstoodError
 from graphopt.models.unrolling.skeleton import make_skeleton
 from tests.families import FAMILIES
@@ -29,7 +29,7 @@ def skeleton(family: str, layers: int = LAYERS, **settings: Any) -> Any:
 
 def plan_of(model: Any) -> Plan:
     with quiet():
-        return plan(model, sample_of(model))
+        return plan_layers(model, sample_of(model))
 
 
 def why_not(model: Any) -> str:
@@ -46,7 +46,7 @@ def test_equal_layers_are_of_one_kind(family: str, prefix: str) -> None:
 def test_layers_with_and_without_a_window() -> None:
     types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     found = plan_of(skeleton("gemma3", layer_types=types))
-    assert (found.kinds, found.chosen) == ((0, 0, 1, 0, 0, 1), (0, 1, 2, 5))
+    assert (found.kinds, found.samples) == ((0, 0, 1, 0, 0, 1), (0, 1, 2, 5))
 
 
 def test_dense_layers_before_those_with_experts() -> None:
@@ -57,7 +57,7 @@ def test_dense_layers_before_those_with_experts() -> None:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     make_skeleton(model)
     found = plan_of(model)
-    assert (found.kinds, found.chosen) == ((0, 1, 1, 0, 1, 1), (0, 1, 2, 3))
+    assert (found.kinds, found.samples) == ((0, 1, 1, 0, 1, 1), (0, 1, 2, 3))
 
 
 def test_layers_that_compute_with_their_number_are_all_different() -> None:
@@ -94,7 +94,7 @@ def test_a_shortened_model_is_restored() -> None:
     types = ["sliding_attention", "full_attention"] * 3
     model = skeleton("gemma3", layer_types=types)
     layers = list(model.model.layers)
-    with shortened(model, Plan("model.layers", (0, 1) * 3, (0, 1, 2, 5))):
+    with shorten(model, Plan("model.layers", (0, 1) * 3, (0, 1, 2, 5))):
         assert list(model.model.layers) == [layers[0], layers[1], layers[2], layers[5]]
         assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2, 3]
         assert model.config.num_hidden_layers == 4

@@ -37,7 +37,7 @@ def relation(model: Any, array: Any, *folded_from: str) -> Expression:
     value = ir.val("constant", const_value=ir.tensor(array))
     if folded_from:
         value.metadata_props[FOLDED_FROM] = repr(sorted(folded_from))
-    return Relations(model).of(value)
+    return Relations(model).expression_of(value)
 
 
 VIEWS = {

@@ -10,14 +10,13 @@ import pytest
 
 from graphopt.graph.provenance import SCOPE
 from graphopt.graph.weights import WeightTensor, expression_of
-from graphopt.models import unrolling
 from graphopt.models.checkpoint_tensors import Parameter
-from graphopt.models.loading import Loaded, weights_of
+from graphopt.models.loading import LoadedModel, weights_of
 from graphopt.models.trace import trace
-from graphopt.models.unrolling import kinds, trace_loaded, trace_skeleton
+from graphopt.models.unrolling import kinds, short_trace, trace_loaded, trace_skeleton
 from graphopt.models.unrolling.graph import unroll
 from graphopt.models.unrolling.kinds import Plan
-from graphopt.models.unrolling.layer_of_node import Places
+from graphopt.models.unrolling.layer_of_node import GraphLayers
 from graphopt.models.unrolling.refusals import NO_LAYERS, NotUnderstoodError
 from graphopt.report.difference import diff_of
 from tests.decoders import shuffle_names
@@ -36,7 +35,7 @@ def test_a_llama_of_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     sources = ("graphopt/models/*.py", "tests/families.py", "tests/models/unrolling/test_unrolled.py")
     whole = ir.load(once("llama-of-three-layers", sources, traced) / "model.onnx")
-    loaded = Loaded(model, weights_of(model), lambda: model, [])
+    loaded = LoadedModel(model, weights_of(model), lambda: model, [])
     program, notes = trace_loaded(loaded, "llama")
     assert notes == []
     assert description(program) == description(whole)
@@ -115,17 +114,17 @@ def test_a_layer_that_is_read_behind_the_last_is_refused() -> None:
 
 def test_places_of_nodes_without_a_module() -> None:
     model = toy_graph(2)
-    places = Places(model.graph, Plan("layers", (0, 0, 0), (0, 1)))
-    assert [places.of(node) for node in model.graph] == [0, 0, 0, 1, 1, 1, -1]
+    places = GraphLayers(model.graph, Plan("layers", (0, 0, 0), (0, 1)))
+    assert [places.layer_of(node) for node in model.graph] == [0, 0, 0, 1, 1, 1, -1]
 
 
 def test_a_model_that_cannot_be_shortened_is_traced_whole_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(model: Any, inputs: Any) -> Plan:
         raise NotUnderstoodError(NO_LAYERS())
 
-    monkeypatch.setattr(unrolling, "plan", refuse)
-    monkeypatch.setattr(unrolling, "_exported", lambda model, source: toy_graph(3))
-    monkeypatch.setattr(unrolling, "finish", lambda program, model, source: None)
+    monkeypatch.setattr(short_trace, "plan_layers", refuse)
+    monkeypatch.setattr(short_trace, "_export", lambda model, source: toy_graph(3))
+    monkeypatch.setattr(short_trace, "finish", lambda program, model, source: None)
     program, why = trace_skeleton(make_model("llama", 1), "toy")
     assert str(why) == "its modules hold no list of layers"
     assert len(program.graph) == 10
