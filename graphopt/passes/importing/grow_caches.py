@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from graphopt.passes.recipe import Recipe
 
 GROWS = Rule("grow_caches.grows", "its cache was cut to {window} tokens and grows now; the window stays")
-# Of manifests that were written before this pass was one.
 
 
 class GrowCaches(Pass):
