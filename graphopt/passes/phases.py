@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import onnx_ir as ir
 
-Phase = Literal["importing", "lift", "algebra", "codes", "cache", "lower"]
+Phase = Literal["importing", "lift", "algebra", "codes", "cache", "interface", "lower"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """The phases of a compilation, in order."""
 
@@ -182,6 +182,12 @@ def _feeds_only(node: ir.Node, side: int) -> bool:
     )
 
 
+def _ports_not_stated(model: ir.Model) -> Iterator[ir.Node | None]:
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if not value.name or value.type is None or value.shape is None:
+            yield value.producer()
+
+
 INVARIANTS = (
     Invariant(
         "canonical opset",
@@ -201,6 +207,12 @@ INVARIANTS = (
         "only the phase lower may bring in operators that are neither standard nor functions of the model",
         BEFORE_LOWER,
         _foreign,
+    ),
+    Invariant(
+        "ports are stated",
+        "from the phase interface on, each input and output of the graph has a name, a type and a shape",
+        ("interface", "lower"),
+        _ports_not_stated,
     ),
     Invariant("no packed codes", "codes are packed in the phase lower only", BEFORE_LOWER, _packed),
     Invariant(

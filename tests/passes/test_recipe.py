@@ -17,10 +17,10 @@ from graphopt.passes.algebra.rotate import Rotate
 from graphopt.passes.base import Pass
 from graphopt.passes.codes.quantize_activations import QuantizeActivations
 from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeights
+from graphopt.passes.interface.last_logits import LastLogits
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.lower.flatten_heads import FlattenHeads
 from graphopt.passes.lower.float16 import Float16
-from graphopt.passes.lower.last_logits import LastLogits
 from graphopt.passes.lower.lower import Lower
 from graphopt.passes.lower.merge_products import MergeProducts
 from graphopt.passes.recipe import Recipe, load_recipe, presets

@@ -37,7 +37,7 @@ from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.generation import generate
 from graphopt.inference.session import Session
 from graphopt.ort.session import open_session
-from graphopt.passes.lower.expose_hidden import expose
+from graphopt.passes.interface.expose_hidden import expose
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import IntArray
 from graphopt.util.stdlib_text import held_out_text, training_texts

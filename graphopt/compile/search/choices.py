@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from graphopt.errors import InputError
 from graphopt.numerics.formats import format_of
-from graphopt.passes.codes.formats import LinearFormat
+from graphopt.passes.common.formats import LinearFormat
 
 Choice = LinearFormat
 """A format and its group, as a recipe names them."""

@@ -18,7 +18,7 @@ from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of, weight_of
 from graphopt.ort.runner import Runner
 from graphopt.passes.codes.quantize_weights import QuantizeWeights
-from graphopt.passes.codes.tied_embedding import tied_lookups
+from graphopt.passes.common.tied_embedding import tied_lookups
 from graphopt.passes.recipe import Recipe
 from graphopt.tasks import task_of
 from graphopt.util.progress import Progress, silent

@@ -16,7 +16,7 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.weights import Inline, Scale, own_input, rewrite, weight_of
 from graphopt.numerics.formats import format_of
 from graphopt.passes.base import Pass
-from graphopt.passes.codes.formats import LinearFormat
+from graphopt.passes.common.formats import LinearFormat
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.single_thread import one_thread
 

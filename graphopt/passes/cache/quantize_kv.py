@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field
 from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass
-from graphopt.passes.cache.page_kv import Page, page_attention
-from graphopt.passes.cache.page_kv.states import change
+from graphopt.passes.common.paging.paged_attention import Page, page_attention
+from graphopt.passes.common.paging.states import change
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from graphopt.analysis.structure.paged_caches import PagedLayer, describe, kv_no
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass
-from graphopt.passes.cache.page_kv import Page, page_attention
-from graphopt.passes.cache.page_kv.positions import unbind_positions
-from graphopt.passes.cache.page_kv.states import change
+from graphopt.passes.common.paging.paged_attention import Page, page_attention
+from graphopt.passes.common.paging.positions import unbind_positions
+from graphopt.passes.common.paging.states import change
 from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES, Parameter
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class SparseKV(_PolicyOptions):
     Streaming: the first tokens take the attention that has nowhere to go, so they stay (StreamingLLM, Xiao et al.
     2024; LM-Infinite, Han et al. 2024); if all heads of a layer stream, its cache stops growing, and if all layers
     do, positions count inside the cache and text has no maximum length
-    (:mod:`graphopt.passes.cache.page_kv.positions`). Retrieval: a page's score is the most that a key in its bounds
+    (:mod:`graphopt.passes.common.paging.positions`). Retrieval: a page's score is the most that a key in its bounds
     could score, sum over c of max(q_c min_c, q_c max_c) (Quest, Tang et al. 2024), or that of its mean key
     (TriForce, Sun et al. 2024); query heads that share a KV head choose together. Some heads look far and others do
     not, so policies may be given per layer and head, or retrieval heads found by calibration and all others made to

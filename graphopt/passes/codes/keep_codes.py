@@ -15,10 +15,10 @@ from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import drop, replace
 from graphopt.graph.weights import Array, Part, WeightTensor, blocks_of, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass
-from graphopt.passes.codes.input_rounding import round_input
-from graphopt.passes.codes.logical_codes import dequantize, typed
-from graphopt.passes.codes.quantize_weights import Activations
-from graphopt.passes.codes.tied_embedding import look_up_columns, tied_lookups
+from graphopt.passes.common.formats import Activations
+from graphopt.passes.common.input_rounding import round_input
+from graphopt.passes.common.logical_codes import dequantize, typed
+from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
 from graphopt.quantization.gguf.blocks import Ggml
 from graphopt.quantization.gguf.codes import KeptCodes, has_codes
 from graphopt.quantization.gguf.file import open_gguf

@@ -11,7 +11,7 @@ from graphopt.analysis.structure.product_codes import NOT_QUANTIZED, StoredCodes
 from graphopt.analysis.structure.products import linear_nodes, lm_head_nodes, router_nodes
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.passes.base import Pass
-from graphopt.passes.codes.input_rounding import forget_spared, input_of, is_spared, round_input
+from graphopt.passes.common.input_rounding import forget_spared, input_of, is_spared, round_input
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import onnx_ir as ir
 from pydantic import BeforeValidator, Field, SerializeAsAny
@@ -21,12 +21,12 @@ from graphopt.graph.editing import drop
 from graphopt.graph.weights import new_weight, weight_of
 from graphopt.numerics.formats import Format, format_of
 from graphopt.passes.base import Pass
-from graphopt.passes.codes.branches import put_beside
-from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, check_names, fused_group
-from graphopt.passes.codes.input_rounding import round_input
-from graphopt.passes.codes.logical_codes import dequantize, typed
-from graphopt.passes.codes.tables import STORED, quantize_table
-from graphopt.passes.codes.tied_embedding import look_up_columns, tied_lookups
+from graphopt.passes.common.branches import put_beside
+from graphopt.passes.common.formats import Activations, EmbeddingFormat, LinearFormat, check_names, fused_group
+from graphopt.passes.common.input_rounding import round_input
+from graphopt.passes.common.logical_codes import dequantize, typed
+from graphopt.passes.common.tables import STORED, quantize_table
+from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
 from graphopt.quantization.rounding import RoundingMethod
 from graphopt.quantization.rounding.lazy_codes import quantized
 from graphopt.quantization.rounding.methods import method_of
@@ -57,8 +57,6 @@ NO_LOOKUP = Rule(
 )
 NO_MATRIX = Rule("quantize_weights.no-matrix", "{op_type} with a weight of shape [{shape}], not a matrix")
 NOT_FLOAT = Rule("quantize_weights.not-float", "its weight is {type}, and Dequantize makes float")
-
-Activations = Literal["float32", "bfloat16", "int8", "int16"]
 
 
 class QuantizeWeights(Pass):

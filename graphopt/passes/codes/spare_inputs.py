@@ -11,7 +11,7 @@ from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.weights import weight_of
 from graphopt.passes.base import Pass
-from graphopt.passes.codes.input_rounding import spare
+from graphopt.passes.common.input_rounding import spare
 from graphopt.quantization.rounding.single_thread import one_thread
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import name_output, replace
 from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass
-from graphopt.passes.codes.input_rounding import round_input
-from graphopt.passes.codes.logical_codes import columns_of, dequantize
-from graphopt.passes.lower.level_scales import join_levels
-from graphopt.passes.lower.table_layout import Unpacked, Untiled
+from graphopt.passes.common.input_rounding import round_input
+from graphopt.passes.common.leveled_scales import join_levels
+from graphopt.passes.common.logical_codes import columns_of, dequantize
+from graphopt.passes.common.table_layout import Unpacked, Untiled
 from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ class CompactScales(Pass):
 
     name: ClassVar[str] = "compact_scales"
     effect: ClassVar[Effect] = "exact"
-    after: ClassVar[tuple[str, ...]] = ("lower", "last_logits", "float16")
+    after: ClassVar[tuple[str, ...]] = ("lower", "float16")
 
     @classmethod
     def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:

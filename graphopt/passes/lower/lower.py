@@ -21,10 +21,10 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import drop, replace, shared_constant
 from graphopt.passes.base import Pass
-from graphopt.passes.codes.quantize_weights import Activations
-from graphopt.passes.lower.fusible import keep_fusible
-from graphopt.passes.lower.lookups import gather_packed, gather_standard, lookups_of
-from graphopt.passes.lower.packing import PackedMatrix, packed
+from graphopt.passes.common.formats import Activations
+from graphopt.passes.common.fusible import keep_fusible
+from graphopt.passes.common.lookups import gather_packed, gather_standard, lookups_of
+from graphopt.passes.common.packing import PackedMatrix, packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.runtime_ops.instructions import instructions_here

@@ -11,7 +11,7 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import drop, name_output
 from graphopt.graph.weights import weight_of
 from graphopt.passes.base import Pass
-from graphopt.passes.codes.tied_embedding import tied_lookups
+from graphopt.passes.common.tied_embedding import tied_lookups
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context

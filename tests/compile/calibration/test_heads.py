@@ -22,8 +22,8 @@ from graphopt.compile.calibration.razor import REPEATS, Repeated, echo_and_induc
 from graphopt.compile.calibration.tap import Heads, TappedLayer, tap
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
-from graphopt.passes.cache.page_kv.states import change
 from graphopt.passes.cache.sparse_kv import SparseKV
+from graphopt.passes.common.paging.states import change
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
 from graphopt.util.stdlib_text import held_out_text

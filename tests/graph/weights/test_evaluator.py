@@ -22,7 +22,7 @@ from graphopt.graph.weights.data_file import save_model
 from graphopt.graph.weights.evaluator import Evaluator, group_expressions, run_tasks, workers
 from graphopt.graph.weights.store import Store, StoreEntry
 from graphopt.numerics.formats import FORMATS
-from graphopt.passes.lower.table_layout import Packed
+from graphopt.passes.common.table_layout import Packed
 from graphopt.quantization.rounding.lazy_codes import quantized
 from tests.graph.weights.counting import Counted, loaded_modules
 from tests.graphs import residual_model

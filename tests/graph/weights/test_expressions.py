@@ -26,7 +26,7 @@ from graphopt.graph.weights import (
 )
 from graphopt.numerics.formats import FORMATS
 from graphopt.numerics.rotations import RandomRotation
-from graphopt.passes.lower.table_layout import Packed, Tiled
+from graphopt.passes.common.table_layout import Packed, Tiled
 from graphopt.quantization.rounding.expressions import Rounded, parts_of
 from tests.graph.weights.expressions import expressions
 

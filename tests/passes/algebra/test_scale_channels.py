@@ -23,7 +23,7 @@ from graphopt.passes.algebra.scale_channels import (
     ScaleChannels,
     scales_of,
 )
-from graphopt.passes.codes.formats import LinearFormat
+from graphopt.passes.common.formats import LinearFormat
 from graphopt.passes.context import Statistics, make_context
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.statistics import Calibration

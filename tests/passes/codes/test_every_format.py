@@ -12,7 +12,7 @@ from graphopt.compile.calibration.inputs import collect
 from graphopt.compile.pipeline import optimize
 from graphopt.compile.search.choices import stored_bytes
 from graphopt.numerics.formats import FORMATS
-from graphopt.passes.codes.formats import LinearFormat
+from graphopt.passes.common.formats import LinearFormat
 from graphopt.passes.recipe import Recipe
 from graphopt.quantization.rounding.methods import METHODS
 

@@ -13,7 +13,8 @@ from graphopt.compile.pipeline import optimize
 from graphopt.graph.weights import Inline
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.quantize_weights import LinearFormat
-from graphopt.passes.lower.level_scales import FEW, LEVELED, Leveled, Levels
+from graphopt.passes.common.leveled_scales import Leveled, Levels
+from graphopt.passes.lower.level_scales import FEW, LEVELED
 from graphopt.passes.recipe import load_recipe
 from tests.graphs import logits, relative, residual_model, run_pass, save
 

@@ -12,8 +12,8 @@ from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.session import ACCURACY_LEVEL, open_session
-from graphopt.passes.codes.input_rounding import round_input
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
+from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.lower import Costs, Lower, lowered, shipped_costs
 from graphopt.runtime_ops.costs import Cost

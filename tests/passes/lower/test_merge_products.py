@@ -20,9 +20,9 @@ from graphopt.graph.diagnostics import PassReport
 from graphopt.graph.editing import shared_constant
 from graphopt.graph.weights import WeightTensor, expression_of
 from graphopt.ort.session import open_session
-from graphopt.passes.codes.input_rounding import round_input
 from graphopt.passes.codes.quantize_activations import QuantizeActivations
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
+from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.lower import lowered
 from graphopt.passes.lower.merge_products import DIFFER, MERGED, MergeProducts

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import replace
 from graphopt.graph.weights import weight_of
+from graphopt.passes.common.nodes import attentions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -37,11 +38,6 @@ CACHE_IN_MASK = Rule(
     "canonicalize.cache-in-mask",
     "{input} is computed from {cache}, the cache with the new tokens, which the node would only then make",
 )
-
-
-def attentions(model: ir.Model) -> list[ir.Node]:
-    """Return the standard ``Attention`` nodes of the graph, in order."""
-    return [node for node in model.graph if node.op_type == "Attention" and node.domain == ""]
 
 
 def group_heads(model: ir.Model, ledger: Ledger) -> None:

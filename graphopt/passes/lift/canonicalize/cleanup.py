@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
@@ -65,10 +64,3 @@ def split_gemm(model: ir.Model, ledger: Ledger) -> None:
             new.append(ir.node("Add", [made.outputs[0], inputs[2]]))
         replace(node, new)
         ledger.changed(made, GEMM_SPLIT(), [node])
-
-
-def scalar(value: ir.Value | None) -> float | None:
-    """Return the number that a constant of one element holds, else ``None``."""
-    if value is None or value.const_value is None or value.const_value.size != 1:
-        return None
-    return float(np.asarray(value.const_value.numpy()).reshape(-1)[0])

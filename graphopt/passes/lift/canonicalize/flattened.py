@@ -17,7 +17,7 @@ import onnx_ir as ir
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import bypass, name_output, remove, take_place
 from graphopt.graph.weights import new_weight, weight_of
-from graphopt.passes.lift.canonicalize.cleanup import scalar
+from graphopt.passes.common.nodes import scalar
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Ledger

@@ -22,8 +22,8 @@ import numpy as np
 from graphopt.analysis.structure.contrib import CUTS_TO_WINDOW, PADDING, contrib_nodes, head_sizes
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, replace
+from graphopt.passes.common.masks import MaskEvaluator
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
-from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
 from graphopt.passes.lift.canonicalize.padding import padding_mask
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, position_ids
 

@@ -1,99 +1,28 @@
-"""Masks by meaning: arithmetic that means "causal and not padding", however it is written, becomes ``is_causal``.
-
-    m = <any arithmetic>;  Where(<no visible key>, 0, Attention(q, k, v, m))
-      ->   Attention(q, k, v, <padding, boolean>; is_causal=1)
-      ->   Attention(q, k, v, <padding, boolean>)                            in an encoder
-
-What the arithmetic means is found out by running it: the part of the graph that computes the mask is cut out and
-evaluated on random batches, lengths, pasts and paddings, and compared with the definition (query i of the new tokens
-sees key j iff j <= past + i and j is no padding; in an encoder, iff j is no padding). Exporters may change their node
-chains; the meaning stays.
-
-onnxruntime's ``Attention`` gives zeros for a query that sees no key, which is what the guard around it spells out.
-"""
+"""Masks by meaning: arithmetic that means "causal and not padding", however it is written, becomes ``is_causal``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, past_port
-from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.editing import bypass
-from graphopt.ort.runner import part_of
-from graphopt.passes.lift.canonicalize.attention import attentions
-from graphopt.passes.lift.canonicalize.cleanup import scalar
+from graphopt.passes.common.masks import MaskEvaluator, drop_guard
+from graphopt.passes.common.nodes import attentions
 from graphopt.passes.lift.canonicalize.padding import padding_mask
-from graphopt.tasks.ports import Array
 
 if TYPE_CHECKING:
-    from graphopt.passes.context import Context, Ledger
-    from graphopt.tasks import Call
-
-Bools = npt.NDArray[np.bool_]
+    from graphopt.passes.context import Context
 
 _MASK, _PAST_KEY = 3, 4
-_MEANINGS = ("causal and padding", "causal", "padding", "everything")
-# (batch, new tokens, past): prefill, one step, several tokens onto a cache.
-_INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40)]
-# A window or a chunk shows only in sequences longer than itself, and its size is a constant of the arithmetic. Beyond
-# _LONGEST it takes too long to try. Constants from _ENDLESS on are no lengths: exporters write "to the end" so.
-_LONGEST, _ENDLESS = 1 << 22, 1 << 31
-# Any score added to a hidden key is at least this far below; exporters use the lowest float or -inf.
-_HIDDEN = -1e4
-
-
-@dataclass(frozen=True)
-class _Instance:
-    causal: Bools
-    """[batch, 1, new tokens, keys]: which key each query may see by order alone."""
-    padding: Bools
-    """[batch, 1, 1, keys]: which key is a real token."""
-
-    def seen(self, meaning: str) -> Bools:
-        """[batch, 1, new tokens, keys]: which key each query sees if a mask means one of :data:`_MEANINGS`."""
-        causal = self.causal if "causal" in meaning else np.ones_like(self.causal)
-        return causal & (self.padding if "padding" in meaning else np.ones_like(self.padding))
-
-    @property
-    def distance(self) -> npt.NDArray[np.int64]:
-        """[1, 1, new tokens, keys]: how many columns each key stands before each query."""
-        new, keys = self.causal.shape[2:]
-        found: npt.NDArray[np.int64] = (np.arange(new)[:, None] + keys - new - np.arange(keys)[None, :])[None, None]
-        return found
-
 
 MASK_CAUSAL = Rule("canonicalize.mask-causal", "mask arithmetic ({meaning}) became is_causal")
 MASK_UNDERSTOOD = Rule("canonicalize.mask-understood", "mask arithmetic became what it means ({meaning})")
 MASK_STAYS = Rule("canonicalize.mask-stays", "its mask {mask} stays as it is: {why}")
-GUARD_REMOVED = Rule("canonicalize.guard-removed", "guard for queries that see no key removed")
-GUARD_NOT_RUN = Rule("canonicalize.guard-not-run", "the condition of the guard cannot be evaluated on its own")
-NO_GUARD = Rule("canonicalize.no-guard", "a Where behind Attention that is no guard for queries without a visible key")
-NOT_FED = Rule("mask.not-fed", "the graph cannot be fed ({error})")
-NOT_CUT_OUT = Rule("mask.not-cut-out", "its computation cannot be cut out of the graph ({error})")
-COMPUTED = Rule("mask.computed", "it depends on activations of the model")
-TOO_LONG = Rule("mask.too-long", "its arithmetic has the constant {number}, too long a sequence to try")
-NOT_RUN = Rule("mask.not-run", "its computation cannot be run on its own ({error})")
-ADDS_BIAS = Rule("mask.adds-bias", "it adds a bias to visible scores")
-NOT_CAUSAL = Rule(
-    "mask.not-causal",
-    "it is neither causal nor causal with padding, nor padding alone (a sliding window, perhaps)",
-)
-NO_WINDOW = Rule("mask.no-window", "it is neither causal nor a sliding window, with padding or without")
-NOT_TRIED = Rule("mask.not-tried", "it could not be run on a single sequence")
 CACHE_OUTSIDE = Rule(
     "mask.cache-outside",
     "keys are appended to the cache outside of Attention, where is_causal would count queries from the first key",
 )
-SHOWS_PADDING = Rule("mask.shows-padding", "it lets queries see padding, which a cache in pages does not store")
-
-Evaluated = list[tuple[_Instance, Array]] | Fact
 
 
 def lift_masks(model: ir.Model, context: Context) -> None:
@@ -130,156 +59,3 @@ def _counts_from_the_cache(node: ir.Node) -> bool:
     if query is None or key is None or query.shape is None or key.shape is None:
         return False
     return query.shape[-2] == key.shape[-2] and query.shape[-2] is not None
-
-
-class MaskEvaluator:
-    """Asks the runner for what parts of a graph compute, each once: layers share their masks."""
-
-    def __init__(self, model: ir.Model, context: Context) -> None:
-        self.model, self._task, self._runner = model, context.task, context.runner
-        self._results: dict[str, Evaluated] = {}
-
-    @cached_property
-    def _has_padding(self) -> bool:
-        return any(value.name == ATTENTION_MASK for value in self.model.graph.inputs)
-
-    def run(self, value: ir.Value) -> Evaluated:
-        """Run only what computes ``value``; return its result per instance, or why that cannot be done."""
-        name = value.name or ""
-        if name not in self._results:
-            self._results[name] = self._run(value)
-        return self._results[name]
-
-    def _run(self, value: ir.Value) -> Evaluated:
-        graph, task = self.model.graph, self._task
-        try:
-            task.check(graph)
-        except InputError as error:
-            return NOT_FED(error=error.what)
-        try:
-            part = part_of(self.model, value)
-        except ValueError as error:
-            return NOT_CUT_OUT(error=str(error))
-        if any(node.op_type in ("Attention", "MatMul") for node in part.graph):
-            return COMPUTED()
-        lengths = sorted(_numbers(part.graph))
-        if lengths and lengths[-1] > _LONGEST:
-            return TOO_LONG(number=lengths[-1])
-        for port in part.graph.inputs:
-            if past_port(port) is not None:
-                # Only the length of a cache matters: with other sizes free, a long one is fed as [batch, 1, past, 1].
-                port.shape = ir.Shape(["batch", "heads", "past", "size"])
-        around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
-        calls = list(task.calls(graph, _INSTANCES + around))
-        try:
-            results = self._runner.run(part, [call.feeds for call in calls])
-        except Exception as error:  # whatever onnxruntime raises: a mask that cannot be read is left alone
-            return NOT_RUN(error=str(error).splitlines()[0])
-        return [(_instance(call), outputs[0]) for call, outputs in zip(calls, results, strict=True)]
-
-    def meaning(self, mask: ir.Value) -> str | Fact:
-        """Return what ``mask`` means, one of :data:`_MEANINGS`, or why it is none of them."""
-        results = self.run(mask)
-        if isinstance(results, Fact):
-            return results
-        left = list(_MEANINGS)
-        if not self._has_padding:
-            left = [meaning for meaning in left if "padding" not in meaning]
-        for instance, array in results:
-            visible = _visible(array)
-            if array.dtype != np.bool_ and (array[visible] != 0).any():
-                return ADDS_BIAS()
-            left = [meaning for meaning in left if _same(visible, instance.seen(meaning))]
-        return left[0] if left else NOT_CAUSAL()
-
-    def window(self, mask: ir.Value, *, is_causal: bool) -> int | Fact:
-        """Return the sliding window of ``mask`` in tokens, 0 for none, if it means causal and not padding, or why not.
-
-        Args:
-            mask: the mask.
-            is_causal: whether ``Attention`` itself hides the keys behind each query.
-        """
-        results = self.run(mask)
-        if isinstance(results, Fact):
-            return results
-        seen = [
-            (instance, _visible(array) & instance.causal if is_causal else _visible(array), array)
-            for instance, array in results
-        ]
-        if any(array.dtype != np.bool_ and (array[_visible(array)] != 0).any() for _, _, array in seen):
-            return ADDS_BIAS()
-        # Of all queries, the last one of the longest single sequence sees the most keys: as many as the window has.
-        singles = [(instance, visible) for instance, visible, _ in seen if len(instance.padding) == 1]
-        longest, visible = max(singles, key=lambda each: each[0].padding.shape[-1], default=(None, None))
-        if longest is None or visible is None:
-            return NOT_TRIED()
-        keys = longest.padding.shape[-1]
-        left = int(np.broadcast_to(visible, (*visible.shape[:3], keys))[0, 0, -1].sum())
-        window = 0 if left == keys else left
-        hides = shows = True
-        for instance, visible, _ in seen:
-            near = instance.causal & (instance.distance < window) if window else instance.causal
-            hides &= _same(visible, near & instance.padding)
-            shows &= _same(visible, near & np.ones_like(instance.padding))
-        if hides:
-            return window
-        if shows:
-            return SHOWS_PADDING()
-        return NO_WINDOW()
-
-    def without_mask(self) -> int | Fact:
-        """Return the window of causal attention without a mask: 0, or why it does not hide padding."""
-        return SHOWS_PADDING() if self._has_padding else 0
-
-
-def _numbers(part: ir.Graph) -> set[int]:
-    """Return the constants of ``part`` that could be lengths longer than those that are always tried."""
-    found: set[int] = set()
-    for value in part.initializers.values():
-        if value.const_value is not None and value.const_value.size <= 16:
-            array = np.asarray(value.const_value.numpy())
-            if array.dtype != np.bool_:
-                finite = np.abs(array.astype(np.float64)[np.isfinite(array.astype(np.float64))])
-                found.update(int(number) for number in finite.ravel() if 8 < number < _ENDLESS)
-    return found
-
-
-def _instance(call: Call) -> _Instance:
-    keys = call.past + call.length
-    causal = np.arange(keys)[None, :] <= np.arange(call.length)[:, None] + call.past
-    return _Instance(causal[None, None], call.real[:, None, None, :])
-
-
-def _visible(mask: Array) -> Bools:
-    return mask.astype(bool) if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > _HIDDEN
-
-
-def _same(left: Bools, right: Bools) -> bool:
-    try:
-        return bool((np.broadcast_to(left, np.broadcast_shapes(left.shape, right.shape)) == right).all())
-    except ValueError:
-        return False
-
-
-def drop_guard(evaluator: MaskEvaluator, node: ir.Node, mask: ir.Value, ledger: Ledger) -> None:
-    """Remove ``Where(no visible key, 0, attention)`` behind ``node``, if that is what it is."""
-    for user in [use.node for use in node.outputs[0].uses()]:
-        if user.op_type != "Where" or user.inputs[2] is not node.outputs[0] or scalar(user.inputs[1]) != 0.0:
-            continue
-        condition = user.inputs[0]
-        assert condition is not None
-        blind, masks = evaluator.run(condition), evaluator.run(mask)
-        if isinstance(blind, Fact) or isinstance(masks, Fact):
-            ledger.skipped(user, GUARD_NOT_RUN())
-            continue
-        # Both begin with the same instances; the sizes behind them come from constants that only one may have.
-        shared = list(zip(blind, masks, strict=False))[: len(_INSTANCES)]
-        means_blind = all(
-            _same(got.astype(bool), ~np.asarray(_visible(seen).any(-1, keepdims=True)))
-            for (_, got), (_, seen) in shared
-        )
-        if not means_blind:
-            ledger.skipped(user, NO_GUARD())
-            continue
-        ledger.changed(node, GUARD_REMOVED(), [user])
-        bypass(user, node.outputs[0])

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, inherit, replace
 from graphopt.graph.weights import weight_of
-from graphopt.passes.lift.canonicalize.cleanup import scalar
+from graphopt.passes.common.nodes import scalar
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from graphopt.errors import MissingDependencyError
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import Inserter, bypass, shared_constant
 from graphopt.graph.weights import weight_of
-from graphopt.passes.lift.canonicalize.attention import attentions
+from graphopt.passes.common.nodes import attentions
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune
 
 if TYPE_CHECKING:

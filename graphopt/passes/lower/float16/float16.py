@@ -47,7 +47,6 @@ class Float16(Pass):
     after: ClassVar[tuple[str, ...]] = (
         "tie_embedding",
         "lower",
-        "last_logits",
     )
 
     def rewrite(self, model: ir.Model, context: Context) -> None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.weights import weight_of
-from graphopt.passes.lift.canonicalize.cleanup import scalar
+from graphopt.passes.common.nodes import scalar
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -13,8 +13,8 @@ import pytest
 
 from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.session import ACCURACY_LEVEL, AS_IT_LIES, open_session
+from graphopt.passes.common.fusible import keep_fusible
 from graphopt.passes.context import Ledger
-from graphopt.passes.lower.fusible import keep_fusible
 from graphopt.verification.kernels import FUSED, quantized_products
 from tests.graphs import save
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from graphopt.analysis.structure.product_codes import StoredCodes, stored_codes
 from graphopt.graph.weights import Inline, WeightTensor, expression_of
 from graphopt.numerics.formats import FORMATS, format_of, format_stored_as
-from graphopt.passes.lower.packing import packed_tensors
-from graphopt.passes.lower.table_layout import Packed, Tiled, Unpacked, Untiled
+from graphopt.passes.common.packing import packed_tensors
+from graphopt.passes.common.table_layout import Packed, Tiled, Unpacked, Untiled
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.lazy_codes import quantized
 from graphopt.quantization.rounding.scales import Scale

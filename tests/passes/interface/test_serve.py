@@ -22,7 +22,7 @@ from graphopt.errors import InputError
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
 from graphopt.ort.session import open_session
-from graphopt.passes.cache.serve import Serve
+from graphopt.passes.interface.serve import Serve
 from graphopt.passes.recipe import Recipe
 from graphopt.runtime_ops import library_path
 from graphopt.tasks.causal_lm.interface import Interface

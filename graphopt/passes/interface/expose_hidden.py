@@ -40,7 +40,7 @@ class ExposeHidden(Pass):
 
     name: ClassVar[str] = "expose_hidden"
     effect: ClassVar[Effect] = "exact"
-    after: ClassVar[tuple[str, ...]] = ("lower", "last_logits", "float16")
+    after: ClassVar[tuple[str, ...]] = ("last_logits",)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Name the input of the lm_head and make it an output; say why it cannot be where it cannot."""

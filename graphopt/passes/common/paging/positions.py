@@ -24,7 +24,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.paged_caches import UNBOUNDED_POSITIONS, kv_nodes, layer_of
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import clone_node, name_output, replace, shared_constant
-from graphopt.passes.cache.page_kv.states import graph_input
+from graphopt.passes.common.paging.states import graph_input
 from graphopt.runtime_ops import DOMAIN, port, schema_of
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ def test_a_recipe_adds_it_behind_a_rotation_and_soft_caps(make_artifact: Callabl
 
     recipe = load_recipe("rotate", add=["expose_hidden"])
     made = optimize(make_artifact("gemma2"), recipe, tmp_path / "out", quality_tokens=0)
-    assert made.manifest.passes[-1].name == "expose_hidden"
+    assert "expose_hidden" in [report.name for report in made.manifest.passes]
     opened = load(tmp_path / "out", threads=1)
     assert opened.interface.gives_hidden
     ids = np.array([[3, 1, 4, 1, 5]])

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, has_growing_caches, kv_nodes
+from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, kv_nodes
 from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, past_port
-from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import inherit, remove, shared_constant
-from graphopt.passes.base import Pass
-from graphopt.passes.cache.page_kv.attention import Meaning, meaning_of
-from graphopt.passes.cache.page_kv.rows import as_rows, read_rows
-from graphopt.passes.cache.page_kv.states import connect, graph_input
-from graphopt.passes.lift.canonicalize.attention import attentions
-from graphopt.passes.lift.canonicalize.masks import MaskEvaluator, drop_guard
+from graphopt.passes.common.masks import MaskEvaluator, drop_guard
+from graphopt.passes.common.nodes import attentions
+from graphopt.passes.common.paging.attention import Meaning, meaning_of
+from graphopt.passes.common.paging.rows import as_rows, read_rows
+from graphopt.passes.common.paging.states import connect, graph_input
 from graphopt.runtime_ops import OPERATORS, bodies_aside
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
-    from graphopt.passes.recipe import Recipe
 
 Page = Literal[16, 32, 64, 128]
 
@@ -38,53 +36,6 @@ NO_ATTENTION = Rule("page_kv.no-attention", "it has no standard Attention; canon
 ONE_KIND = Rule("page_kv.one-kind", "{node} has to stay, and a graph has one kind of cache")
 LEFT_OUT = Rule("page_kv.left-out", "it was left out when the other layers got caches in pages")
 READ_TOO = Rule("page_kv.read-too", "{op} {node} reads {input} too, which a graph with a cache in pages does not have")
-
-
-class PageKV(Pass):
-    """Let attention own its cache, in pages of a fixed number of tokens that are allocated once and filled in place.
-
-    before::
-
-        m = <arithmetic on attention_mask>                                       causal, not padding, perhaps a window
-        y, present_k, present_v = Attention(q, k, v, m, past_k, past_v)          caches [batch, KV heads, past, size]
-        o = Reshape(Transpose(y))
-
-    after::
-
-        o, keys, values, ... = ai.graphopt::KVAttention(q', k', v', past_length, new_length, ..., keys, values, ...)
-
-    q', k', v' are [batch, length, heads x size]: the Transpose and Reshape around q, k and v go. Query i of the n new
-    tokens of a row with p stored ones stands at position p + i, and sees j where j <= p + i and, with a window w,
-    j > p + i - w: what m says with columns for positions, since padding stands on the left and both then differ by one
-    number per row. Padding is not stored. A cache that grows is copied at each step; this one is written where it lies,
-    and pages are what a policy can pick (PagedAttention, Kwon et al. 2023; Quest, Tang et al. 2024). The pages of a
-    layer with a window are reused in turn: j > p + i - w is the policy "streaming" without sinks, and older tokens are
-    never read.
-
-    The input ``attention_mask`` and what made masks of it disappear; ``past_length`` and ``new_length`` int64 [batch]
-    come instead. A graph has one kind of cache: if one layer cannot be rewritten none is, and each says why.
-    """
-
-    name: ClassVar[str] = "page_kv"
-    effect: ClassVar[Effect] = "exact"
-
-    page: Page = 64
-
-    @property
-    def context_tokens(self) -> int:
-        """See :class:`Pass`: more than one page."""
-        return self.page
-
-    @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
-        """Return whether caches grow, and the recipe writes them in place and has no other step for caches."""
-        lower = recipe.options_of("lower")
-        is_paged = (lower.get("target"), lower.get("caches")) == ("ort-cpu", "pages")
-        return is_paged and "cache" not in recipe.phases and has_growing_caches(graph)
-
-    def rewrite(self, model: ir.Model, context: Context) -> None:
-        """Rewrite all attention of the graph, or none."""
-        page_attention(model, context, self.page)
 
 
 def page_attention(model: ir.Model, context: Context, page: int) -> None:

@@ -35,6 +35,9 @@ def _known(given: str | tuple[float, ...]) -> str | tuple[float, ...]:
     return given
 
 
+Activations = Literal["float32", "bfloat16", "int8", "int16"]
+
+
 class LinearFormat(Options):
     """A number format for matrices, and how many rows share a scale (``None``: all of a column).
 

@@ -17,7 +17,7 @@ from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
-from graphopt.passes.lower.last_logits import LastLogits
+from graphopt.passes.interface.last_logits import LastLogits
 from graphopt.quality.evaluation import evaluate
 from tests.graphs import logits, residual_model
 
@@ -51,7 +51,8 @@ def test_a_head_of_codes_is_cut_too(name: str, tmp_path: Path) -> None:
 
 def test_soft_caps_are_gone_through(make_artifact: Callable[[str], Path], tmp_path: Path) -> None:
     made = optimize(make_artifact("gemma2"), "rotate", tmp_path / "out", last_logits=True)
-    assert "only the last position" in str(made.manifest.passes[-1].changes[0].what)
+    report = next(report for report in made.manifest.passes if report.name == "last_logits")
+    assert "only the last position" in str(report.changes[0].what)
     assert made.manifest.checks[-1].figures["largest_change"] < 1e-6
 
 

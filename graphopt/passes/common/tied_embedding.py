@@ -10,7 +10,7 @@ from graphopt.analysis.structure.products import linear_nodes, lm_head_nodes, to
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import drop
 from graphopt.graph.weights import Transpose, expression_of, weight_of
-from graphopt.passes.codes.logical_codes import columns_of
+from graphopt.passes.common.logical_codes import columns_of
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Ledger

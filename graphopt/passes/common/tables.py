@@ -10,11 +10,11 @@ from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import replace
 from graphopt.graph.weights import new_weight, weight_of
 from graphopt.numerics.formats import format_of
-from graphopt.passes.codes.logical_codes import typed
+from graphopt.passes.common.logical_codes import typed
 from graphopt.quantization.rounding.lazy_codes import quantized
 
 if TYPE_CHECKING:
-    from graphopt.passes.codes.formats import EmbeddingFormat
+    from graphopt.passes.common.formats import EmbeddingFormat
     from graphopt.passes.context import Ledger
     from graphopt.quantization.rounding.scales import Scale
 

@@ -29,8 +29,8 @@ from graphopt.analysis.structure.ports import (
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import Inserter, name_output, shared_constant
 from graphopt.passes.base import Pass
-from graphopt.passes.cache.page_kv import page_attention
-from graphopt.passes.lower.last_logits import path_to_lm_head
+from graphopt.passes.common.lm_head_path import path_to_lm_head
+from graphopt.passes.common.paging.paged_attention import page_attention
 from graphopt.runtime_ops import OPERATORS, bodies_aside
 from graphopt.runtime_ops import port as input_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING
@@ -97,7 +97,6 @@ class Serve(Pass):
 
     name: ClassVar[str] = "serve"
     effect: ClassVar[Effect] = "exact"
-    after: ClassVar[tuple[str, ...]] = ("page_kv", "sparse_kv", "quantize_kv")
 
     block: Literal[16, 32, 64, 128] = 64
     memory: Annotated[int, BeforeValidator(_bytes_of), Field(ge=1)] = 1 << 30

@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.structure.lm_head import BY_POSITION, same_for_all_positions
-from graphopt.analysis.structure.products import LAST_POSITIONS, lm_head_nodes, makes_last_logits
+from graphopt.analysis.structure.products import LAST_POSITIONS
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import shared_constant
 from graphopt.passes.base import Pass
+from graphopt.passes.common.lm_head_path import path_to_lm_head
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 LAST_POSITION = Rule("last_logits.last-position", "only the last position of {tensor} reaches {lm_head}")
 LAST_SOME = Rule("last_logits.last-positions", "only the last {count} positions of {tensor} reach {lm_head}")
 NO_LOGITS = Rule("last_logits.no-logits", "the graph has no output of this name")
-ONE_POSITION = Rule("last_logits.one-position", "they are of one position already")
-SOME_POSITIONS = Rule("last_logits.some-positions", "they are of the last {count} positions already")
-NO_PRODUCT = Rule("last_logits.no-product", "no product with a matrix makes them")
-NOT_BY_POSITION = Rule("last_logits.not-by-position", "{tensor} is not known to be [batch, length, width]")
-READ_ELSEWHERE = Rule("last_logits.read-elsewhere", "{tensor} is read elsewhere too")
-BEHIND_PRODUCT = Rule("last_logits.behind-product", "{op} {node} stands behind the product that makes them")
-INPUT_NOT_BY_POSITION = Rule(
-    "last_logits.input-not-by-position", "the input of {lm_head} is not known to be [batch, length, width]"
-)
 
 
 class LastLogits(Pass):
@@ -55,7 +46,6 @@ class LastLogits(Pass):
 
     name: ClassVar[str] = "last_logits"
     effect: ClassVar[Effect] = "exact"
-    after: ClassVar[tuple[str, ...]] = ("lower",)
 
     positions: Annotated[int, Field(ge=1, le=1 << 16)] = 1
 
@@ -91,33 +81,6 @@ class LastLogits(Pass):
             output.shape = _cut(output.shape, count)
         said = LAST_POSITION if count == 1 else functools.partial(LAST_SOME, count=count)
         ledger.changed(cut, said(tensor=x.name, lm_head=lm_head.name), [lm_head])
-
-
-def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
-    """Return the nodes from the logits back to the product that makes them, or why positions cannot be cut there."""
-    lm_heads, path, value = lm_head_nodes(graph), [], logits
-    made = makes_last_logits(graph)
-    if made is not None:
-        return ONE_POSITION() if made == 1 else SOME_POSITIONS(count=made)
-    while True:
-        node = value.producer()
-        if node is None:
-            return NO_PRODUCT()
-        if value.shape is None or len(value.shape) != 3:
-            return NOT_BY_POSITION(tensor=value.name)
-        if len(value.uses()) > (0 if value is logits else 1) or (value is not logits and value.is_graph_output()):
-            return READ_ELSEWHERE(tensor=value.name)
-        path.append(node)
-        if node in lm_heads:
-            break
-        varying = [each for each in node.inputs if each is not None and not same_for_all_positions(each)]
-        if node.op_type not in BY_POSITION or node.domain or len(varying) != 1:
-            return BEHIND_PRODUCT(op=node.op_type, node=node.name)
-        value = varying[0]
-    x = path[-1].inputs[0]
-    if x is None or x.shape is None or len(x.shape) != 3 or x.is_initializer():
-        return INPUT_NOT_BY_POSITION(lm_head=path[-1].name)
-    return path
 
 
 def _cut(shape: ir.Shape, positions: int) -> ir.Shape:

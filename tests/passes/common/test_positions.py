@@ -16,7 +16,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import Session, load
-from graphopt.passes.cache.page_kv.positions import exact_angles
+from graphopt.passes.common.paging.positions import exact_angles
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.evaluation import evaluate
 from tests.families import HIDDEN, POSITIONS, VOCABULARY

@@ -16,8 +16,8 @@ from graphopt.runtime_ops import OPERATORS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from graphopt.passes.common.packing import PackedMatrix
     from graphopt.passes.context import Ledger
-    from graphopt.passes.lower.packing import PackedMatrix
 
 GATHERED = Rule("lower.gathered", "GatherTable of the codes that {product} reads")
 BESIDE = Rule(

@@ -12,7 +12,7 @@ from graphopt.analysis.structure.product_codes import StoredCodes, feeds_lookups
 from graphopt.graph.editing import shared_constant
 from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_weight
 from graphopt.numerics.formats import Format
-from graphopt.passes.lower.table_layout import Packed, Tiled
+from graphopt.passes.common.table_layout import Packed, Tiled
 from graphopt.quantization.rounding.expressions import CodeIndices
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from graphopt.analysis.structure.ports import CachePort, past_port
 from graphopt.graph.diagnostics import Fact, Rule
 
 if TYPE_CHECKING:
-    from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
+    from graphopt.passes.common.masks import MaskEvaluator
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _VALID = range(7)
 _SIZES = range(16, 257, 16)

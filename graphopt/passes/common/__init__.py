@@ -1,0 +1,1 @@
+"""What passes share: a pass imports these modules, and never another pass."""
