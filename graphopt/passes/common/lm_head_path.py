@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from graphopt.analysis.structure.lm_head import BY_POSITION, same_for_all_positions
 from graphopt.analysis.structure.products import lm_head_nodes, makes_last_logits
 from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.runtime_ops import DOMAIN
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -20,6 +21,8 @@ BEHIND_PRODUCT = Rule("last_logits.behind-product", "{op} {node} stands behind t
 INPUT_NOT_BY_POSITION = Rule(
     "last_logits.input-not-by-position", "the input of {lm_head} is not known to be [batch, length, width]"
 )
+
+_PARTS = ("RoundActivations", "Hadamard")
 
 
 def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
@@ -47,3 +50,16 @@ def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
     if x is None or x.shape is None or len(x.shape) != 3 or x.is_initializer():
         return INPUT_NOT_BY_POSITION(lm_head=path[-1].name)
     return path
+
+
+def nodes_of_product(product: ir.Node) -> list[ir.Node]:
+    """Return ``product`` and, from it backwards, the rounding and rotation that ``lower`` makes a part of it."""
+    nodes = [product]
+    while True:
+        x = nodes[-1].inputs[0]
+        producer = None if x is None else x.producer()
+        if x is None or producer is None or producer.domain != DOMAIN or producer.op_type not in _PARTS:
+            return nodes
+        if len(x.uses()) > 1 or x.is_graph_output():
+            return nodes
+        nodes.append(producer)

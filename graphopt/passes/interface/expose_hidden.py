@@ -8,6 +8,7 @@ from graphopt.analysis.structure.lm_head import lm_head_of
 from graphopt.analysis.structure.ports import HIDDEN, LOGITS
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.passes.base import Pass
+from graphopt.passes.common.lm_head_path import nodes_of_product
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -57,7 +58,7 @@ def expose(graph: ir.Graph) -> tuple[ir.Node, str] | Fact:
     lm_head = lm_head_of(graph)
     if isinstance(lm_head, Fact):
         return lm_head
-    x = lm_head.inputs[0]
+    x = nodes_of_product(lm_head)[-1].inputs[0]
     assert x is not None
     if x.is_graph_output():
         return OUTPUT_ALREADY(tensor=x.name)

@@ -13,7 +13,7 @@ from graphopt.analysis.structure.products import LAST_POSITIONS
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import shared_constant
 from graphopt.passes.base import Pass
-from graphopt.passes.common.lm_head_path import path_to_lm_head
+from graphopt.passes.common.lm_head_path import nodes_of_product, path_to_lm_head
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
@@ -62,7 +62,8 @@ class LastLogits(Pass):
             ledger.skipped("logits", path)
             return
         lm_head = path[-1]
-        x = lm_head.inputs[0]
+        parts = nodes_of_product(lm_head)
+        x = parts[-1].inputs[0]
         assert x is not None and x.shape is not None
         count = self.positions
         starts = shared_constant(
@@ -73,9 +74,9 @@ class LastLogits(Pass):
         cut = ir.node("Slice", [x, starts, ends, axes], name=f"{lm_head.name}.last_position")
         made = cut.outputs[0]
         made.name, made.type, made.shape = f"{cut.name}.output", x.type, _cut(x.shape, count)
-        graph.insert_before(lm_head, cut)
-        lm_head.replace_input_with(0, made)
-        for node in path:
+        graph.insert_before(parts[-1], cut)
+        parts[-1].replace_input_with(0, made)
+        for node in (*path, *parts[1:]):
             output = node.outputs[0]
             assert output.shape is not None
             output.shape = _cut(output.shape, count)
