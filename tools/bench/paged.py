@@ -34,7 +34,7 @@ from graphopt.ort.session import open_session, ort_value
 from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values
-from graphopt.runtime_ops.paged_attention.spec.layout import pack, stored
+from graphopt.runtime_ops.paged_attention.spec.layout import pack, store_tokens
 from tools.bench.parts.machine import Others, describe, last_level_cache, quiet
 from tools.bench.parts.onnxruntime_engines import STOP_SPINNING
 from tools.bench.parts.options import Rounds, Threads, token_count, token_counts
@@ -163,7 +163,7 @@ def blocks(work: Work, numbers: Array, storage: str, block: int, *, share: bool 
     table = np.random.default_rng(2).permutation(work.requests * columns).reshape(work.requests, columns)
     pools: dict[str, Array] = {}
     for name, each in zip(("keys", "values"), numbers, strict=True):
-        held, scales = stored(each, storage)
+        held, scales = store_tokens(each, storage)
         # request, page, head, part, token of the block, ... -> block, head, token of the block, ...
         split = held.reshape(*held.shape[:3], parts, block, work.size).swapaxes(2, 3)
         in_order = split.reshape(-1, work.kv_heads, block, work.size)

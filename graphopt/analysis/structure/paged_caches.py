@@ -70,7 +70,7 @@ class PagedLayer:
         count = max(1, -(-tokens // kv.page))
         if not self.wraps:
             return count
-        return min(count, kv.first_pages + -(-kv.kept(new_tokens) // kv.page))
+        return min(count, kv.first_pages + -(-kv.tokens_to_keep(new_tokens) // kv.page))
 
     def states(self, batch: Dimension, pages: Dimension) -> dict[str, StateTensor]:
         """Return the state tensors in use, by their names in :data:`graphopt.analysis.structure.ports.STATES`."""

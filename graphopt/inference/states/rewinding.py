@@ -78,7 +78,7 @@ def rewind_row(layer: PagedLayer, state: Mapping[str, Row], tokens: int, length:
         else:
             summary = np.concatenate([keys.min(axis=1), keys.max(axis=1)], axis=-1)
         summaries = state["summaries"].get(physical)
-        summaries[:, : kv.known(layer.head_size)] = summary
+        summaries[:, : kv.summary_floats(layer.head_size)] = summary
         state["summaries"].write(physical, summaries)
     if kv.compensate and length % kv.page and length > kv.sinks:
         _rewind_mean(layer, state, length)

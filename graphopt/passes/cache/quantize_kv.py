@@ -80,22 +80,22 @@ class QuantizeKV(Pass):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Change the storage of every cache; say why where there is none in pages."""
         ledger = context.ledger
-        chosen = self
-        page_attention(model, context, chosen.page or _PAGE)
-        integer = chosen.storage in LEVELS
+        options = self
+        page_attention(model, context, options.page or _PAGE)
+        integer = options.storage in LEVELS
         for node in kv_nodes(model.graph):
-            there = layer_of(node).attributes
-            if there.storage != "float32":
-                ledger.skipped(node, STORED_ALREADY(storage=there.storage))
+            attributes = layer_of(node).attributes
+            if attributes.storage != "float32":
+                ledger.skipped(node, STORED_ALREADY(storage=attributes.storage))
                 continue
             update = {
-                "storage": chosen.storage,
-                "page": chosen.page or there.page,
-                "sink_pages": chosen.sink_pages if integer else 0,
-                "recent_pages": chosen.recent_pages if integer else 0,
+                "storage": options.storage,
+                "page": options.page or attributes.page,
+                "sink_pages": options.sink_pages if integer else 0,
+                "recent_pages": options.recent_pages if integer else 0,
             }
             change(model.graph, node, update)
-            floats = FLOATS(first=chosen.sink_pages, newest=chosen.recent_pages) if integer else None
-            stored = STORED(storage=chosen.storage, page=chosen.page or there.page, floats=floats)
-            ledger.changed(node, stored, [node])
+            floats = FLOATS(first=options.sink_pages, newest=options.recent_pages) if integer else None
+            fact = STORED(storage=options.storage, page=options.page or attributes.page, floats=floats)
+            ledger.changed(node, fact, [node])
         describe(model)

@@ -73,7 +73,7 @@ else:
         __module__=__name__,
         policy=(_Name, "retrieval"),
         layers=(dict[int, _Name | tuple[_Name, ...]], Field(default={})),
-        **{each.name: _option_of(each) for policy in POLICIES.values() for each in policy.parameters()},
+        **{parameter.name: _option_of(parameter) for policy in POLICIES.values() for parameter in policy.parameters()},
     )
 
 
@@ -135,9 +135,9 @@ class SparseKV(_PolicyOptions):
     def context_tokens(self) -> int:
         """See :class:`Pass`: more tokens than queries read, so that some are left out."""
         page = self.page or _PAGE
-        chosen = (self.budget + 2) * page if self.policy == "retrieval" else 0
-        chosen = chosen or 2 * page * self.compensate
-        return self.sinks + self.recent + chosen + 2 * page
+        tokens = (self.budget + 2) * page if self.policy == "retrieval" else 0
+        tokens = tokens or 2 * page * self.compensate
+        return self.sinks + self.recent + tokens + 2 * page
 
     heads: HeadScores | Path | None = None
     retrieval_share: Annotated[float, Field(ge=0, le=1)] = 0.15
@@ -171,9 +171,9 @@ class SparseKV(_PolicyOptions):
                 f"the step sparse_kv names layer {unknown[0]}, and the caches of the graph are {sorted(nodes)}",
                 remedy="name layers as past_key_values.N does",
             )
-        found = self._found(model, [layer_of(node) for node in nodes.values()], scores, ledger)
+        policies_by_layer = self._policies_by_layer(model, [layer_of(node) for node in nodes.values()], scores, ledger)
         for node in nodes.values():
-            self._rewrite_node(model.graph, node, found, ledger)
+            self._rewrite_node(model.graph, node, policies_by_layer, ledger)
         unbind_positions(model.graph, ledger)
         describe(model)
 
@@ -192,7 +192,7 @@ class SparseKV(_PolicyOptions):
                         remedy=f"leave {parameter.name} out, or give {policy.name} as the policy or among the layers",
                     )
 
-    def _found(
+    def _policies_by_layer(
         self, model: ir.Model, layers: Sequence[PagedLayer], scores: HeadScores | None, ledger: Ledger
     ) -> dict[int, tuple[str, ...]]:
         """Return the policies of the layers of which there are scores."""
@@ -204,11 +204,14 @@ class SparseKV(_PolicyOptions):
                 "the step sparse_kv has a calibration of heads, and retrieval heads that stream like all others",
                 remedy="`policy` says what retrieval heads read: dense or retrieval",
             )
-        there = {each.number: each.attributes.kv_heads for each in layers if not each.attributes.window}
-        measured = {number: len(of) for number, of in scores.layers.items()}
-        if there != measured:
+        kv_heads = {
+            parameter.number: parameter.attributes.kv_heads for parameter in layers if not parameter.attributes.window
+        }
+        scored_heads = {number: len(of) for number, of in scores.layers.items()}
+        if kv_heads != scored_heads:
             raise InputError(
-                f"the calibration is of another model: its layers have {measured} KV heads, those of the graph {there}",
+                f"the calibration is of another model: its layers have {scored_heads} KV heads, those of the graph "
+                f"{kv_heads}",
                 remedy="run `graphopt heads` on this model",
             )
         if origin is None:
@@ -218,52 +221,54 @@ class SparseKV(_PolicyOptions):
                 f"the calibration is of another model: it is of {scores.origin[:12]}..., the graph of {origin[:12]}...",
                 remedy="run `graphopt heads` on this model, or on the one that it was made from",
             )
-        chosen = scores.retrieval_heads(self.retrieval_share, self.rank)
+        retrieval_heads = scores.retrieval_heads(self.retrieval_share, self.rank)
         return {
-            number: tuple(self.policy if (number, head) in chosen else "streaming" for head in range(heads))
-            for number, heads in there.items()
+            number: tuple(self.policy if (number, head) in retrieval_heads else "streaming" for head in range(heads))
+            for number, heads in kv_heads.items()
         }
 
     def _rewrite_node(
-        self, graph: ir.Graph, node: ir.Node, found: Mapping[int, tuple[str, ...]], ledger: Ledger
+        self, graph: ir.Graph, node: ir.Node, policies_by_layer: Mapping[int, tuple[str, ...]], ledger: Ledger
     ) -> None:
         layer = layer_of(node)
-        there, chosen = layer.attributes, self
-        if there.window:
-            ledger.skipped(node, OWN_WINDOW(window=there.window))
+        attributes, options = layer.attributes, self
+        if attributes.window:
+            ledger.skipped(node, OWN_WINDOW(window=attributes.window))
             return
-        if not all(policy.reads_all for policy in there.policies_in_use):
+        if not all(policy.reads_all for policy in attributes.policies_in_use):
             ledger.skipped(node, HAS_POLICIES())
             return
-        policies = self._policies(layer, node, found)
-        page = chosen.page or there.page
-        if there.storage != "float32" and page != there.page:
-            ledger.skipped(node, PAGE_STAYS(page=there.page, storage=there.storage))
-            page = there.page
+        policies = self._policies(layer, node, policies_by_layer)
+        page = options.page or attributes.page
+        if attributes.storage != "float32" and page != attributes.page:
+            ledger.skipped(node, PAGE_STAYS(page=attributes.page, storage=attributes.storage))
+            page = attributes.page
         if all(POLICIES[name].reads_all for name in policies):
             ledger.skipped(node, LEFT_DENSE())
             return
-        if chosen.channels is not None and chosen.channels > layer.head_size:
+        if options.channels is not None and options.channels > layer.head_size:
             raise InputError(
-                f"the step sparse_kv judges pages by {chosen.channels} channels, and a head has {layer.head_size}",
+                f"the step sparse_kv judges pages by {options.channels} channels, and a head has {layer.head_size}",
                 node=node.name,
                 remedy=f"give {layer.head_size} at most, or leave channels out",
             )
-        change(graph, node, {**node_attributes(chosen, policies), "page": page})
-        instances = [POLICIES[name].of_options(dict(chosen)) for name in dict.fromkeys(policies)]
+        change(graph, node, {**node_attributes(options, policies), "page": page})
+        instances = [POLICIES[name].of_options(dict(options)) for name in dict.fromkeys(policies)]
         pages = [besides for policy in instances if (besides := policy.besides()) is not None]
         reads = READS(
             policies=policies,
-            sinks=chosen.sinks,
-            recent=chosen.recent,
+            sinks=options.sinks,
+            recent=options.recent,
             pages=(pages[0] if len(pages) == 1 else pages) or None,
-            compensate=chosen.compensate and "streaming" in policies,
+            compensate=options.compensate and "streaming" in policies,
         )
         ledger.changed(node, reads, [node])
 
-    def _policies(self, layer: PagedLayer, node: ir.Node, found: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
-        given = self.layers.get(layer.number, found.get(layer.number, self.policy))
-        policies = (given,) if isinstance(given, str) else given
+    def _policies(
+        self, layer: PagedLayer, node: ir.Node, policies_by_layer: Mapping[int, tuple[str, ...]]
+    ) -> tuple[str, ...]:
+        policy_names = self.layers.get(layer.number, policies_by_layer.get(layer.number, self.policy))
+        policies = (policy_names,) if isinstance(policy_names, str) else policy_names
         heads = layer.attributes.kv_heads
         if len(policies) not in (1, heads):
             raise InputError(
@@ -284,6 +289,8 @@ def node_attributes(options: SparseKV, policies: Sequence[str]) -> dict[str, Any
     names = set(policies)
     attributes: dict[str, Any] = {"sinks": options.sinks, "recent": options.recent}
     for name, policy in POLICIES.items():
-        for each in policy.parameters():
-            attributes[each.name] = each.attribute(getattr(options, each.name)) if name in names else each.absent
+        for parameter in policy.parameters():
+            attributes[parameter.name] = (
+                parameter.attribute(getattr(options, parameter.name)) if name in names else parameter.absent
+            )
     return {"policies": tuple(POLICIES[name].number for name in policies), **attributes}

@@ -52,7 +52,7 @@ from graphopt.runtime_ops.kv_attention.spec.compensation import UNIT
 from graphopt.runtime_ops.kv_attention.spec.policies.policy import candidate_pages
 from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval, page_weights
 from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each, of_queries, scores, softmax_weights
-from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, Stored, readings
+from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, StoredNumbers, readings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -214,7 +214,7 @@ def _largest_read(reading: Reading, numbers: Doubles) -> Doubles:
     return largest[:, None]
 
 
-def _storage_error(attrs: KVAttributes, stored: Stored) -> Doubles:
+def _storage_error(attrs: KVAttributes, stored: StoredNumbers) -> Doubles:
     """Return how far the stored numbers are at most from what was stored, [m, D]."""
     if attrs.stored.significant is not None:
         known: Doubles = np.maximum(np.abs(stored.numbers), 2.0**attrs.stored.exponent)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES, pack, stored, width
+from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES, pack, store_tokens, width
 from tests.runtime_ops.hostile import Case, Tensor
 
 
@@ -11,7 +11,7 @@ def pools(numbers: np.ndarray, storage: str) -> dict[str, np.ndarray]:
     """Return keys, values and their scales, of numbers [2, N, Hk, P, D]."""
     found = {}
     for name, each in zip(("keys", "values"), numbers, strict=True):
-        held, scales = stored(each, storage)
+        held, scales = store_tokens(each, storage)
         found[name] = pack(held, storage, are_keys=name == "keys")
         count, heads, tokens, _ = each.shape
         none = np.zeros(0, np.float32)

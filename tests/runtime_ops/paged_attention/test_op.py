@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES, head_size, pack, restored, stored, unpack, width
+from graphopt.runtime_ops.paged_attention.spec.layout import (
+    STORAGES,
+    head_size,
+    pack,
+    restore_tokens,
+    store_tokens,
+    unpack,
+    width,
+)
 from graphopt.runtime_ops.paged_attention.spec.op import PAGED_ATTENTION, reference
 from tests.runtime_ops.hostile import Case, Tensor
 from tests.runtime_ops.paged_attention.honest import honest, pools
@@ -180,7 +188,7 @@ def test_frozen_vectors_keep_their_meaning() -> None:
 def test_blocks_hold_each_token_by_itself(storage: str, seed: int, heads: int, lines: int, size: int) -> None:
     random = np.random.default_rng(seed)
     numbers = random.standard_normal((2, heads, 16 * lines, size)).astype(np.float32)
-    held, scales = stored(numbers, storage)
+    held, scales = store_tokens(numbers, storage)
     for are_keys in (True, False):
         blocks = pack(held, storage, are_keys=are_keys)
         assert blocks.shape == (2, 16 * lines, heads, width(size, storage))
@@ -193,7 +201,7 @@ def test_blocks_hold_each_token_by_itself(storage: str, seed: int, heads: int, l
         assert changed.sum() <= width(size, storage)
         assert not changed[1].any()
         assert not changed.reshape(2, heads, -1)[:, 1:].any()
-    error = np.abs(restored(held, scales, storage) - numbers)
+    error = np.abs(restore_tokens(held, scales, storage) - numbers)
     if scales is not None:
         # half a step, and what float32 rounds on the way
         assert (error <= scales[..., None] * 0.5001).all()
@@ -202,7 +210,7 @@ def test_blocks_hold_each_token_by_itself(storage: str, seed: int, heads: int, l
 
 def test_tokens_without_a_scale() -> None:
     tokens = np.array([[0.0] * 32, [1e-38] * 32, [np.inf] + [1.0] * 31, [np.nan] * 32, [3e38] * 32], np.float32)
-    codes, scales = stored(tokens, "int4")
+    codes, scales = store_tokens(tokens, "int4")
     assert scales is not None
     np.testing.assert_array_equal(scales[:2], 0)
     assert np.isnan(scales[2:]).all()

@@ -71,7 +71,7 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
         return SCORES_READ()
     if any(output.uses() for output in node.outputs[1:3]):
         return CACHE_READ()
-    sizes = [_heads(node, value, which) for value, which in ((query, "q"), (key, "kv"), (value, "kv"))]
+    sizes = [_heads(node, value, kind) for value, kind in ((query, "q"), (key, "kv"), (value, "kv"))]
     if None in sizes:
         return HEADS_UNKNOWN()
     (query_heads, size), (kv_heads, key_size), (value_heads, value_size) = (each for each in sizes if each is not None)
@@ -99,12 +99,12 @@ def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> i
     return MASK_NOT_UNDERSTOOD(mask=mask.name, why=window) if isinstance(window, Fact) else window
 
 
-def _heads(node: ir.Node, value: ir.Value | None, which: str) -> tuple[int, int] | None:
+def _heads(node: ir.Node, value: ir.Value | None, kind: str) -> tuple[int, int] | None:
     """Return the number and the size of the heads of queries, keys or values."""
     if value is None or value.shape is None:
         return None
     dims = list(value.shape)
-    heads = dims[1] if len(dims) == 4 else node.attributes.get_int(f"{which}_num_heads", 0)
+    heads = dims[1] if len(dims) == 4 else node.attributes.get_int(f"{kind}_num_heads", 0)
     width = dims[-1]
     if not isinstance(heads, int) or not isinstance(width, int) or not heads or len(dims) not in (3, 4):
         return None

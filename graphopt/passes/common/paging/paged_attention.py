@@ -46,11 +46,11 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
             ledger.skipped("graph", NO_ATTENTION())
         return
     evaluator = MaskEvaluator(model, context)
-    found = {node: meaning_of(node, evaluator) for node in nodes}
-    refused = {node: meaning for node, meaning in found.items() if isinstance(meaning, Fact)}
+    meanings = {node: meaning_of(node, evaluator) for node in nodes}
+    refusals = {node: meaning for node, meaning in meanings.items() if isinstance(meaning, Fact)}
     reason: Fact | None = None
-    if refused:
-        reason = ONE_KIND(node=next(iter(refused)).name)
+    if refusals:
+        reason = ONE_KIND(node=next(iter(refusals)).name)
     elif kv_nodes(graph):
         reason = LEFT_OUT()
     else:
@@ -60,11 +60,11 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
         reason = _other_reader(graph)
     if reason is not None:
         for node in nodes:
-            ledger.skipped(node, refused.get(node, reason))
+            ledger.skipped(node, refusals.get(node, reason))
         return
     lengths = [ir.val(name, ir.DataType.INT64, [_rows(graph)]) for name in (PAST_LENGTH, NEW_LENGTH)]
     graph.inputs.extend(lengths)
-    for node, meaning in found.items():
+    for node, meaning in meanings.items():
         assert isinstance(meaning, Meaning)
         _rewrite(graph, node, meaning, lengths, page, ledger)
     with bodies_aside(model):
@@ -79,7 +79,7 @@ def _rewrite(
     graph: ir.Graph, node: ir.Node, meaning: Meaning, lengths: list[ir.Value], page: int, ledger: Ledger
 ) -> None:
     rows = [as_rows(graph, value, node) for value in node.inputs[:3] if value is not None]
-    unused = shared_constant(graph, "no_sinks", np.zeros(0, np.float32))
+    placeholder = shared_constant(graph, "no_sinks", np.zeros(0, np.float32))
     layer = PagedLayer(
         number=meaning.number,
         head_size=meaning.head_size,
@@ -94,26 +94,26 @@ def _rewrite(
         ),
     )
     inputs = dict(zip(("query", "key", "value", "past", "new"), (*rows, *lengths), strict=True))
-    absent = {"sink_logits": unused, "sink_query": unused}
-    made = OPERATORS[OPERATOR].node({**inputs, **absent}, layer.attributes.for_node(), name=node.name)
-    inherit(made, node)
-    y, old = made.outputs[0], node.outputs[0]
+    absent = {"sink_logits": placeholder, "sink_query": placeholder}
+    attention = OPERATORS[OPERATOR].node({**inputs, **absent}, layer.attributes.for_node(), name=node.name)
+    inherit(attention, node)
+    y, old = attention.outputs[0], node.outputs[0]
     y.name, y.type = f"{node.name}.rows", old.type
     assert rows[0].shape is not None
     y.shape = rows[0].shape
-    graph.insert_before(node, made)
+    graph.insert_before(node, attention)
     pasts = [node.inputs[index] for index in (_PAST_KEY, _PAST_VALUE)]
     for present in node.outputs[1:3]:
         if present.is_graph_output():
             graph.outputs.remove(present)
-    read_rows(graph, old, y, made)
+    read_rows(graph, old, y, attention)
     if node.graph is not None:
         remove(node)
     for past in pasts:
         if past is not None:
             graph.inputs.remove(past)
-    connect(graph, made, layer)
-    ledger.changed(made, OWNS_CACHE(page=page, window=meaning.window), [node])
+    connect(graph, attention, layer)
+    ledger.changed(attention, OWNS_CACHE(page=page, window=meaning.window), [node])
 
 
 def _drop_guards(evaluator: MaskEvaluator, node: ir.Node, ledger: Ledger) -> None:
@@ -142,12 +142,12 @@ def _batch_from_tokens(graph: ir.Graph) -> None:
 def _other_reader(graph: ir.Graph) -> Fact | None:
     """Return what else than masks and caches of attention reads the inputs that are to go, if anything does."""
     going = {value for value in graph.inputs if value.name == ATTENTION_MASK or past_port(value) is not None}
-    waiting, seen = [value.producer() for value in graph.outputs], set[ir.Node]()
+    waiting, visited = [value.producer() for value in graph.outputs], set[ir.Node]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         inner = [
             each
             for attribute in node.attributes.values()

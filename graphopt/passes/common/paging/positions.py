@@ -51,9 +51,9 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
     layers = {node: layer_of(node) for node in kv_nodes(graph)}
     if not layers or not all(layer.wraps for layer in layers.values()):
         return
-    compensated = [node for node, layer in layers.items() if layer.attributes.compensate]
-    if compensated:
-        ledger.skipped(_POSITIONS, BOUND(why=READS_MEAN(node=compensated[0].name)))
+    compensating = [node for node, layer in layers.items() if layer.attributes.compensate]
+    if compensating:
+        ledger.skipped(_POSITIONS, BOUND(why=READS_MEAN(node=compensating[0].name)))
         return
     queries = {
         node: query
@@ -66,10 +66,10 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
         return
     for node, product in exact_angles(graph).items():
         ledger.changed(node, WIDE_ANGLES(), [product])
-    capped: dict[int, CappedQueries] = {}
+    caps: dict[int, CappedQueries] = {}
     for node, query in queries.items():
         cap = layers[node].reach - 1
-        made = capped.setdefault(cap, CappedQueries(graph, cap)).of(query)
+        made = caps.setdefault(cap, CappedQueries(graph, cap)).of(query)
         node.replace_input_with(schema_of(node).index("sink_query"), made)
         ledger.changed(node, CAPPED(position=cap), [node])
     for node in layers:
@@ -116,11 +116,11 @@ def exact_angles(graph: ir.Graph) -> dict[ir.Node, str]:
         ]
         product = ir.node(node.op_type, wide, name=f"{name}.float64")
         turn = shared_constant(graph, "two_pi", np.array(2 * np.pi, np.float64))
-        rest = ir.node("Mod", [product.outputs[0], turn], {"fmod": 1}, name=f"{name}.turn")
-        back = ir.node("Cast", [rest.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.angle")
-        for each, dtype in ((product, ir.DataType.DOUBLE), (rest, ir.DataType.DOUBLE), (back, ir.DataType.FLOAT)):
+        remainder = ir.node("Mod", [product.outputs[0], turn], {"fmod": 1}, name=f"{name}.turn")
+        back = ir.node("Cast", [remainder.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.angle")
+        for each, dtype in ((product, ir.DataType.DOUBLE), (remainder, ir.DataType.DOUBLE), (back, ir.DataType.FLOAT)):
             name_output(each, node.outputs[0], dtype=dtype)
-        replace(node, [product, rest, back])
+        replace(node, [product, remainder, back])
         made[back] = name or "?"
     return made
 
@@ -154,9 +154,9 @@ class CappedQueries:
             node = value.producer()
             if value.name == _POSITIONS and node is None:
                 cap = shared_constant(self._graph, f"position.{self._cap}", np.array(self._cap, np.int64))
-                least = ir.node("Min", [value, cap], name=f"{_POSITIONS}.capped.{self._cap}")
-                self._graph.insert_before(self._graph[0], least)
-                self._made[value] = name_output(least, value)
+                minimum = ir.node("Min", [value, cap], name=f"{_POSITIONS}.capped.{self._cap}")
+                self._graph.insert_before(self._graph[0], minimum)
+                self._made[value] = name_output(minimum, value)
             elif node is None or not node.inputs:
                 return value
             else:
@@ -194,14 +194,14 @@ _ELEMENTWISE = frozenset(
 
 def _readers(positions: ir.Value, until: Collection[str] = ()) -> list[ir.Node]:
     """Return the nodes that positions flow into, up to operators ``until`` and rotary embeddings, in no order."""
-    waiting, seen = [positions], list[ir.Node]()
+    waiting, visited = [positions], list[ir.Node]()
     while waiting:
         for use in waiting.pop().uses():
-            if use.node not in seen:
-                seen.append(use.node)
+            if use.node not in visited:
+                visited.append(use.node)
                 if use.node.op_type in _ELEMENTWISE and use.node.op_type not in until:
                     waiting.extend(use.node.outputs)
-    return seen
+    return visited
 
 
 def _rotary(query: ir.Value) -> ir.Node | None:

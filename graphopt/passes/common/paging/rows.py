@@ -35,24 +35,24 @@ def as_rows(graph: ir.Graph, value: ir.Value, before: ir.Node) -> ir.Value:
     shape = ir.Shape([value.shape[0], value.shape[2], _product(heads, size)])
     if node is not None and _is_swap(node) and node.inputs[0] is not None:
         return _joined(graph, node.inputs[0], shape, before)
-    alone = len(value.uses()) == 1 and not value.is_graph_output()
-    if node is not None and _by_heads(node) and alone and node.inputs[0] is not None:
+    is_only_use = len(value.uses()) == 1 and not value.is_graph_output()
+    if node is not None and _by_heads(node) and is_only_use and node.inputs[0] is not None:
         rows = as_rows(graph, node.inputs[0], node)
         made = _copy(node, [rows, *node.inputs[1:]])
         if node.op_type == "RotaryEmbedding":
             made.attributes["num_heads"] = ir.AttrInt64("num_heads", int(str(heads)))
         graph.insert_before(node, made)
         return name_output(made, value, shape, name=f"{value.name}.rows")
-    apart = ir.Shape([shape[0], shape[1], heads, size])
-    turned = node.inputs[0].producer() if node is not None and node.inputs and node.inputs[0] is not None else None
-    if node is not None and turned is not None and _by_head_size(node) and _is_swap(turned) and alone:
-        normed = _copy(node, [turned.inputs[0], *node.inputs[1:]])
-        graph.insert_before(node, normed)
-        name_output(normed, value, apart, name=f"{value.name}.by_position")
-        return _joined(graph, normed.outputs[0], shape, before)
+    split_shape = ir.Shape([shape[0], shape[1], heads, size])
+    transpose = node.inputs[0].producer() if node is not None and node.inputs and node.inputs[0] is not None else None
+    if node is not None and transpose is not None and _by_head_size(node) and _is_swap(transpose) and is_only_use:
+        norm = _copy(node, [transpose.inputs[0], *node.inputs[1:]])
+        graph.insert_before(node, norm)
+        name_output(norm, value, split_shape, name=f"{value.name}.by_position")
+        return _joined(graph, norm.outputs[0], shape, before)
     swap = ir.node("Transpose", [value], {"perm": _SWAPPED}, name=f"{value.name}.turned")
     graph.insert_before(before, swap)
-    name_output(swap, value, apart)
+    name_output(swap, value, split_shape)
     return _joined(graph, swap.outputs[0], shape, before)
 
 
@@ -83,10 +83,10 @@ def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) ->
         return
     heads, size = old.shape[1], old.shape[3]
     target = shared_constant(graph, f"{rows.name}.heads", np.array([0, 0, int(str(heads)), int(str(size))], np.int64))
-    apart = ir.node("Reshape", [rows, target], name=f"{rows.name}.apart")
-    name_output(apart, old, [rows.shape[0], rows.shape[1], heads, size])
-    swap = ir.node("Transpose", [apart.outputs[0]], {"perm": _SWAPPED}, name=f"{rows.name}.turned")
-    graph.insert_after(after, [apart, swap])
+    split_shape = ir.node("Reshape", [rows, target], name=f"{rows.name}.apart")
+    name_output(split_shape, old, [rows.shape[0], rows.shape[1], heads, size])
+    swap = ir.node("Transpose", [split_shape.outputs[0]], {"perm": _SWAPPED}, name=f"{rows.name}.turned")
+    graph.insert_after(after, [split_shape, swap])
     take_place(old, swap.outputs[0])
 
 

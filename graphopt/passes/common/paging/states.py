@@ -40,8 +40,8 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
                 graph.inputs.remove(port)
             if made.is_graph_output():
                 graph.outputs.remove(made)
-            unused = shared_constant(graph, "no_state", np.zeros((0, 0, 0, 0), np.float32))
-            node.replace_input_with(index, unused)
+            placeholder = shared_constant(graph, "no_state", np.zeros((0, 0, 0, 0), np.float32))
+            node.replace_input_with(index, placeholder)
             made.name, made.dtype, made.shape = f"{node.name}.no_{state}", ir.DataType.FLOAT, ir.Shape([0, 0, 0, 0])
             continue
         if port is None:
@@ -55,9 +55,9 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
             value.dtype, value.shape = ir.DataType.from_numpy(tensor.dtype), ir.Shape(tensor.shape)
 
 
-def _insert(ports: MutableSequence[ir.Value], port: ir.Value, behind: ir.Value | None) -> None:
+def _insert(ports: MutableSequence[ir.Value], port: ir.Value, predecessor: ir.Value | None) -> None:
     """Put ``port`` behind another, or at the end where that is not among the ports."""
-    places = [place for place, each in enumerate(ports) if each is behind]
+    places = [place for place, each in enumerate(ports) if each is predecessor]
     ports.insert(places[0] + 1 if places else len(ports), port)
 
 

@@ -60,7 +60,7 @@ def _append_token(attributes: KVAttributes, state: State, key: Array, value: Arr
         slot[:, 0, offset] = key
         slot[:, 1, offset] = value
     if attributes.summary_policy is not None:
-        summary = state["summaries"][:, physical, : attributes.known(channels)]
+        summary = state["summaries"][:, physical, : attributes.summary_floats(channels)]
         attributes.summary_policy.update_summary(summary, key, offset)
     if attributes.compensate and position >= attributes.sinks:
         _follow(attributes, state["summaries"][..., -2 * channels :], np.concatenate([key, value], axis=-1), position)
@@ -89,7 +89,7 @@ def _follow(attributes: KVAttributes, means: Array, token: Array, position: int)
         position: of the token, not below the sinks.
     """
     page, offset = divmod(position, attributes.page)
-    here, before = attributes.physical_page([page, page if offset else page - 1], means.shape[1])
+    current, before = attributes.physical_page([page, page if offset else page - 1], means.shape[1])
     count = position - attributes.sinks + 1
     with np.errstate(invalid="ignore", over="ignore"):
-        means[:, here] = token if count == 1 else means[:, before] + (token - means[:, before]) / np.float32(count)
+        means[:, current] = token if count == 1 else means[:, before] + (token - means[:, before]) / np.float32(count)

@@ -29,10 +29,10 @@ PAGES = (16, 32, 64, 128)
 STORAGES = tuple(STORAGE_OF)
 """The names of all storages."""
 
-FLOATS = {name: each.dtype for name, each in STORAGE_OF.items() if each.levels is None}
+FLOATS = {name: parameter.dtype for name, parameter in STORAGE_OF.items() if parameter.levels is None}
 """The type of a storage of floats."""
 
-LEVELS = {name: each.levels for name, each in STORAGE_OF.items() if each.levels is not None}
+LEVELS = {name: parameter.levels for name, parameter in STORAGE_OF.items() if parameter.levels is not None}
 """The largest code of a storage of integers."""
 
 LANES = 16
@@ -52,10 +52,10 @@ T = TypeVar("T")
 def _with_parameters(cls: type[T]) -> type[T]:
     """Give a class the fields for those parameters of policies that it does not state itself."""
     for policy in POLICIES.values():
-        for each in policy.parameters():
-            if each.name not in cls.__annotations__:
-                cls.__annotations__[each.name] = type(each.absent)
-                setattr(cls, each.name, each.absent)
+        for parameter in policy.parameters():
+            if parameter.name not in cls.__annotations__:
+                cls.__annotations__[parameter.name] = type(parameter.absent)
+                setattr(cls, parameter.name, parameter.absent)
     return cls
 
 
@@ -90,8 +90,8 @@ class KVAttributes:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
-        parameters = [each for policy in POLICIES.values() for each in policy.parameters()]
-        floats = [each.name for each in parameters if isinstance(each.absent, float)]
+        parameters = [parameter for policy in POLICIES.values() for parameter in policy.parameters()]
+        floats = [parameter.name for parameter in parameters if isinstance(parameter.absent, float)]
         with np.errstate(over="ignore"):  # what float32 cannot hold is refused below, as infinite
             for name in ("scale", "softcap", *floats):
                 object.__setattr__(self, name, float(np.float32(getattr(self, name))))
@@ -99,24 +99,24 @@ class KVAttributes:
         self._check_policies()
 
     def _check_ranges(self, parameters: list[Parameter]) -> None:
-        least = {**dict.fromkeys(("kv_heads", "recent"), 1), **dict.fromkeys(_COUNTS, 0)}
-        for name, limit in least.items():
+        limits = {**dict.fromkeys(("kv_heads", "recent"), 1), **dict.fromkeys(_COUNTS, 0)}
+        for name, limit in limits.items():
             if not getattr(self, name) >= limit:
                 raise ValueError(f"KVAttention: {name} is at least {limit}, not {getattr(self, name)}")
-        for name, known in (("page", PAGES), ("storage", STORAGES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"KVAttention: {name} is one of {known}, not {getattr(self, name)!r}")
-        for each in parameters:
-            each.check(getattr(self, each.name))
+        for name, choices in (("page", PAGES), ("storage", STORAGES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"KVAttention: {name} is one of {choices}, not {getattr(self, name)!r}")
+        for parameter in parameters:
+            parameter.check(getattr(self, parameter.name))
         if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
             raise ValueError(f"KVAttention: scale {self.scale} and softcap {self.softcap} must be finite")
 
     def _check_policies(self) -> None:
         numbers = {policy.number for policy in POLICIES.values()}
         if len(self.policies) not in (1, self.kv_heads) or not set(self.policies) <= numbers:
-            known = ", ".join(f"{policy.number} ({name})" for name, policy in POLICIES.items())
+            names = ", ".join(f"{policy.number} ({name})" for name, policy in POLICIES.items())
             raise ValueError(
-                f"KVAttention: policies are one number, or one for each of {self.kv_heads} KV heads, of {known}, not "
+                f"KVAttention: policies are one number, or one for each of {self.kv_heads} KV heads, of {names}, not "
                 f"{list(self.policies)}"
             )
         if self.compensate and self.window:
@@ -130,8 +130,8 @@ class KVAttributes:
 
     def for_node(self) -> dict[str, Any]:
         """Return the attributes by name, as a node takes them."""
-        unused = [policy for policy in POLICIES.values() if policy.number not in self.policies]
-        absent = {each.name for policy in unused for each in policy.parameters()} - _VERSION_1
+        unused_policies = [policy for policy in POLICIES.values() if policy.number not in self.policies]
+        absent = {parameter.name for policy in unused_policies for parameter in policy.parameters()} - _VERSION_1
         return {name: value for name, value in asdict(self).items() if name not in absent} | {
             "policies": list(self.policies)
         }
@@ -205,9 +205,9 @@ class KVAttributes:
             columns: S, of the call.
         """
         ring = pages - self.first_pages
-        return self.may_drop and ring > 0 and ring * self.page >= self.kept(columns)
+        return self.may_drop and ring > 0 and ring * self.page >= self.tokens_to_keep(columns)
 
-    def kept(self, columns: int) -> int:
+    def tokens_to_keep(self, columns: int) -> int:
         """Return the tokens that pages behind the sinks must hold to be used again by calls of ``columns`` tokens."""
         return max(self.recent, self.window) + columns + (1 + self.compensate) * self.page
 
@@ -227,7 +227,7 @@ class KVAttributes:
         page, newest = np.asarray(page, np.int64), (np.asarray(tokens, np.int64) - 1) // self.page
         return (page < self.sink_pages) | (page > newest - (self.recent_pages + 1))
 
-    def known(self, head_size: int) -> int:
+    def summary_floats(self, head_size: int) -> int:
         """Return the first numbers of a page's summary, to choose pages by; means of what was dropped come behind."""
         return self.summary_policy.summary_floats(head_size) if self.summary_policy is not None else 0
 
@@ -240,12 +240,12 @@ class KVAttributes:
         if head_size % LANES or not LANES <= head_size <= 256:
             raise ValueError(f"KVAttention: a head size is a multiple of {LANES} up to 256, not {head_size}")
         numbers, integers = self.page * head_size, self.levels is not None
-        stored, dtype = self.stored.elements(numbers), self.stored.dtype
-        summaries = self.known(head_size) + 2 * head_size * self.compensate
+        elements, dtype = self.stored.elements(numbers), self.stored.dtype
+        summaries = self.summary_floats(head_size) + 2 * head_size * self.compensate
         leading = (batch, self.kv_heads, pages)
         return StateShapes(
-            keys=StateTensor((*leading, stored), dtype),
-            values=StateTensor((*leading, stored), dtype),
+            keys=StateTensor((*leading, elements), dtype),
+            values=StateTensor((*leading, elements), dtype),
             scales=StateTensor((*leading, 2 * (head_size + self.page) if integers else 0)),
             recent=StateTensor((batch, self.kv_heads, self.slots, 2 * numbers)),
             summaries=StateTensor((*leading, summaries)),

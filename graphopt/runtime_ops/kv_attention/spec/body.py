@@ -69,7 +69,7 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     attrs = KVAttributes(**attributes)
     types = {name: kind for name, kind in _TYPES.items() if name in attrs.for_node()}
     schema = replace(SCHEMA, attributes=types)
-    return build_body(schema, overload(**attributes), opset, lambda op, given: _write(op, attrs, given))
+    return build_body(schema, overload(**attributes), opset, lambda op, inputs: _write(op, attrs, inputs))
 
 
 def overload(**attributes: Any) -> str:
@@ -96,47 +96,47 @@ def _later_policies(attrs: KVAttributes) -> list[Policy]:
     return [policy for policy in attrs.policies_in_use if policy.number not in (DENSE, STREAMING, RETRIEVAL)]
 
 
-def _write(op: OpBuilder, attrs: KVAttributes, given: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
-    query, key, value = (op.Cast(given[name], to=ir.DataType.FLOAT) for name in ("query", "key", "value"))
-    past, new = (op.Reshape(given[name], [-1, 1]) for name in ("past", "new"))
-    pages, columns = op.Shape(given["keys"], start=2, end=3), op.Shape(key, start=1, end=2)
+def _write(op: OpBuilder, attrs: KVAttributes, inputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
+    query, key, value = (op.Cast(inputs[name], to=ir.DataType.FLOAT) for name in ("query", "key", "value"))
+    past, new = (op.Reshape(inputs[name], [-1, 1]) for name in ("past", "new"))
+    pages, columns = op.Shape(inputs["keys"], start=2, end=3), op.Shape(key, start=1, end=2)
     window = op.Reshape(_of_node(op, "window"), [1])
     policies = _of_node(op, "policies")
     past = op.Add(past, _refusal(op, attrs, past, new, columns, pages, window, policies))
     channels = op.Div(op.Shape(key, start=2), attrs.kv_heads)
     call = Call(op, attrs, past, op.Add(past, new), columns, pages, channels)
     if attrs.levels is None:
-        K, keys = append_floats(call, given["keys"], key, is_keys=True)
-        V, values = append_floats(call, given["values"], value, is_keys=False)
-        scales, recent = op.Identity(given["scales"]), op.Identity(given["recent"])
+        K, keys = append_floats(call, inputs["keys"], key, is_keys=True)
+        V, values = append_floats(call, inputs["values"], value, is_keys=False)
+        scales, recent = op.Identity(inputs["scales"]), op.Identity(inputs["recent"])
     else:
-        state = (given["keys"], given["values"], given["scales"], given["recent"])
-        made = append_integers(call, state, key, value)
-        keys, values, scales, recent, K, V = made.keys, made.values, made.scales, made.recent, made.K, made.V
-    summaries = given["summaries"]
+        state = (inputs["keys"], inputs["values"], inputs["scales"], inputs["recent"])
+        after = append_integers(call, state, key, value)
+        keys, values, scales, recent, K, V = after.keys, after.values, after.scales, after.recent, after.K, after.V
+    summaries = inputs["summaries"]
     if attrs.summary_policy is not None:
         summaries = append_summaries(call, attrs.summary_policy, summaries, key)
     if attrs.compensate:
         summaries = append_means(call, summaries, key, value)
     if not attrs.summarizes:
         summaries = op.Identity(summaries)
-    every = op.Concat([0, 0, -1], channels, axis=0)
-    K, V = (op.Reshape(op.Transpose(each, perm=[0, 2, 1, 3, 4]), every) for each in (K, V))
+    token_shape = op.Concat([0, 0, -1], channels, axis=0)
+    K, V = (op.Reshape(op.Transpose(each, perm=[0, 2, 1, 3, 4]), token_shape) for each in (K, V))
     q, first = heads_apart(call, query), None
     if attrs.sinks:
         # one behind the other, the first of them is sink_query where that is given
-        sink_query = op.Cast(given["sink_query"], to=ir.DataType.FLOAT)
+        sink_query = op.Cast(inputs["sink_query"], to=ir.DataType.FLOAT)
         flat = op.Concat(op.Reshape(sink_query, [-1]), op.Reshape(query, [-1]), axis=0)
         shape = op.Shape(query)
         first_query = op.Reshape(op.Slice(flat, [0], op.ReduceProd(shape, keepdims=1)), shape)
         first = heads_apart(call, first_query)
     is_read = read_mask(call, q, summaries, window, policies)
     extra = extra_token(call, q, summaries, policies) if attrs.compensate else None
-    read = attend(call, q, first, K, V, is_read, given["sink_logits"], extra)
+    attention = attend(call, q, first, K, V, is_read, inputs["sink_logits"], extra)
     is_token = op.GreaterOrEqual(op.Add(call.range(columns), new), columns)  # B, S
-    shown = op.Where(op.Reshape(is_token, [0, 1, 1, -1, 1]), read, 0.0)
-    y = op.Reshape(op.Transpose(shown, perm=[0, 3, 1, 2, 4]), op.Shape(query))
-    return op.CastLike(y, given["query"]), keys, values, scales, recent, summaries
+    masked_y = op.Where(op.Reshape(is_token, [0, 1, 1, -1, 1]), attention, 0.0)
+    y = op.Reshape(op.Transpose(masked_y, perm=[0, 3, 1, 2, 4]), op.Shape(query))
+    return op.CastLike(y, inputs["query"]), keys, values, scales, recent, summaries
 
 
 def _refusal(
@@ -154,9 +154,9 @@ def _refusal(
     is_wrong = op.Or(is_wrong, op.Greater(past, op.Sub(MOST_TOKENS, new)))
     is_full = op.Greater(past, op.Sub(op.Mul(pages, attrs.page), new))
     ring = op.Sub(pages, attrs.first_pages)
-    needed = op.Add(columns, op.Add(op.Max(window, attrs.recent), (1 + attrs.compensate) * attrs.page))
-    fits = op.And(op.Greater(ring, 0), op.GreaterOrEqual(op.Mul(ring, attrs.page), needed))
-    wraps = op.And(fits, op.Not(_any(op, op.Not(heads_with(op, policies, lambda policy: policy.may_drop)))))
+    least_tokens = op.Add(columns, op.Add(op.Max(window, attrs.recent), (1 + attrs.compensate) * attrs.page))
+    fits = op.And(op.Greater(ring, 0), op.GreaterOrEqual(op.Mul(ring, attrs.page), least_tokens))
+    wraps = op.And(fits, op.Not(_has_flag(op, op.Not(heads_with(op, policies, lambda policy: policy.may_drop)))))
     is_wrong = op.Or(op.Or(is_wrong, op.And(is_full, op.Not(wraps))), _is_for_another(op, attrs, policies))
     if attrs.compensate:
         is_wrong = op.Or(is_wrong, op.Greater(window, 0))
@@ -168,15 +168,15 @@ def _is_for_another(op: OpBuilder, attrs: KVAttributes, policies: ir.Value) -> i
     """Return whether the node needs another body, bool [1]; constant, so folded when a model loads."""
 
     def misses(number: int, is_there: bool) -> ir.Value:
-        return op.Not(op.Equal(_any(op, op.Equal(policies, number)), op.Constant(value=ir.tensor([is_there]))))
+        return op.Not(op.Equal(_has_flag(op, op.Equal(policies, number)), op.Constant(value=ir.tensor([is_there]))))
 
     differs = [misses(RETRIEVAL, RETRIEVAL in attrs.policies)]
     differs += [misses(policy.number, True) for policy in _later_policies(attrs)]
     for name, value in attrs.for_node().items():
         if name not in _OF_NODE:
-            same = op.Equal(_of_node(op, name), op.Constant(**{_FIELDS[_TYPES[name]]: value}))
-            differs.append(op.Reshape(op.Not(same), [1]))
-    return _any(op, op.Concat(*differs, axis=0))
+            is_same = op.Equal(_of_node(op, name), op.Constant(**{_FIELDS[_TYPES[name]]: value}))
+            differs.append(op.Reshape(op.Not(is_same), [1]))
+    return _has_flag(op, op.Concat(*differs, axis=0))
 
 
 def _of_node(op: OpBuilder, name: str) -> ir.Value:
@@ -185,6 +185,6 @@ def _of_node(op: OpBuilder, name: str) -> ir.Value:
     return op.Constant(**{field: ir.RefAttr(field, name, _TYPES[name])})
 
 
-def _any(op: OpBuilder, flags: ir.Value) -> ir.Value:
+def _has_flag(op: OpBuilder, flags: ir.Value) -> ir.Value:
     """Return whether one of the flags [n] is set, bool [1]."""
     return op.Cast(op.ReduceMax(op.Cast(flags, to=ir.DataType.INT32), keepdims=1), to=ir.DataType.BOOL)

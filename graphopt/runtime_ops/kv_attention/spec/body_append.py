@@ -18,8 +18,8 @@ from graphopt.runtime_ops.kv_attention.spec.body_storage import (
     as_stored,
     packed_keys,
     packed_values,
-    restored,
-    rounded,
+    restore_numbers,
+    round_numbers,
     unpacked_keys,
     unpacked_values,
 )
@@ -75,12 +75,12 @@ class Call:
 
         A physical page that was never written names a page beyond ``newest``. Until a cache wraps, all name themselves.
         """
-        op, own = self.op, self.range(self.pages)
-        every = op.Add(own, op.Mul(newest, 0))
+        op, indices = self.op, self.range(self.pages)
+        batch_indices = op.Add(indices, op.Mul(newest, 0))
         first = self.attrs.first_pages
         ring = op.Max(op.Sub(self.pages, first), 1)
-        rounds = op.Div(op.Max(op.Sub(newest, own), 0), ring)
-        return op.Where(op.Less(own, first), every, op.Add(own, op.Mul(rounds, ring)))
+        rounds = op.Div(op.Max(op.Sub(newest, indices), 0), ring)
+        return op.Where(op.Less(indices, first), batch_indices, op.Add(indices, op.Mul(rounds, ring)))
 
     def positions(self, pages: ir.Value) -> ir.Value:
         """Return the positions of the tokens of pages [B, n], int64 [B, n, T]."""
@@ -126,14 +126,14 @@ def heads_with(op: OpBuilder, policies: ir.Value, holds: Callable[[type[Policy]]
     return reduce(op.Or, flags)
 
 
-def append_floats(call: Call, stored: ir.Value, source: ir.Value, *, is_keys: bool) -> tuple[ir.Value, ir.Value]:
+def append_floats(call: Call, state: ir.Value, source: ir.Value, *, is_keys: bool) -> tuple[ir.Value, ir.Value]:
     """Return keys or values after the call: float [B, P, H, T, D], and as they are stored."""
     op, attrs = call.op, call.attrs
     tokens, is_new = call.new_tokens(source, call.positions(call.pages_held(call.newest_page())))
     unpack, pack = (unpacked_keys, packed_keys) if is_keys else (unpacked_values, packed_values)
-    old = unpack(op, by_page(op, stored), attrs)
-    merged = op.Where(is_new, as_stored(op, tokens, attrs), old)
-    return merged, by_page(op, pack(op, merged, attrs))
+    old = unpack(op, by_page(op, state), attrs)
+    numbers = op.Where(is_new, as_stored(op, tokens, attrs), old)
+    return numbers, by_page(op, pack(op, numbers, attrs))
 
 
 @dataclass(frozen=True)
@@ -164,15 +164,15 @@ def append_integers(
         is_recent = op.Or(is_recent, op.Less(page, attrs.sink_pages))
     is_recent = op.Reshape(is_recent, [0, -1, 1, 1, 1])
     floats = call.pick(after, _slot(call, page))
-    stored = [by_page(op, tensor) for tensor in codes]
-    keys, values = unpacked_keys(op, stored[0], attrs), unpacked_values(op, stored[1], attrs)
-    of_tokens = op.Slice(stored[2], [-2 * attrs.page], [2**62], [-1])
-    of_channels = op.Slice(stored[2], [0], [-2 * attrs.page], [-1])
+    states = [by_page(op, tensor) for tensor in codes]
+    keys, values = unpacked_keys(op, states[0], attrs), unpacked_values(op, states[1], attrs)
+    of_tokens = op.Slice(states[2], [-2 * attrs.page], [2**62], [-1])
+    of_channels = op.Slice(states[2], [0], [-2 * attrs.page], [-1])
     key_low, key_step = op.Split(op.Reshape(of_channels, [0, 0, 0, 2, -1]), axis=3, num_outputs=2, _outputs=2)
     pair = op.Reshape(of_tokens, [0, 0, 0, 2, attrs.page, 1])
     value_low, value_step = (op.Gather(pair, index, axis=3) for index in range(2))
-    K = op.Where(is_recent, op.Gather(floats, 0, axis=3), restored(op, keys, key_low, key_step))
-    V = op.Where(is_recent, op.Gather(floats, 1, axis=3), restored(op, values, value_low, value_step))
+    K = op.Where(is_recent, op.Gather(floats, 0, axis=3), restore_numbers(op, keys, key_low, key_step))
+    V = op.Where(is_recent, op.Gather(floats, 1, axis=3), restore_numbers(op, values, value_low, value_step))
     recent = op.Reshape(op.Transpose(after, perm=[0, 2, 1, 3, 4, 5]), [0, 0, attrs.slots, -1])
     return Integers(*codes, recent, K, V)
 
@@ -189,19 +189,19 @@ def _fill_slots(call: Call, before: ir.Value, key: ir.Value, value: ir.Value) ->
     A place is asked for the newest token at its own offset: behind the last token that is one of an earlier page.
     """
     op, attrs = call.op, call.attrs
-    own = op.Reshape(op.Range(0, attrs.slots, 1), [1, -1, 1])
+    indices = op.Reshape(op.Range(0, attrs.slots, 1), [1, -1, 1])
     offset = list(range(attrs.page))
     newest = call.before(op.Sub(op.Unsqueeze(call.total, [-1]), offset))  # B, 1, T
-    rounds = op.Div(op.Max(op.Sub(newest, own), 0), attrs.recent_pages + 1)
+    rounds = op.Div(op.Max(op.Sub(newest, indices), 0), attrs.recent_pages + 1)
     if attrs.sink_pages:
-        rounds = op.Where(op.Less(own, attrs.sink_pages), 0, rounds)
-    page = op.Add(own, op.Mul(rounds, attrs.recent_pages + 1))
+        rounds = op.Where(op.Less(indices, attrs.sink_pages), 0, rounds)
+    page = op.Add(indices, op.Mul(rounds, attrs.recent_pages + 1))
     positions = op.Add(op.Mul(page, attrs.page), offset)
-    filled = []
+    slots = []
     for index, source in enumerate((key, value)):
         tokens, is_new = call.new_tokens(source, positions)
-        filled.append(op.Unsqueeze(op.Where(is_new, tokens, op.Gather(before, index, axis=3)), [3]))
-    return op.Concat(*filled, axis=3)
+        slots.append(op.Unsqueeze(op.Where(is_new, tokens, op.Gather(before, index, axis=3)), [3]))
+    return op.Concat(*slots, axis=3)
 
 
 def _round_pages(
@@ -213,30 +213,30 @@ def _round_pages(
     """
     op, attrs = call.op, call.attrs
     assert attrs.levels is not None
-    kept = attrs.recent_pages + 1
-    first = op.Sub(op.Add(call.before(call.past), 1), kept)
-    most = op.Div(op.Add(call.columns, attrs.page - 1), attrs.page)
-    leaving = op.Add(first, call.range(most))
+    slots = attrs.recent_pages + 1
+    first = op.Sub(op.Add(call.before(call.past), 1), slots)
+    count = op.Div(op.Add(call.columns, attrs.page - 1), attrs.page)
+    leaving = op.Add(first, call.range(count))
     positions = call.positions(leaving)
     tensors = []
     scales = []
     for index, (source, axis, pack) in enumerate(((key, -2, packed_keys), (value, -1, packed_values))):
         tokens, is_new = call.new_tokens(source, positions)
         old = call.pick(op.Gather(before, index, axis=3), _slot(call, leaving))
-        codes, low, step = rounded(op, op.Where(is_new, tokens, old), axis, attrs.levels)
+        codes, low, step = round_numbers(op, op.Where(is_new, tokens, old), axis, attrs.levels)
         tensors.append(pack(op, codes, attrs))
         scales += [op.Squeeze(low, [axis]), op.Squeeze(step, [axis])]
     tensors.append(op.Concat(*scales, axis=-1))
-    last = op.Sub(call.newest_page(), kept)
-    page, own = call.pages_held(last), call.range(call.pages)
-    is_written = op.And(op.GreaterOrEqual(page, first), op.LessOrEqual(own, last))
+    last = op.Sub(call.newest_page(), slots)
+    page, indices = call.pages_held(last), call.range(call.pages)
+    is_written = op.And(op.GreaterOrEqual(page, first), op.LessOrEqual(indices, last))
     if attrs.sink_pages:
         is_written = op.And(is_written, op.GreaterOrEqual(page, attrs.sink_pages))
     is_written = op.Reshape(is_written, [0, 1, -1, 1])
-    place = op.Sub(page, first)
+    index_of_page = op.Sub(page, first)
     keys, values, all_scales = (
-        op.Where(is_written, by_page(op, call.pick(made, place)), old)
-        for made, old in zip(tensors, state, strict=False)
+        op.Where(is_written, by_page(op, call.pick(tensor, index_of_page)), old)
+        for tensor, old in zip(tensors, state, strict=False)
     )
     return keys, values, all_scales
 
@@ -246,19 +246,24 @@ def append_summaries(call: Call, policy: Policy, summaries: ir.Value, key: ir.Va
     op, attrs = call.op, call.attrs
     means = None
     if attrs.compensate:
-        at = op.Mul(call.channels, -2)
-        summaries, means = op.Slice(summaries, [0], at, [-1]), op.Slice(summaries, at, [2**62], [-1])
+        end_of_known = op.Mul(call.channels, -2)
+        summaries, means = (
+            op.Slice(summaries, [0], end_of_known, [-1]),
+            op.Slice(summaries, end_of_known, [2**62], [-1]),
+        )
     first = op.Div(call.past, attrs.page)
-    most = op.Add(op.Div(op.Add(call.columns, attrs.page - 2), attrs.page), 1)
-    touched = op.Add(first, call.range(most))
-    tokens, is_new = call.new_tokens(key, call.positions(touched))  # B, n, H, T, D
-    old = call.pick(by_page(op, summaries), touched)  # B, n, H, Z
-    known = op.Max(op.Sub(call.past, op.Mul(touched, attrs.page)), 0)  # tokens that the summary knows, B, n
-    made = policy.write_summaries(call, old, known, tokens, is_new)
-    place = op.Sub(call.range(call.pages), first)
+    count = op.Add(op.Div(op.Add(call.columns, attrs.page - 2), attrs.page), 1)
+    new_pages = op.Add(first, call.range(count))
+    tokens, is_new = call.new_tokens(key, call.positions(new_pages))  # B, n, H, T, D
+    old = call.pick(by_page(op, summaries), new_pages)  # B, n, H, Z
+    counts = op.Max(op.Sub(call.past, op.Mul(new_pages, attrs.page)), 0)  # tokens that the summary knows, B, n
+    new_summaries = policy.write_summaries(call, old, counts, tokens, is_new)
+    index_of_page = op.Sub(call.range(call.pages), first)
     begins = op.Mul(call.range(call.pages), attrs.page)
-    is_touched = op.And(op.GreaterOrEqual(place, 0), op.Less(begins, call.total))
+    is_touched = op.And(op.GreaterOrEqual(index_of_page, 0), op.Less(begins, call.total))
     # a call without tokens for a row touches nothing, and neither does one behind a full page
     has_new = op.And(is_touched, op.Less(op.Max(call.past, begins), call.total))
-    after = op.Where(op.Reshape(has_new, [0, 1, -1, 1]), by_page(op, call.pick(made, place)), summaries)
+    after = op.Where(
+        op.Reshape(has_new, [0, 1, -1, 1]), by_page(op, call.pick(new_summaries, index_of_page)), summaries
+    )
     return after if means is None else op.Concat(after, means, axis=-1)

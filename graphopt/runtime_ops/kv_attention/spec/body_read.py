@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.body_append import heads_with
-from graphopt.runtime_ops.kv_attention.spec.body_compensation import Extra, known_part, scaled
+from graphopt.runtime_ops.kv_attention.spec.body_compensation import Extra, known_part, scale_scores
 from graphopt.runtime_ops.kv_attention.spec.check import MOST_TOKENS
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ def read_mask(call: Call, query: ir.Value, summaries: ir.Value, window: ir.Value
         policies: int64 [1] or [H].
     """
     op, attrs = call.op, call.attrs
-    asked = op.Add(op.Sub(call.total, call.columns), call.range(call.columns))
-    p = op.Reshape(asked, [0, 1, -1, 1])
+    query_positions = op.Add(op.Sub(call.total, call.columns), call.range(call.columns))
+    p = op.Reshape(query_positions, [0, 1, -1, 1])
     position = op.Reshape(call.positions(call.pages_held(call.newest_page())), [0, 1, 1, -1])
     reach = op.Where(op.Equal(window, 0), MOST_TOKENS, window)
     visible = op.And(op.LessOrEqual(position, p), op.Greater(position, op.Sub(p, reach)))
     always = op.Or(op.Less(position, attrs.sinks), op.Greater(position, op.Sub(p, attrs.recent)))
     for policy in attrs.policies_in_use:
         if policy.chooses:
-            chosen = policy.write_pages(call, query, known_part(call, summaries), p, reach)
-            tokens = op.Expand(op.Unsqueeze(chosen, [-1]), [1, 1, 1, 1, attrs.page])
+            pages = policy.write_pages(call, query, known_part(call, summaries), p, reach)
+            tokens = op.Expand(op.Unsqueeze(pages, [-1]), [1, 1, 1, 1, attrs.page])
             tokens = op.Reshape(tokens, [0, 0, 0, -1])
             has_policy = op.Reshape(op.Equal(policies, policy.number), [-1, 1, 1])
             always = op.Or(always, op.And(tokens, has_policy))
@@ -76,19 +76,19 @@ def attend(
         extra: one token more for each query.
     """
     op, attrs = call.op, call.attrs
-    bad_keys, bad_values = (op.IsNaN(op.Mul(each, 0.0)) for each in (K, V))
+    bad_keys, bad_values = (op.IsNaN(op.Mul(tensor, 0.0)) for tensor in (K, V))
     # a weight of 0 times a value that is not finite would make NaN
     clean_keys, clean_values = op.Where(bad_keys, 0.0, K), op.Where(bad_values, 0.0, V)
-    turned = op.Unsqueeze(op.Transpose(clean_keys, perm=[0, 1, 3, 2]), [2])
+    keys = op.Unsqueeze(op.Transpose(clean_keys, perm=[0, 1, 3, 2]), [2])
     if first_query is None:
-        scores = op.MatMul(query, turned)
+        scores = op.MatMul(query, keys)
     else:
-        sinks, rest = op.Slice(turned, [0], [attrs.sinks], [-1]), op.Slice(turned, [attrs.sinks], [2**62], [-1])
-        scores = op.Concat(op.MatMul(first_query, sinks), op.MatMul(query, rest), axis=-1)
-    scores = op.Where(op.Unsqueeze(is_read, [2]), scaled(call, scores), -math.inf)
+        sinks, other_keys = op.Slice(keys, [0], [attrs.sinks], [-1]), op.Slice(keys, [attrs.sinks], [2**62], [-1])
+        scores = op.Concat(op.MatMul(first_query, sinks), op.MatMul(query, other_keys), axis=-1)
+    scores = op.Where(op.Unsqueeze(is_read, [2]), scale_scores(call, scores), -math.inf)
     columns = [] if extra is None else [extra.score]
-    every = op.Concat(scores, *columns, _sink_column(call, query, sink_logits), axis=-1)
-    weights = op.Softmax(every, axis=-1)
+    logits = op.Concat(scores, *columns, _sink_column(call, query, sink_logits), axis=-1)
+    weights = op.Softmax(logits, axis=-1)
     y = op.MatMul(op.Slice(weights, [0], [-1 - len(columns)], [-1]), op.Unsqueeze(clean_values, [2]))
     if extra is not None:
         y = op.Add(y, op.Mul(op.Slice(weights, [-2], [-1], [-1]), op.Unsqueeze(extra.value, [2])))

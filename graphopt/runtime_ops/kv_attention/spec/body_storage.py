@@ -32,8 +32,8 @@ def packed_keys(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Value:
 def packed_values(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Value:
     """Return pages as they are stored, see :func:`packed_keys`."""
     if attrs.levels is not None:
-        turned = op.Transpose(page, perm=[0, 1, 2, 4, 3])
-        return _packed_codes(op, turned, -1, attrs.page // 4, attrs)
+        transposed = op.Transpose(page, perm=[0, 1, 2, 4, 3])
+        return _packed_codes(op, transposed, -1, attrs.page // 4, attrs)
     return _stored_floats(op, page, attrs)
 
 
@@ -64,26 +64,26 @@ def as_stored(op: OpBuilder, numbers: ir.Value, attrs: KVAttributes) -> ir.Value
     return op.Cast(op.Cast(numbers, to=_type(attrs)), to=ir.DataType.FLOAT)
 
 
-def rounded(op: OpBuilder, page: ir.Value, axis: int, levels: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+def round_numbers(op: OpBuilder, page: ir.Value, axis: int, levels: int) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return codes uint8, and low and step with an ``axis`` of 1; see ``round_page``."""
     low, high = op.ReduceMin(page, [axis], keepdims=1), op.ReduceMax(page, [axis], keepdims=1)
-    return _rounded(op, page, low, high, axis, levels)
+    return _round_between(op, page, low, high, axis, levels)
 
 
 def rounded_tokens(op: OpBuilder, tokens: ir.Value, levels: int) -> tuple[ir.Value, ir.Value]:
     """Return codes uint8 of tokens [..., D], and scales with an axis of 1; see ``round_tokens``."""
-    most = op.ReduceMax(op.Abs(tokens), [-1], keepdims=1)
-    codes, low, step = _rounded(op, tokens, op.Neg(most), most, -1, levels)
+    magnitude = op.ReduceMax(op.Abs(tokens), [-1], keepdims=1)
+    codes, low, step = _round_between(op, tokens, op.Neg(magnitude), magnitude, -1, levels)
     return codes, op.Where(op.IsNaN(low), low, step)
 
 
-def _rounded(
+def _round_between(
     op: OpBuilder, page: ir.Value, low: ir.Value, high: ir.Value, axis: int, levels: int
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     span = op.Sub(high, low)
     # minima and maxima may lose a NaN; x 0 is 0 for finite x and NaN otherwise
-    nothing = op.Add(op.ReduceSum(op.Mul(page, 0.0), [axis], keepdims=1), op.Mul(span, 0.0))
-    is_bad = op.IsNaN(nothing)
+    spoiler = op.Add(op.ReduceSum(op.Mul(page, 0.0), [axis], keepdims=1), op.Mul(span, 0.0))
+    is_bad = op.IsNaN(spoiler)
     is_flat = op.Or(is_bad, op.Less(span, float(TINY)))
     divisor = op.Where(is_flat, 1.0, span)
     step = op.Where(is_flat, 0.0, op.Div(divisor, float(levels)))
@@ -92,7 +92,7 @@ def _rounded(
     return op.Cast(nearest, to=ir.DataType.UINT8), op.Where(is_bad, math.nan, low), step
 
 
-def restored(op: OpBuilder, codes: ir.Value, low: ir.Value, step: ir.Value) -> ir.Value:
+def restore_numbers(op: OpBuilder, codes: ir.Value, low: ir.Value, step: ir.Value) -> ir.Value:
     """Return the numbers that codes stand for, as float."""
     return op.Add(low, op.Mul(step, codes))
 
@@ -110,20 +110,20 @@ def _type(attrs: KVAttributes) -> ir.DataType:
 def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:
     """Pack codes [.., lanes, summed]: ``blocks`` of 16 lanes and ``fours`` of what is summed over, one of them -1."""
     split = op.Reshape(codes, [0, 0, 0, blocks, LANES, fours, 4])
-    ordered = op.Transpose(split, perm=[0, 1, 2, 3, 5, 4, 6])
+    reordered = op.Transpose(split, perm=[0, 1, 2, 3, 5, 4, 6])
     if attrs.stored.bits == 4:
-        pairs = op.Reshape(ordered, [0, 0, 0, 0, -1, 2, LANES, 4])
+        pairs = op.Reshape(reordered, [0, 0, 0, 0, -1, 2, LANES, 4])
         low, high = op.Split(pairs, axis=5, num_outputs=2, _outputs=2)
-        ordered = op.BitwiseOr(low, op.BitShift(high, 4, direction="LEFT"))
-    return op.Reshape(ordered, [0, 0, 0, -1])
+        reordered = op.BitwiseOr(low, op.BitShift(high, 4, direction="LEFT"))
+    return op.Reshape(reordered, [0, 0, 0, -1])
 
 
-def _unpacked_codes(op: OpBuilder, packed: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:
+def _unpacked_codes(op: OpBuilder, codes: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:
     """Return codes as blocks [.., lanes / 16, 16, summed / 4, 4]; arguments of :func:`_packed_codes`."""
     if attrs.stored.bits == 4:
-        pairs = op.Reshape(packed, [0, 0, 0, blocks, fours // 2 if fours > 0 else -1, 1, LANES, 4])
+        pairs = op.Reshape(codes, [0, 0, 0, blocks, fours // 2 if fours > 0 else -1, 1, LANES, 4])
         low = op.BitwiseAnd(pairs, 15)
         high = op.BitShift(pairs, 4, direction="RIGHT")
-        packed = op.Concat(low, high, axis=5)
-    ordered = op.Reshape(packed, [0, 0, 0, blocks, fours, LANES, 4])
-    return op.Transpose(ordered, perm=[0, 1, 2, 3, 5, 4, 6])
+        codes = op.Concat(low, high, axis=5)
+    reordered = op.Reshape(codes, [0, 0, 0, blocks, fours, LANES, 4])
+    return op.Transpose(reordered, perm=[0, 1, 2, 3, 5, 4, 6])

@@ -26,7 +26,7 @@ UNIT = 2.0**-24
 
 
 @dataclass(frozen=True)
-class Dropped:
+class StandIns:
     """Tokens that stand for those that streaming dropped, one for each page up to which a query dropped them.
 
     Attributes:
@@ -46,7 +46,9 @@ class Dropped:
     is_read: Mask
 
 
-def dropped(attrs: KVAttributes, summaries: Array, before: Array, tokens: Array, asked: Integers) -> Dropped:
+def stand_ins(
+    attrs: KVAttributes, summaries: Array, before: Array, tokens: Array, query_positions: Integers
+) -> StandIns:
     """Return the tokens that replace those that queries of a streaming head dropped.
 
     A query at position p whose newest tokens begin at w = p - recent + 1 has dropped the tokens from ``sinks`` up to
@@ -57,21 +59,21 @@ def dropped(attrs: KVAttributes, summaries: Array, before: Array, tokens: Array,
         summaries: float32 [P, Z], of a head after the call.
         before: the same before the call.
         tokens: float32 [c, 2 D], keys and values of the call, not those below the sinks.
-        asked: int64 [n], positions of the queries.
+        query_positions: int64 [n], positions of the queries.
     """
-    ends = np.maximum(asked - attrs.recent + 1, 0) // attrs.page
+    ends = np.maximum(query_positions - attrs.recent + 1, 0) // attrs.page
     ends = np.where(ends * attrs.page > attrs.sinks, ends, 0)
     distinct = np.unique(ends[ends > 0])
-    places = attrs.physical_page(distinct - 1, len(summaries))
+    physical_pages = attrs.physical_page(distinct - 1, len(summaries))
     channels = tokens.shape[-1] // 2
-    means = summaries[places, -2 * channels :].astype(np.float64)
+    means = summaries[physical_pages, -2 * channels :].astype(np.float64)
     # A mean moves by (x - mean) / count with each token: 3 roundings, of at most 5 u max|x| together, and what was
     # wrong before weighs less. A sum of c tokens and of the old mean, divided, errs by (c + 3) u max|x|.
     with np.errstate(invalid="ignore"):
-        known = np.abs(np.concatenate([means, tokens, before[:, -2 * channels :]], dtype=np.float64))
-        largest = np.where(np.isfinite(known), known, 0).max(axis=0, initial=0)
+        magnitudes = np.abs(np.concatenate([means, tokens, before[:, -2 * channels :]], dtype=np.float64))
+        largest = np.where(np.isfinite(magnitudes), magnitudes, 0).max(axis=0, initial=0)
     errors = np.broadcast_to(8 * (len(tokens) + 1) * UNIT * largest, means.shape)
-    return Dropped(
+    return StandIns(
         positions=distinct * attrs.page - 1,
         keys=means[:, :channels],
         values=means[:, channels:],

@@ -49,12 +49,12 @@ def pack_keys(page: Array, storage: str) -> Array:
     return _flat(to_storage(blocks, storage), leading)
 
 
-def unpack_keys(packed: Array, tokens: int, channels: int, storage: str) -> Array:
+def unpack_keys(stored_page: Array, tokens: int, channels: int, storage: str) -> Array:
     """Return what :func:`pack_keys` was given, [..., T, D]: uint8 for a storage of integers, else the stored type."""
     if STORAGE_OF[storage].levels is not None:
-        return _unpack_codes(packed, tokens, channels, storage)
-    leading = packed.shape[:-1]
-    blocks = packed.reshape(*leading, tokens // LANES, channels, LANES).swapaxes(-1, -2)
+        return _unpack_codes(stored_page, tokens, channels, storage)
+    leading = stored_page.shape[:-1]
+    blocks = stored_page.reshape(*leading, tokens // LANES, channels, LANES).swapaxes(-1, -2)
     return np.ascontiguousarray(blocks).reshape(*leading, tokens, channels)
 
 
@@ -65,11 +65,11 @@ def pack_values(page: Array, storage: str) -> Array:
     return _flat(to_storage(page, storage), page.shape[:-2])
 
 
-def unpack_values(packed: Array, tokens: int, channels: int, storage: str) -> Array:
+def unpack_values(stored_page: Array, tokens: int, channels: int, storage: str) -> Array:
     """Return what :func:`pack_values` was given, [..., T, D]: uint8 for a storage of integers, else the stored type."""
     if STORAGE_OF[storage].levels is not None:
-        return np.ascontiguousarray(_unpack_codes(packed, channels, tokens, storage).swapaxes(-1, -2))
-    return packed.reshape(*packed.shape[:-1], tokens, channels)
+        return np.ascontiguousarray(_unpack_codes(stored_page, channels, tokens, storage).swapaxes(-1, -2))
+    return stored_page.reshape(*stored_page.shape[:-1], tokens, channels)
 
 
 def to_storage(numbers: Array, storage: str) -> Array:
@@ -115,8 +115,8 @@ def round_tokens(tokens: Singles, levels: int) -> tuple[Bytes, Singles]:
     Returns:
         codes uint8, the shape of ``tokens``; scales float32 [...], NaN where a number is not finite.
     """
-    most = np.abs(tokens).max(-1, keepdims=True)
-    codes, low, step = _round(tokens, -most, most, -1, levels)
+    magnitude = np.abs(tokens).max(-1, keepdims=True)
+    codes, low, step = _round(tokens, -magnitude, magnitude, -1, levels)
     return codes, np.where(np.isnan(low), low, step)
 
 
@@ -134,21 +134,21 @@ def _round(page: Singles, low: Singles, high: Singles, axis: int, levels: int) -
 
 
 def _pack_codes(codes: Bytes, storage: str) -> Bytes:
-    *leading, lanes, summed = codes.shape
-    blocks = codes.reshape(*leading, lanes // LANES, LANES, summed // 4, 4).swapaxes(-2, -3)
+    *leading, lanes, depth = codes.shape
+    blocks = codes.reshape(*leading, lanes // LANES, LANES, depth // 4, 4).swapaxes(-2, -3)
     if STORAGE_OF[storage].bits == 4:
-        pairs = blocks.reshape(*leading, lanes // LANES, summed // 8, 2, LANES, 4)
+        pairs = blocks.reshape(*leading, lanes // LANES, depth // 8, 2, LANES, 4)
         blocks = pairs[..., 0, :, :] | pairs[..., 1, :, :] << np.uint8(4)
     return _flat(blocks, leading)
 
 
-def _unpack_codes(packed: Bytes, lanes: int, summed: int, storage: str) -> Bytes:
-    leading = packed.shape[:-1]
+def _unpack_codes(stored_page: Bytes, lanes: int, depth: int, storage: str) -> Bytes:
+    leading = stored_page.shape[:-1]
     if STORAGE_OF[storage].bits == 4:
-        pairs = packed.reshape(*leading, lanes // LANES, summed // 8, LANES, 4)
-        packed = np.stack([pairs & 15, pairs >> 4], axis=-3)
-    blocks = packed.reshape(*leading, lanes // LANES, summed // 4, LANES, 4).swapaxes(-2, -3)
-    return np.ascontiguousarray(blocks).reshape(*leading, lanes, summed)
+        pairs = stored_page.reshape(*leading, lanes // LANES, depth // 8, LANES, 4)
+        stored_page = np.stack([pairs & 15, pairs >> 4], axis=-3)
+    blocks = stored_page.reshape(*leading, lanes // LANES, depth // 4, LANES, 4).swapaxes(-2, -3)
+    return np.ascontiguousarray(blocks).reshape(*leading, lanes, depth)
 
 
 def _flat(blocks: Array, leading: list[int] | tuple[int, ...]) -> Array:

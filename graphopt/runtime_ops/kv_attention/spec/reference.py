@@ -34,21 +34,21 @@ def reference(*inputs: Array, **attributes: Any) -> tuple[Array, ...]:
         ValueError: an attribute, a shape, a type or a number of tokens does not fit; nothing is computed then.
     """
     attrs = KVAttributes(**attributes)
-    state, every = readings(attrs, inputs)
-    return (for_each(attend, attrs, inputs, every), *state.values())
+    state, all_readings = readings(attrs, inputs)
+    return (for_each(attend, attrs, inputs, all_readings), *state.values())
 
 
 def for_each(
-    computed: Callable[[KVAttributes, Reading], Doubles],
+    function: Callable[[KVAttributes, Reading], Doubles],
     attrs: KVAttributes,
     inputs: tuple[Array, ...],
-    every: Iterable[Reading],
+    all_readings: Iterable[Reading],
 ) -> Doubles:
-    """Return what is ``computed`` [n, G, D] of each reading, in the shape of `query`; 0 for columns without a token."""
+    """Return what is ``function`` [n, G, D] of each reading, in the shape of `query`; 0 for columns without a token."""
     query, key = inputs[:2]
     y = np.zeros((*key.shape[:2], attrs.kv_heads, query.shape[2] // key.shape[2], key.shape[2] // attrs.kv_heads))
-    for reading in every:
-        y[reading.row, reading.columns, reading.head] = computed(attrs, reading)
+    for reading in all_readings:
+        y[reading.row, reading.columns, reading.head] = function(attrs, reading)
     return y.reshape(query.shape)
 
 
@@ -73,31 +73,31 @@ def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
     A token that stands for N others has log N more.
     """
     K = reading.keys.numbers
-    turned = np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0).T
-    products = of_queries(attrs, reading, lambda query: query @ turned)
-    scaled: Doubles = products * attrs.scale
+    keys = np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0).T
+    products = of_queries(attrs, reading, lambda query: query @ keys)
+    logits: Doubles = products * attrs.scale
     if attrs.softcap:
-        scaled = attrs.softcap * np.tanh(scaled / attrs.softcap)
-    return scaled + np.log(reading.counts)
+        logits = attrs.softcap * np.tanh(logits / attrs.softcap)
+    return logits + np.log(reading.counts)
 
 
-def of_queries(attrs: KVAttributes, reading: Reading, computed: Callable[[Doubles], Doubles]) -> Doubles:
-    """Return what is ``computed`` [n, G, m] of the queries: for positions below ``sinks``, of those that ask there."""
-    of_rest = computed(reading.q)
+def of_queries(attrs: KVAttributes, reading: Reading, function: Callable[[Doubles], Doubles]) -> Doubles:
+    """Return what is ``function`` [n, G, m] of the queries: for positions below ``sinks``, of those that ask there."""
+    of_rest = function(reading.q)
     if reading.first_q is reading.q:
         return of_rest
-    each: Doubles = np.where(reading.positions < attrs.sinks, computed(reading.first_q), of_rest)
-    return each
+    products: Doubles = np.where(reading.positions < attrs.sinks, function(reading.first_q), of_rest)
+    return products
 
 
 def softmax_weights(reading: Reading, scores: Doubles) -> Doubles:
     """Return the share of each stored token, [n, G, m]; they sum to 1, less the share of the sink logit."""
-    read = np.where(reading.is_read[:, None], scores, -np.inf)
-    largest = read.max(axis=-1, keepdims=True, initial=-np.inf)
+    logits = np.where(reading.is_read[:, None], scores, -np.inf)
+    largest = logits.max(axis=-1, keepdims=True, initial=-np.inf)
     logit = None if reading.sink_logits is None else reading.sink_logits[:, None]
     if logit is not None:
         largest = np.maximum(largest, logit)
     largest = np.where(np.isneginf(largest), 0, largest)  # nothing is read
-    weights: Doubles = np.exp(read - largest)
+    weights: Doubles = np.exp(logits - largest)
     total = weights.sum(axis=-1, keepdims=True) + (0 if logit is None else np.exp(logit - largest))
     return weights / np.where(total == 0, 1, total)

@@ -62,11 +62,11 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     Each query head reads the key and the value of each token: a multiplication and an addition for each of their
     numbers. Shapes tell no types: pages without scales count as float32.
     """
-    query, key, _, _, _, _, _, keys, values, scales, *others = shapes
+    query, key, _, _, _, _, _, keys, values, scales, *rest_shapes = shapes
     head_size = key[2] // keys[1]
     tokens = keys[2] * (scales[3] // 2 - head_size) if scales[3] else prod(keys[2:]) // head_size
     pages = (prod(keys) + prod(values)) * (1 if scales[3] else 4)
-    floats = 2 * prod(query) + 2 * prod(key) + prod(scales) + sum(prod(shape) for shape in others)
+    floats = 2 * prod(query) + 2 * prod(key) + prod(scales) + sum(prod(shape) for shape in rest_shapes)
     return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.append import Integers, State, append, row_of
 from graphopt.runtime_ops.kv_attention.spec.check import check
-from graphopt.runtime_ops.kv_attention.spec.compensation import Dropped, dropped
+from graphopt.runtime_ops.kv_attention.spec.compensation import StandIns, stand_ins
 from graphopt.runtime_ops.kv_attention.spec.layout import unpack_keys, unpack_values
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _ZERO: Doubles = np.zeros((1, 1))
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredNumbers:
     """Numbers low + step code, float64 [n, D] each; what is stored as a float is its own low, with a step of 0.
 
     ``error`` is by how much float32 may have another low after this call.
@@ -44,12 +44,12 @@ class Stored:
         """What the codes stand for, float64 [n, D]."""
         return self.low + self.step * self.codes
 
-    def with_floats(self, numbers: Doubles, error: Doubles) -> Stored:
+    def with_floats(self, numbers: Doubles, error: Doubles) -> StoredNumbers:
         """Return these and, behind them, ``numbers`` [m, D] that are stored as floats."""
-        nothing = np.zeros_like(numbers)
-        added = (numbers, nothing, nothing, error)
-        here = (self.low, self.step, self.codes, self.error)
-        return Stored(*(np.concatenate(pair) for pair in zip(here, added, strict=True)))
+        zeros = np.zeros_like(numbers)
+        new_parts = (numbers, zeros, zeros, error)
+        parts = (self.low, self.step, self.codes, self.error)
+        return StoredNumbers(*(np.concatenate(pair) for pair in zip(parts, new_parts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,23 @@ class Reading:
     head: int
     q: Doubles
     first_q: Doubles
-    keys: Stored
-    values: Stored
+    keys: StoredNumbers
+    values: StoredNumbers
     positions: Integers
     counts: Doubles
     is_read: Mask
     summaries: Array
     sink_logits: Doubles | None
 
-    def with_dropped(self, more: Dropped) -> Reading:
+    def with_dropped(self, tokens: StandIns) -> Reading:
         """Return this and, behind the stored tokens, the tokens that replace those that were dropped."""
         return replace(
             self,
-            keys=self.keys.with_floats(more.keys, more.key_errors),
-            values=self.values.with_floats(more.values, more.value_errors),
-            positions=np.concatenate([self.positions, more.positions]),
-            counts=np.concatenate([self.counts, more.counts]),
-            is_read=np.concatenate([self.is_read, more.is_read], axis=1),
+            keys=self.keys.with_floats(tokens.keys, tokens.key_errors),
+            values=self.values.with_floats(tokens.values, tokens.value_errors),
+            positions=np.concatenate([self.positions, tokens.positions]),
+            counts=np.concatenate([self.counts, tokens.counts]),
+            is_read=np.concatenate([self.is_read, tokens.is_read], axis=1),
         )
 
 
@@ -112,83 +112,83 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
     split = (batch, columns, attrs.kv_heads, width // attrs.kv_heads)
     after = append(attrs, state, key.reshape(split), value.reshape(split), past, new)
     # query heads are group by group: head h reads KV head h div G
-    grouped = (*split[:3], query.shape[2] // width, split[3])
-    queries = query.astype(np.float64).reshape(grouped)
-    first_queries = sink_query.astype(np.float64).reshape(grouped) if sink_query.size else None
+    group_shape = (*split[:3], query.shape[2] // width, split[3])
+    queries = query.astype(np.float64).reshape(group_shape)
+    first_queries = sink_query.astype(np.float64).reshape(group_shape) if sink_query.size else None
     logits = sink_logits.astype(np.float64).reshape(attrs.kv_heads, -1) if sink_logits.size else None
 
-    def every() -> Iterator[Reading]:
+    def read_rows() -> Iterator[Reading]:
         for row in range(batch):
             of_row = row_of(after, row)
             tokens, count = int(past[row] + new[row]), int(new[row])
             positions = stored_positions(attrs, tokens, after["keys"].shape[2])
-            asked = np.arange(tokens - count, tokens)
-            these = slice(columns - count, columns)
+            query_positions = np.arange(tokens - count, tokens)
+            columns_of_row = slice(columns - count, columns)
             for head in range(attrs.kv_heads):
-                q = queries[row, these, head]
-                first_q = q if first_queries is None else first_queries[row, these, head]
+                q = queries[row, columns_of_row, head]
+                first_q = q if first_queries is None else first_queries[row, columns_of_row, head]
                 keys, values = stored_tokens(attrs, of_row, head, positions, tokens, split[3])
-                is_read = read_mask(attrs, head, of_row["summaries"], q, asked, positions)
+                is_read = read_mask(attrs, head, of_row["summaries"], q, query_positions, positions)
                 logit = None if logits is None else logits[head]
                 summaries = of_row["summaries"][head] if attrs.summarizes else np.zeros((0, 0), np.float32)
                 counts = np.ones(len(positions))
                 reading = Reading(
-                    row, these, head, q, first_q, keys, values, positions, counts, is_read, summaries, logit
+                    row, columns_of_row, head, q, first_q, keys, values, positions, counts, is_read, summaries, logit
                 )
                 if attrs.compensate and attrs.policy_of(head).may_drop:
-                    token = [each.reshape(split)[row, these, head] for each in (key, value)]
-                    new_tokens = np.concatenate(token, axis=-1)[asked >= attrs.sinks]
+                    token = [tensor.reshape(split)[row, columns_of_row, head] for tensor in (key, value)]
+                    new_tokens = np.concatenate(token, axis=-1)[query_positions >= attrs.sinks]
                     before = state["summaries"][row, head]
-                    reading = reading.with_dropped(dropped(attrs, summaries, before, new_tokens, asked))
+                    reading = reading.with_dropped(stand_ins(attrs, summaries, before, new_tokens, query_positions))
                 yield reading
 
-    return after, every()
+    return after, read_rows()
 
 
 def stored_positions(attrs: KVAttributes, tokens: int, pages: int) -> Integers:
     """Return the positions, of a row with ``tokens`` tokens, whose pages no later page has overwritten."""
     newest, stay = (tokens - 1) // attrs.page, min(attrs.first_pages * attrs.page, tokens)
     ring = min(tokens, max(stay, (newest - (pages - attrs.first_pages) + 1) * attrs.page))
-    kept: Integers = np.concatenate([np.arange(stay), np.arange(ring, tokens)])
-    return kept
+    positions: Integers = np.concatenate([np.arange(stay), np.arange(ring, tokens)])
+    return positions
 
 
 def stored_tokens(
     attrs: KVAttributes, state: State, head: int, positions: Integers, tokens: int, channels: int
-) -> tuple[Stored, Stored]:
+) -> tuple[StoredNumbers, StoredNumbers]:
     """Return the keys and values of a KV head at ``positions``, [n, D] each, of a row that has ``tokens`` tokens."""
     parts = np.zeros((2, 4, len(positions), channels))
     pages, offsets = np.divmod(positions, attrs.page)
     # positions of one page follow one another
     for first, end in itertools.pairwise([*np.flatnonzero(np.diff(pages, prepend=-1)), len(pages)]):
-        for index, stored in enumerate(_stored_page(attrs, state, head, int(pages[first]), tokens, channels)):
-            for part, numbers in enumerate((stored.low, stored.step, stored.codes)):
+        for index, numbers_of_page in enumerate(_stored_page(attrs, state, head, int(pages[first]), tokens, channels)):
+            for part, numbers in enumerate((numbers_of_page.low, numbers_of_page.step, numbers_of_page.codes)):
                 if numbers is not _ZERO:
                     parts[index, part, first:end] = numbers[offsets[first:end]] if len(numbers) > 1 else numbers
-    return Stored(*parts[0]), Stored(*parts[1])
+    return StoredNumbers(*parts[0]), StoredNumbers(*parts[1])
 
 
 def _stored_page(
     attrs: KVAttributes, state: State, head: int, page: int, tokens: int, channels: int
-) -> tuple[Stored, Stored]:
+) -> tuple[StoredNumbers, StoredNumbers]:
     """Return keys and values of a page, of shapes that broadcast to [T, D]."""
     if attrs.levels is not None and attrs.is_recent(page, tokens):
         keys, values = state["recent"][head, attrs.slot(page)].reshape(2, attrs.page, channels).astype(np.float64)
-        return Stored(keys, _ZERO, _ZERO, _ZERO), Stored(values, _ZERO, _ZERO, _ZERO)
+        return StoredNumbers(keys, _ZERO, _ZERO, _ZERO), StoredNumbers(values, _ZERO, _ZERO, _ZERO)
     physical = attrs.physical_page(page, state["keys"].shape[1])
     shape = (attrs.page, channels)
     keys = unpack_keys(state["keys"][head, physical], *shape, attrs.storage).astype(np.float64)
     values = unpack_values(state["values"][head, physical], *shape, attrs.storage).astype(np.float64)
     if attrs.levels is None:
-        return Stored(keys, _ZERO, _ZERO, _ZERO), Stored(values, _ZERO, _ZERO, _ZERO)
+        return StoredNumbers(keys, _ZERO, _ZERO, _ZERO), StoredNumbers(values, _ZERO, _ZERO, _ZERO)
     scales = state["scales"][head, physical].astype(np.float64)
     key_low, key_step = scales[: 2 * channels].reshape(2, 1, channels)
     value_low, value_step = scales[2 * channels :].reshape(2, attrs.page, 1)
-    return Stored(key_low, key_step, keys, _ZERO), Stored(value_low, value_step, values, _ZERO)
+    return StoredNumbers(key_low, key_step, keys, _ZERO), StoredNumbers(value_low, value_step, values, _ZERO)
 
 
 def read_mask(
-    attrs: KVAttributes, head: int, summaries: Array, queries: Doubles, asked: Integers, positions: Integers
+    attrs: KVAttributes, head: int, summaries: Array, queries: Doubles, query_positions: Integers, positions: Integers
 ) -> Mask:
     """Return which tokens each query reads.
 
@@ -197,13 +197,13 @@ def read_mask(
         head: the KV head.
         summaries: float32 [Hk, P, Z]; where a head retrieves page l is in place l.
         queries: [n, G, D], the queries that choose pages together.
-        asked: [n], their positions.
+        query_positions: [n], their positions.
         positions: [m], of the stored tokens.
 
     Returns:
         bool [n, m].
     """
-    p, positions = asked[:, None], positions[None]
+    p, positions = query_positions[:, None], positions[None]
     visible = (positions <= p) & ((positions > p - attrs.window) if attrs.window else True)
     always = visible & ((positions < attrs.sinks) | (positions > p - attrs.recent))
     policy = attrs.policy_of(head)
@@ -213,5 +213,7 @@ def read_mask(
         summaries = summaries[head] if attrs.retrieves else np.zeros((0, 0), np.float32)
         pages = positions[0] // attrs.page
         for index, q in enumerate(queries):
-            always[index] |= visible[index] & np.isin(pages, policy.pages(attrs, summaries, q, int(asked[index])))
+            always[index] |= visible[index] & np.isin(
+                pages, policy.pages(attrs, summaries, q, int(query_positions[index]))
+            )
     return always

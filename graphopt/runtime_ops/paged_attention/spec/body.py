@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, PAGES
-from graphopt.runtime_ops.paged_attention.spec.body_blocks import added, pages_of
+from graphopt.runtime_ops.paged_attention.spec.body_blocks import append_tokens, pages_of
 from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.paged_attention.spec.schema import SCHEMA
 
@@ -59,17 +59,17 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     from graphopt.runtime_ops.builder import build_body
 
     storage = overload(**attributes)
-    return build_body(SCHEMA, storage, opset, lambda op, given: _write(op, storage, given))
+    return build_body(SCHEMA, storage, opset, lambda op, inputs: _write(op, storage, inputs))
 
 
-def _write(op: OpBuilder, storage: str, given: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
-    starts, past, table = (op.Cast(given[name], to=_INT64) for name in ("starts", "past", "block_table"))
+def _write(op: OpBuilder, storage: str, inputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
+    starts, past, table = (op.Cast(inputs[name], to=_INT64) for name in ("starts", "past", "block_table"))
     heads = op.Reshape(_of_node(op, "kv_heads"), [1])
-    page = op.Shape(given["keys"], start=1, end=2)
-    query, key, value = (op.Cast(given[name], to=_FLOAT) for name in ("query", "key", "value"))
+    page = op.Shape(inputs["keys"], start=1, end=2)
+    query, key, value = (op.Cast(inputs[name], to=_FLOAT) for name in ("query", "key", "value"))
     count = op.Div(op.Size(key), op.Max(op.Squeeze(op.Shape(key, start=-1), [0]), 1))
     count = op.Reshape(count, [1])
-    key, value = (op.Reshape(each, op.Concat(count, heads, [-1], axis=0)) for each in (key, value))
+    key, value = (op.Reshape(indicesor, op.Concat(count, heads, [-1], axis=0)) for indicesor in (key, value))
     size = op.Shape(key, start=2, end=3)
     first, ends = op.Slice(starts, [0], [-1]), op.Slice(starts, [1], [2**62])
     lengths = op.Sub(ends, first)
@@ -77,9 +77,9 @@ def _write(op: OpBuilder, storage: str, given: Mapping[str, ir.Value]) -> tuple[
 
     # where each token goes
     token = _range(op, count)
-    behind = op.Cast(op.GreaterOrEqual(op.Unsqueeze(token, [1]), ends), to=_INT64)
+    is_later = op.Cast(op.GreaterOrEqual(op.Unsqueeze(token, [1]), ends), to=_INT64)
     last_row = op.Sub(op.Shape(past), 1)
-    row = op.Min(op.ReduceSum(behind, [1], keepdims=0), last_row)
+    row = op.Min(op.ReduceSum(is_later, [1], keepdims=0), last_row)
     column = op.Sub(token, op.Gather(first, row))
     position = op.Add(op.Gather(past, row), column)
     last_page = op.Sub(op.Shape(table, start=1, end=2), 1)
@@ -88,40 +88,42 @@ def _write(op: OpBuilder, storage: str, given: Mapping[str, ir.Value]) -> tuple[
     slot = op.Mod(position, page)
     # as many blocks as entries of the table that are written
     entries = op.Unique(op.Add(op.Mul(row, op.Add(last_page, 1)), entry), _outputs=4)[0]
-    shared = op.Less(op.Shape(op.Unique(block, _outputs=4)[0]), op.Shape(entries))
-    refusal = _refusal(op, storage, given["keys"], starts, past, table, lengths, total, count, shared)
+    is_shared = op.Less(op.Shape(op.Unique(block, _outputs=4)[0]), op.Shape(entries))
+    refusal = _refusal(op, storage, inputs["keys"], starts, past, table, lengths, total, count, is_shared)
     block = op.Add(block, refusal)
-    keys, key_scales = added(op, storage, given["keys"], given["key_scales"], key, block, slot, are_keys=True)
-    values, value_scales = added(op, storage, given["values"], given["value_scales"], value, block, slot)
+    keys, key_scales = append_tokens(op, storage, inputs["keys"], inputs["key_scales"], key, block, slot, are_keys=True)
+    values, value_scales = append_tokens(op, storage, inputs["values"], inputs["value_scales"], value, block, slot)
 
     # tokens as rows of the longest new length, pages as far as the longest request needs them
     longest = op.ReduceMax(lengths, keepdims=1)
     step = _range(op, longest)
-    taken = op.Min(op.Add(op.Unsqueeze(first, [1]), step), op.Sub(count, 1))  # B, S
-    q = op.Gather(op.Reshape(query, op.Concat(count, heads, [-1], size, axis=0)), taken)  # B, S, H, G, D
+    token_indices = op.Min(op.Add(op.Unsqueeze(first, [1]), step), op.Sub(count, 1))  # B, S
+    q = op.Gather(op.Reshape(query, op.Concat(count, heads, [-1], size, axis=0)), token_indices)  # B, S, H, G, D
     q = op.Transpose(q, perm=[0, 2, 3, 1, 4])  # B, H, G, S, D
-    needed = op.Div(op.Add(op.ReduceMax(total, keepdims=1), op.Sub(page, 1)), page)
-    in_use = op.Slice(table, [0], needed, [1])
-    safe = op.Max(op.Min(in_use, op.Sub(op.Shape(given["keys"], start=0, end=1), 1)), 0)
+    page_count = op.Div(op.Add(op.ReduceMax(total, keepdims=1), op.Sub(page, 1)), page)
+    in_use = op.Slice(table, [0], page_count, [1])
+    safe = op.Max(op.Min(in_use, op.Sub(op.Shape(inputs["keys"], start=0, end=1), 1)), 0)
     K = pages_of(op, storage, keys, key_scales, safe, are_keys=True)
     V = pages_of(op, storage, values, value_scales, safe)
-    asked = op.Reshape(op.Add(op.Unsqueeze(past, [1]), step), [0, -1, 1])  # B, S, 1
-    place = _range(op, op.Shape(K, start=2, end=3))
+    query_positions = op.Reshape(op.Add(op.Unsqueeze(past, [1]), step), [0, -1, 1])  # B, S, 1
+    key_positions = _range(op, op.Shape(K, start=2, end=3))
     window = op.Reshape(_of_node(op, "window"), [1])
     reach = op.Where(op.Equal(window, 0), 2**40, window)
-    is_read = op.And(op.LessOrEqual(place, asked), op.Greater(place, op.Sub(asked, reach)))  # B, S, L
-    y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), given["sink_logits"], heads)
+    is_read = op.And(
+        op.LessOrEqual(key_positions, query_positions), op.Greater(key_positions, op.Sub(query_positions, reach))
+    )  # B, S, L
+    y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), inputs["sink_logits"], heads)
     y = op.Transpose(y, perm=[0, 3, 1, 2, 4])
-    each = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
-    y = op.Reshape(op.GatherND(y, each), op.Shape(query))
-    return op.CastLike(y, given["query"]), keys, values, key_scales, value_scales
+    indicesor = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
+    y = op.Reshape(op.GatherND(y, indicesor), op.Shape(query))
+    return op.CastLike(y, inputs["query"]), keys, values, key_scales, value_scales
 
 
 def _attend(
     op: OpBuilder, q: ir.Value, K: ir.Value, V: ir.Value, is_read: ir.Value, sinks: ir.Value, heads: ir.Value
 ) -> ir.Value:
     """Return y [B, H, G, S, D] for queries of that shape, K and V [B, H, L, D] and is_read [B, 1, S, L]."""
-    bad_keys, bad_values = (op.IsNaN(op.Mul(each, 0.0)) for each in (K, V))
+    bad_keys, bad_values = (op.IsNaN(op.Mul(indices, 0.0)) for indices in (K, V))
     # a weight of 0 times a value that is not finite would make NaN
     clean_keys, clean_values = op.Where(bad_keys, 0.0, K), op.Where(bad_values, 0.0, V)
     is_lost = op.Cast(op.ReduceMax(op.Cast(bad_keys, to=ir.DataType.UINT8), [-1], keepdims=1), to=_BOOL)
@@ -130,10 +132,10 @@ def _attend(
     scores = op.Mul(scores, _of_node(op, "scale"))
     cap = _of_node(op, "softcap")
     has_none = op.Equal(cap, 0.0)
-    capped = op.Mul(op.Tanh(op.Div(scores, op.Where(has_none, 1.0, cap))), cap)
-    scores = op.Where(op.Unsqueeze(is_read, [2]), op.Where(has_none, scores, capped), -math.inf)
-    every = op.Concat(scores, _sink_column(op, q, sinks, heads), axis=-1)
-    weights = op.Slice(op.Softmax(every, axis=-1), [0], [-1], [-1])
+    soft_scores = op.Mul(op.Tanh(op.Div(scores, op.Where(has_none, 1.0, cap))), cap)
+    scores = op.Where(op.Unsqueeze(is_read, [2]), op.Where(has_none, scores, soft_scores), -math.inf)
+    logits = op.Concat(scores, _sink_column(op, q, sinks, heads), axis=-1)
+    weights = op.Slice(op.Softmax(logits, axis=-1), [0], [-1], [-1])
     y = op.MatMul(weights, op.Unsqueeze(clean_values, [2]))
     bad = op.Cast(op.Or(is_lost, bad_values), to=_FLOAT)
     reads = op.MatMul(op.Cast(is_read, to=_FLOAT), bad)  # B, H, S, D
@@ -158,15 +160,15 @@ def _refusal(
     lengths: ir.Value,
     total: ir.Value,
     count: ir.Value,
-    shared: ir.Value,
+    is_shared: ir.Value,
 ) -> ir.Value:
     """Return 0, int64 [1]; if numbers do not fit one another a Gather fails: ONNX has no other error."""
     page, columns = op.Shape(blocks, start=1, end=2), op.Shape(table, start=1, end=2)
     begins = op.Mul(_range(op, columns), page)
     outside = op.Or(op.Less(table, 0), op.GreaterOrEqual(table, op.Shape(blocks, start=0, end=1)))
-    wide, most = op.Shape(blocks, start=3, end=4), STORAGES[storage or "float32"].elements(256)
+    wide, largest_block = op.Shape(blocks, start=3, end=4), STORAGES[storage or "float32"].elements(256)
     wrong = [
-        op.Or(op.Not(op.Equal(op.Mod(wide, LANES), 0)), op.Or(op.Less(wide, LANES), op.Greater(wide, most))),
+        op.Or(op.Not(op.Equal(op.Mod(wide, LANES), 0)), op.Or(op.Less(wide, LANES), op.Greater(wide, largest_block))),
         op.Equal(op.ReduceSum(op.Cast(op.Equal(page, [*PAGES]), to=_INT64), keepdims=1), 0),
         op.Not(op.Equal(op.Gather(starts, [0]), 0)),
         op.Not(op.Equal(op.Gather(starts, [-1]), count)),
@@ -174,13 +176,13 @@ def _refusal(
         op.Less(past, 0),
         op.Greater(total, op.Mul(columns, page)),
         op.Reshape(op.And(outside, op.Less(begins, op.Unsqueeze(total, [1]))), [-1]),
-        shared,
+        is_shared,
     ]
     if storage:  # onnxruntime 1.18 to 1.24 give nodes of all storages the same body
-        same = op.Equal(_of_node(op, "storage"), op.Constant(value_string=storage))
-        wrong.append(op.Reshape(op.Not(same), [1]))
-    found = op.ReduceSum(op.Cast(op.Concat(*wrong, axis=0), to=_INT64), keepdims=1)
-    return op.Gather([0], op.Min(found, 1))
+        is_same = op.Equal(_of_node(op, "storage"), op.Constant(value_string=storage))
+        wrong.append(op.Reshape(op.Not(is_same), [1]))
+    error_count = op.ReduceSum(op.Cast(op.Concat(*wrong, axis=0), to=_INT64), keepdims=1)
+    return op.Gather([0], op.Min(error_count, 1))
 
 
 def _range(op: OpBuilder, size: ir.Value) -> ir.Value:

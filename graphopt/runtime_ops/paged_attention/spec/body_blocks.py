@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from onnxscript import OpBuilder
 
 
-def added(
+def append_tokens(
     op: OpBuilder,
     storage: str,
     pool: ir.Value,
@@ -52,9 +52,9 @@ def added(
     if storage:
         codes, steps = rounded_tokens(op, tokens, _levels(storage))
         # T, H, 1 as places of [P, H]
-        place = op.Add(op.Mul(head, page), slot)
-        here = _indices(op, block, place, (heads,))
-        after = op.ScatterND(scales, here, steps)
+        offset = op.Add(op.Mul(head, page), slot)
+        indices = _indices(op, block, offset, (heads,))
+        after = op.ScatterND(scales, indices, steps)
         numbers = _bytes_of(op, codes, storage, are_keys=are_keys)
     # T, H, W as places of [P, H, W]
     number = op.Reshape(_range(op, wide), [1, 1, -1])
@@ -63,8 +63,8 @@ def added(
         inside = op.Add(op.Mul(line, LANES), op.Mod(slot, LANES))
     else:
         inside = op.Add(op.Mul(slot, wide), number)
-    place = op.Add(op.Mul(head, op.Mul(page, wide)), inside)
-    return op.ScatterND(pool, _indices(op, block, place, (heads, wide)), op.CastLike(numbers, pool)), after
+    offset = op.Add(op.Mul(head, op.Mul(page, wide)), inside)
+    return op.ScatterND(pool, _indices(op, block, offset, (heads, wide)), op.CastLike(numbers, pool)), after
 
 
 def pages_of(
@@ -78,10 +78,10 @@ def pages_of(
     blocks = op.Reshape(blocks, op.Concat([0, 0], heads, [-1], axis=0))
     if are_keys:
         lines = op.Reshape(blocks, op.Concat([0, 0, 0, -1], wide, [LANES], axis=0))
-        turned = op.Transpose(lines, perm=[0, 2, 1, 3, 5, 4])
+        transposed = op.Transpose(lines, perm=[0, 2, 1, 3, 5, 4])
     else:
-        turned = op.Transpose(op.Reshape(blocks, op.Concat([0, 0, 0, -1], wide, axis=0)), perm=[0, 2, 1, 3, 4])
-    rows = op.Reshape(turned, op.Concat([0, 0, -1], wide, axis=0))
+        transposed = op.Transpose(op.Reshape(blocks, op.Concat([0, 0, 0, -1], wide, axis=0)), perm=[0, 2, 1, 3, 4])
+    rows = op.Reshape(transposed, op.Concat([0, 0, -1], wide, axis=0))
     if not storage:
         return rows
     levels = _levels(storage)
@@ -98,14 +98,14 @@ def _levels(storage: str) -> int:
     return levels
 
 
-def _indices(op: OpBuilder, block: ir.Value, place: ir.Value, dims: tuple[ir.Value, ...]) -> ir.Value:
+def _indices(op: OpBuilder, block: ir.Value, offset: ir.Value, dims: tuple[ir.Value, ...]) -> ir.Value:
     """Return places in a block as indices of a pool: along P, then along ``dims``."""
-    found = []
+    digits = []
     for size in reversed(dims):
-        found.append(op.Mod(place, size))
-        place = op.Div(place, size)
-    every = [op.Add(block, op.Mul(place, 0)), place, *reversed(found)]
-    return op.Concat(*(op.Unsqueeze(each, [-1]) for each in every), axis=-1)
+        digits.append(op.Mod(offset, size))
+        offset = op.Div(offset, size)
+    codeses = [op.Add(block, op.Mul(offset, 0)), offset, *reversed(digits)]
+    return op.Concat(*(op.Unsqueeze(index, [-1]) for index in codeses), axis=-1)
 
 
 def _bytes_of(op: OpBuilder, codes: ir.Value, storage: str, *, are_keys: bool) -> ir.Value:
@@ -124,9 +124,9 @@ def _codes_of(op: OpBuilder, rows: ir.Value, storage: str, *, are_keys: bool) ->
         return rows
     pairs = op.Unsqueeze(rows, [-1]) if are_keys else op.Reshape(rows, [0, 0, 0, -1, 1, LANES])
     low, high = op.BitwiseAnd(pairs, 15), op.BitShift(pairs, 4, direction="RIGHT")
-    every = op.Concat(low, high, axis=4)
+    codes = op.Concat(low, high, axis=4)
     # 0 takes over a dimension, so [B, H, L, W, 2] and [B, H, L, D/32, 2, 16] become [B, H, L, D]
-    return op.Reshape(every, [0, 0, 0, -1])
+    return op.Reshape(codes, [0, 0, 0, -1])
 
 
 def _range(op: OpBuilder, size: ir.Value) -> ir.Value:

@@ -41,12 +41,12 @@ def width(head_size: int, storage: str) -> int:
     """
     if storage not in STORAGES:
         raise ValueError(f"blocks are stored as {', '.join(STORAGES)}, not {storage}")
-    found = STORAGES[storage].elements(head_size)
-    if found % LANES or not 0 < head_size <= 256 or found < LANES:
+    elements = STORAGES[storage].elements(head_size)
+    if elements % LANES or not 0 < head_size <= 256 or elements < LANES:
         raise ValueError(
             f"a head of {storage} has a multiple of {_multiple(storage)} channels up to 256, not {head_size}"
         )
-    return found
+    return elements
 
 
 def head_size(width: int, storage: str) -> int:
@@ -58,14 +58,14 @@ def unpack(blocks: Array, storage: str, *, are_keys: bool) -> Array:
     """Return what blocks [N, P, H, W] hold: numbers, or codes as uint8, [N, H, P, D]."""
     count, tokens, heads, wide = blocks.shape
     of_head = blocks.reshape(count, heads, tokens * wide)
-    found = of_head.reshape(count, heads, -1, wide, LANES).swapaxes(-1, -2) if are_keys else of_head
-    found = np.ascontiguousarray(found).reshape(count, heads, tokens, wide)
+    elements = of_head.reshape(count, heads, -1, wide, LANES).swapaxes(-1, -2) if are_keys else of_head
+    elements = np.ascontiguousarray(elements).reshape(count, heads, tokens, wide)
     if STORAGES[storage].bits >= 8:
-        return found
+        return elements
     if are_keys:
-        codes = np.stack([found & 15, found >> 4], axis=-1)
+        codes = np.stack([elements & 15, elements >> 4], axis=-1)
     else:
-        pairs = found.reshape(count, heads, tokens, -1, LANES)
+        pairs = elements.reshape(count, heads, tokens, -1, LANES)
         codes = np.stack([pairs & 15, pairs >> 4], axis=-2)
     return codes.reshape(count, heads, tokens, 2 * wide)
 
@@ -73,20 +73,20 @@ def unpack(blocks: Array, storage: str, *, are_keys: bool) -> Array:
 def pack(numbers: Array, storage: str, *, are_keys: bool) -> Array:
     """Return the blocks that hold this; the inverse of :func:`unpack`."""
     count, heads, tokens, size = numbers.shape
-    found = numbers
+    elements = numbers
     if STORAGES[storage].bits < 8:
         if are_keys:
             low, high = np.moveaxis(numbers.reshape(count, heads, tokens, -1, 2), -1, 0)
         else:
             low, high = np.moveaxis(numbers.reshape(count, heads, tokens, -1, 2, LANES), -2, 0)
-        found = (low | high << np.uint8(4)).reshape(count, heads, tokens, size // 2)
-    wide = found.shape[-1]
+        elements = (low | high << np.uint8(4)).reshape(count, heads, tokens, size // 2)
+    wide = elements.shape[-1]
     if are_keys:
-        found = found.reshape(count, heads, -1, LANES, wide).swapaxes(-1, -2)
-    return np.ascontiguousarray(found).reshape(count, tokens, heads, wide)
+        elements = elements.reshape(count, heads, -1, LANES, wide).swapaxes(-1, -2)
+    return np.ascontiguousarray(elements).reshape(count, tokens, heads, wide)
 
 
-def stored(tokens: Array, storage: str) -> tuple[Array, Array | None]:
+def store_tokens(tokens: Array, storage: str) -> tuple[Array, Array | None]:
     """Return tokens [..., D] as they are stored: numbers, or codes as uint8 and their scales float32 [...]."""
     levels = STORAGES[storage].levels
     if levels is None:
@@ -94,14 +94,14 @@ def stored(tokens: Array, storage: str) -> tuple[Array, Array | None]:
     return round_tokens(tokens.astype(np.float32), levels)
 
 
-def restored(held: Array, scales: Array | None, storage: str) -> npt.NDArray[np.float64]:
-    """Return the numbers that stored ones stand for, float64; arguments as :func:`stored` returns them."""
+def restore_tokens(held: Array, scales: Array | None, storage: str) -> npt.NDArray[np.float64]:
+    """Return the numbers that stored ones stand for, float64; arguments as :func:`store_tokens` returns them."""
     levels = STORAGES[storage].levels
     numbers = held.astype(np.float64)
     if levels is None or scales is None:
         return numbers
-    found: npt.NDArray[np.float64] = scales[..., None].astype(np.float64) * (numbers - levels / 2)
-    return found
+    elements: npt.NDArray[np.float64] = scales[..., None].astype(np.float64) * (numbers - levels / 2)
+    return elements
 
 
 def _multiple(storage: str) -> int:

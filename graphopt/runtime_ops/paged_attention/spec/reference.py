@@ -12,8 +12,8 @@ from graphopt.runtime_ops.paged_attention.spec.layout import (
     STORAGES,
     head_size,
     pack,
-    restored,
-    stored,
+    restore_tokens,
+    store_tokens,
     unpack,
     width,
 )
@@ -53,65 +53,65 @@ def reference(
     size = head_size(keys.shape[3], storage)
     tokens = _check_tokens(query, key, value, starts, past, block_table, sink_logits, kv_heads, size)
     q = query.reshape(tokens, kv_heads, -1, size).astype(np.float64)
-    blocks, slots = _places(starts, past, block_table, keys).T
+    blocks, slots = _slots(starts, past, block_table, keys).T
     after, scales, numbers = [], [], []
     for pool, given, new, are_keys in ((keys, key_scales, key, True), (values, value_scales, value, False)):
-        held, rounded = unpack(pool, storage, are_keys=are_keys).copy(), given.copy()
-        made, steps = stored(new.reshape(tokens, kv_heads, size), storage)
-        held[blocks, :, slots] = made
+        held, block_scales = unpack(pool, storage, are_keys=are_keys).copy(), given.copy()
+        new_tokens, steps = store_tokens(new.reshape(tokens, kv_heads, size), storage)
+        held[blocks, :, slots] = new_tokens
         by_head = None
         if steps is not None:
-            by_head = rounded.reshape(len(pool), kv_heads, keys.shape[1])  # a view
+            by_head = block_scales.reshape(len(pool), kv_heads, keys.shape[1])  # a view
             by_head[blocks, :, slots] = steps
         after.append(pack(held, storage, are_keys=are_keys))
-        scales.append(rounded)
-        numbers.append(restored(held, by_head, storage))
+        scales.append(block_scales)
+        numbers.append(restore_tokens(held, by_head, storage))
     y = np.zeros(q.shape)
     for row, before in enumerate(past.tolist()):
         span = range(int(starts[row]), int(starts[row + 1]))
         pages = block_table[row, : -(-(before + len(span)) // keys.shape[1])]
-        K, V = (each[pages].swapaxes(1, 2).reshape(-1, kv_heads, size) for each in numbers)
+        K, V = (token[pages].swapaxes(1, 2).reshape(-1, kv_heads, size) for token in numbers)
         for position, token in enumerate(span, start=before):
             first = max(0, position - window + 1) if window else 0
-            read = slice(first, position + 1)
-            y[token] = _attend(q[token], K[read], V[read], sink_logits, float(np.float32(scale)), softcap)
+            visible = slice(first, position + 1)
+            y[token] = _attend(q[token], K[visible], V[visible], sink_logits, float(np.float32(scale)), softcap)
     return y.reshape(query.shape), *after, *scales
 
 
 def _attend(q: Doubles, K: Doubles, V: Doubles, sinks: Array, scale: float, softcap: float) -> Doubles:
     """Return y [Hk, G, D] of one token, for q [Hk, G, D], K and V [n, Hk, D]."""
-    lost = ~np.isfinite(K).all(axis=-1, keepdims=True) | ~np.isfinite(V)
+    is_bad = ~np.isfinite(K).all(axis=-1, keepdims=True) | ~np.isfinite(V)
     scores = np.einsum("hgd,nhd->hgn", q, np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0)) * scale
     if softcap:
         cap = float(np.float32(softcap))
         scores = cap * np.tanh(scores / cap)
     logits = sinks.astype(np.float64).reshape(*q.shape[:2], -1) if sinks.size else np.zeros((*q.shape[:2], 0))
-    every = np.concatenate([scores, logits], axis=-1)
-    weights = np.exp(every - every.max(axis=-1, keepdims=True))
+    all_scores = np.concatenate([scores, logits], axis=-1)
+    weights = np.exp(all_scores - all_scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    y: Doubles = np.einsum("hgn,nhd->hgd", weights[..., : len(K)], np.where(lost, 0, V))
-    gone = np.asarray(lost.any(axis=0))
-    return np.where(gone[:, None], np.nan, y)
+    y: Doubles = np.einsum("hgn,nhd->hgd", weights[..., : len(K)], np.where(is_bad, 0, V))
+    spoils = np.asarray(is_bad.any(axis=0))
+    return np.where(spoils[:, None], np.nan, y)
 
 
-def _places(starts: Array, past: Array, table: Array, keys: Array) -> npt.NDArray[np.int64]:
+def _slots(starts: Array, past: Array, table: Array, keys: Array) -> npt.NDArray[np.int64]:
     """Return the block and the slot of each new token, int64 [T, 2]."""
-    found: list[tuple[int, int]] = []
-    written: list[int] = []
+    slots: list[tuple[int, int]] = []
+    new_blocks: list[int] = []
     size = keys.shape[1]
     for row, before in enumerate(past.tolist()):
         total = before + int(starts[row + 1] - starts[row])
-        needed = -(-total // size)
-        if needed > table.shape[1]:
+        block_count = -(-total // size)
+        if block_count > table.shape[1]:
             raise ValueError(f"PagedAttention: request {row} has {total} tokens and {table.shape[1]} blocks of {size}")
-        for block in table[row, :needed].tolist():
+        for block in table[row, :block_count].tolist():
             if not 0 <= block < len(keys):
                 raise ValueError(f"PagedAttention: request {row} needs block {block} of {len(keys)}")
-        found += [(int(table[row, each // size]), each % size) for each in range(before, total)]
-        written += table[row, before // size : needed].tolist() if total > before else []
-    if len({*written}) < len(written):
+        slots += [(int(table[row, token // size]), token % size) for token in range(before, total)]
+        new_blocks += table[row, before // size : block_count].tolist() if total > before else []
+    if len({*new_blocks}) < len(new_blocks):
         raise ValueError("PagedAttention: a block is written for two requests, or twice for one")
-    return np.array(found, np.int64).reshape(-1, 2)
+    return np.array(slots, np.int64).reshape(-1, 2)
 
 
 def _check_pools(keys: Array, values: Array, scales: tuple[Array, Array], kv_heads: int, storage: str) -> None:
@@ -126,10 +126,10 @@ def _check_pools(keys: Array, values: Array, scales: tuple[Array, Array], kv_hea
         width(head_size(keys.shape[3], storage), storage)
     except ValueError as error:
         raise ValueError(f"PagedAttention: {error}") from error
-    wanted = (0,) if STORAGES[storage].levels is None else keys.shape[:3]
-    for each in scales:
-        if each.shape != wanted:
-            raise ValueError(f"PagedAttention: scales of {storage} are {list(wanted)}, not {list(each.shape)}")
+    shape = (0,) if STORAGES[storage].levels is None else keys.shape[:3]
+    for token in scales:
+        if token.shape != shape:
+            raise ValueError(f"PagedAttention: scales of {storage} are {list(shape)}, not {list(token.shape)}")
 
 
 def _check_tokens(

@@ -14,7 +14,7 @@ from graphopt.runtime_ops.schema import Cost, Port, Role, Schema
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_BLOCKS = tuple(dict.fromkeys(ir.DataType.from_numpy(each.dtype) for each in STORAGES.values()))
+_BLOCKS = tuple(dict.fromkeys(ir.DataType.from_numpy(storage.dtype) for storage in STORAGES.values()))
 
 POOLS = (
     Port("keys", Role.STATE, _BLOCKS),
@@ -33,11 +33,11 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     """
     query, key, _, _, _, table, _, keys, _, scales, _ = shapes
     tokens = prod(query[:-1])
-    read = table[1] * keys[1]
+    cache_numbers = table[1] * keys[1]
     width = 1 if prod(scales) else 4
-    pages = 2 * table[0] * read * (width * prod(keys[2:]) + (4 * keys[2] if prod(scales) else 0))
+    pages = 2 * table[0] * cache_numbers * (width * prod(keys[2:]) + (4 * keys[2] if prod(scales) else 0))
     new = 4 * (2 * prod(query) + 2 * prod(key)) + 2 * tokens * width * prod(keys[2:]) + 4 * tokens
-    return Cost(operations=4 * prod(query) * read, bytes=pages + new)
+    return Cost(operations=4 * prod(query) * cache_numbers, bytes=pages + new)
 
 
 SCHEMA = Schema(

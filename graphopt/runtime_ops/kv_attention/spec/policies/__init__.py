@@ -23,8 +23,8 @@ def policy_numbered(number: int) -> type[Policy]:
     for policy in POLICIES.values():
         if policy.number == number:
             return policy
-    known = ", ".join(f"{policy.number} ({name})" for name, policy in POLICIES.items())
-    raise ValueError(f"there is no policy {number}, known are {known}")
+    names = ", ".join(f"{policy.number} ({name})" for name, policy in POLICIES.items())
+    raise ValueError(f"there is no policy {number}, known are {names}")
 
 
 __all__ = ["POLICIES", "Parameter", "Policy", "parameter", "policy_numbered"]

@@ -20,7 +20,7 @@ class Dense(Policy):
     has_kernel: ClassVar[bool] = True
     reads_all: ClassVar[bool] = True
 
-    def tokens_read(self, attributes: KVAttributes, seen: int) -> int:
+    def tokens_read(self, attributes: KVAttributes, visible: int) -> int:
         """See :class:`Policy`."""
         del attributes
-        return seen
+        return visible

@@ -109,12 +109,12 @@ class Policy:
     @classmethod
     def of(cls, attributes: KVAttributes) -> Self:
         """Return the policy with the parameters that a node says."""
-        return cls(**{each.name: getattr(attributes, each.name) for each in cls.parameters()})
+        return cls(**{param.name: getattr(attributes, param.name) for param in cls.parameters()})
 
     @classmethod
     def of_options(cls, options: Mapping[str, Any]) -> Self:
         """Return the policy with the parameters that options of the step ``sparse_kv`` mean."""
-        return cls(**{each.name: each.attribute(options[each.name]) for each in cls.parameters()})
+        return cls(**{param.name: param.attribute(options[param.name]) for param in cls.parameters()})
 
     @property
     def chooses(self) -> bool:
@@ -179,9 +179,9 @@ class Policy:
         """
         raise NotImplementedError
 
-    def tokens_read(self, attributes: KVAttributes, seen: int) -> int:
-        """Return about how many of ``seen`` tokens a query reads."""
-        return min(seen, attributes.sinks + attributes.recent)
+    def tokens_read(self, attributes: KVAttributes, visible: int) -> int:
+        """Return about how many of ``visible`` tokens a query reads."""
+        return min(visible, attributes.sinks + attributes.recent)
 
     def besides(self) -> Fact | None:
         """State which pages a query reads besides what every query reads, for reports."""

@@ -146,10 +146,10 @@ class Retrieval(Policy):
         was_empty = op.Reshape(op.Equal(counts, 0), [0, -1, 1, 1])
         if self.summary == "mean":
             count = op.Cast(op.Reshape(counts, [0, -1, 1, 1]), to=ir.DataType.FLOAT)
-            added = op.Squeeze(op.ReduceSum(op.Cast(is_new, to=ir.DataType.FLOAT), [3], keepdims=1), [4])
+            new_counts = op.Squeeze(op.ReduceSum(op.Cast(is_new, to=ir.DataType.FLOAT), [3], keepdims=1), [4])
             old_sum = op.Where(was_empty, 0.0, op.Mul(old, count))
             total = op.Add(old_sum, op.ReduceSum(op.Where(is_new, tokens, 0.0), [3], keepdims=0))
-            return op.Div(total, op.Max(op.Add(count, added), 1.0))
+            return op.Div(total, op.Max(op.Add(count, new_counts), 1.0))
         low, high = op.Split(old, axis=3, num_outputs=2, _outputs=2)
         lowest = op.ReduceMin(op.Where(is_new, tokens, math.inf), [3], keepdims=0)
         highest = op.ReduceMax(op.Where(is_new, tokens, -math.inf), [3], keepdims=0)
@@ -177,9 +177,9 @@ class Retrieval(Policy):
         flags = op.Expand(1.0, op.Shape(order))
         if 0 < self.mass < 1:
             weights = op.Where(is_candidate, _write_page_weights(call, best, is_candidate), 0.0)
-            needed = op.Mul(op.ReduceSum(weights, [-1], keepdims=1), self.mass)
+            threshold = op.Mul(op.ReduceSum(weights, [-1], keepdims=1), self.mass)
             before = op.CumSum(op.GatherElements(weights, order, axis=-1), -1, exclusive=1)
-            flags = op.Cast(op.Less(before, needed), to=ir.DataType.FLOAT)
+            flags = op.Cast(op.Less(before, threshold), to=ir.DataType.FLOAT)
         is_best = op.ScatterElements(op.Expand(0.0, op.Shape(best)), order, flags, axis=-1)
         return op.And(op.Greater(is_best, 0.5), is_candidate)
 
@@ -193,18 +193,18 @@ class Retrieval(Policy):
         is_largest = op.ScatterElements(zeros, order, op.Expand(1.0, op.Shape(order)), axis=-1)
         return op.Where(op.Greater(is_largest, 0.5), query, 0.0)
 
-    def tokens_read(self, attributes: KVAttributes, seen: int) -> int:
+    def tokens_read(self, attributes: KVAttributes, visible: int) -> int:
         """See :class:`Policy`."""
-        near = min(seen, attributes.sinks + attributes.recent)
-        return min(seen, near + (self.budget * attributes.page if self.budget else seen))
+        tokens = min(visible, attributes.sinks + attributes.recent)
+        return min(visible, tokens + (self.budget * attributes.page if self.budget else visible))
 
     def besides(self) -> Fact | None:
         """See :class:`Policy`."""
         channels = self.channels or None
         if not self.mass:
             return PAGES(budget=self.budget, summary=self.summary, channels=channels)
-        most = AT_MOST(budget=self.budget) if self.budget else None
-        return PAGES_OF_MASS(mass=self.mass, most=most, summary=self.summary, channels=channels)
+        limit = AT_MOST(budget=self.budget) if self.budget else None
+        return PAGES_OF_MASS(mass=self.mass, most=limit, summary=self.summary, channels=channels)
 
 
 def page_weights(scores: Singles, scale: float) -> Doubles:
@@ -215,8 +215,8 @@ def page_weights(scores: Singles, scale: float) -> Doubles:
     if not len(scores):
         return np.zeros(0)
     with np.errstate(invalid="ignore", over="ignore"):
-        below = scale * (scores.astype(np.float64) - float(scores.max()))
-        weights = np.exp(np.minimum(below, 0))
+        differences = scale * (scores.astype(np.float64) - float(scores.max()))
+        weights = np.exp(np.minimum(differences, 0))
     weights = np.where(np.isnan(weights), 0.0, weights)
     return np.where(scores == scores.max(), 1.0, weights)
 
