@@ -105,11 +105,11 @@ bool choose_instructions(Instructions* chosen) {
   constexpr Instructions kFastestFirst[] = {Instructions::kAvx512, Instructions::kAvxVnni, Instructions::kAvx2,
                                             Instructions::kScalar};
 #endif
-  const char* wanted = std::getenv("GRAPHOPT_OPS_ISA");
-  for (const Instructions each : kFastestFirst) {
-    const bool asked = !wanted || !*wanted || !std::strcmp(wanted, name_of(each));
-    if (asked && has(each)) {
-      *chosen = each;
+  const char* name = std::getenv("GRAPHOPT_OPS_ISA");
+  for (const Instructions candidate : kFastestFirst) {
+    const bool is_named = !name || !*name || !std::strcmp(name, name_of(candidate));
+    if (is_named && has(candidate)) {
+      *chosen = candidate;
       return true;
     }
   }

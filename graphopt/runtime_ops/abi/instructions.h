@@ -9,8 +9,8 @@
 namespace graphopt {
 
 #if defined(__aarch64__)
-// Each has what is before it. Products of bytes alone are compiled for the last two, others are those of kNeon: kDotprod
-// sums four of them up at once, kI8mm multiplies matrices of 2 x 8 and 8 x 2.
+// Each has what is before it. Products of bytes alone are compiled for the last two, others are those of kNeon:
+// kDotprod sums four of them up at once, kI8mm multiplies matrices of 2 x 8 and 8 x 2.
 enum class Instructions { kScalar, kNeon, kDotprod, kI8mm };
 #define GRAPHOPT_INSTRUCTION_NAMES "scalar", "neon", "dotprod", "i8mm"
 #else

@@ -51,7 +51,7 @@ void* open_block = nullptr;  // that has room for more
 
 }  // namespace
 
-void* LargeCopy::room(size_t bytes) {
+void* LargeCopy::reserve(size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex);
   auto* block = static_cast<Block*>(open_block);
   if (!block || block->bytes - block->used < bytes) {
@@ -80,7 +80,7 @@ LargeCopy::~LargeCopy() {
   if (!--block_->copies) release(block_);
 }
 #else
-void* LargeCopy::room(size_t) { return nullptr; }
+void* LargeCopy::reserve(size_t) { return nullptr; }
 LargeCopy::~LargeCopy() = default;
 #endif
 

@@ -40,7 +40,7 @@ class LargeCopy {
 
   // The address of the room, a multiple of 64; null where the system has no large pages. Nothing is written yet, and no
   // page has memory. Called once.
-  void* room(size_t bytes);
+  void* reserve(size_t bytes);
 
  private:
   struct Block;

@@ -14,9 +14,9 @@
 // Small steps of a loop that would be calls where a file has very many such loops. With checks in them, a file of them
 // takes minutes to compile: there they may be calls.
 #if defined(__SANITIZE_ADDRESS__)
-#define GRAPHOPT_UNCALLED inline
+#define GRAPHOPT_FORCE_INLINE inline
 #else
-#define GRAPHOPT_UNCALLED inline __attribute__((always_inline))
+#define GRAPHOPT_FORCE_INLINE inline __attribute__((always_inline))
 #endif
 
 namespace graphopt {
@@ -35,7 +35,7 @@ using Floats = Line<float>;
 
 // The result of an operation on each part.
 template <typename L, typename Operation>
-GRAPHOPT_UNCALLED L by_parts(const Operation& operation) {
+GRAPHOPT_FORCE_INLINE L by_parts(const Operation& operation) {
   L result;
 #pragma GCC unroll 4
   for (size_t i = 0; i < kParts; ++i) result.part[i] = operation(i);
@@ -44,7 +44,7 @@ GRAPHOPT_UNCALLED L by_parts(const Operation& operation) {
 
 // Part by part: a copy of the whole would use smaller pieces, and loads that span them stall.
 template <typename L>
-GRAPHOPT_UNCALLED L load_line(const void* from) {
+GRAPHOPT_FORCE_INLINE L load_line(const void* from) {
   return by_parts<L>([&](size_t i) {
     typename L::Part part;
     __builtin_memcpy(&part, static_cast<const char*>(from) + i * kVectorBytes, sizeof part);
@@ -53,7 +53,7 @@ GRAPHOPT_UNCALLED L load_line(const void* from) {
 }
 
 template <typename L>
-GRAPHOPT_UNCALLED void store_line(void* to, const L& line) {
+GRAPHOPT_FORCE_INLINE void store_line(void* to, const L& line) {
 #pragma GCC unroll 4
   for (size_t i = 0; i < kParts; ++i) {
     __builtin_memcpy(static_cast<char*>(to) + i * kVectorBytes, &line.part[i], kVectorBytes);
@@ -77,7 +77,7 @@ inline Floats operator*(const Floats& a, const Floats& b) {
 inline Floats operator*(const Floats& a, float b) { return a * all_lanes(b); }
 
 inline Floats to_floats(const Floats& a) { return a; }
-GRAPHOPT_UNCALLED Floats to_floats(const Integers& a) {
+GRAPHOPT_FORCE_INLINE Floats to_floats(const Integers& a) {
   return by_parts<Floats>([&](size_t i) { return __builtin_convertvector(a.part[i], Floats::Part); });
 }
 

@@ -45,6 +45,7 @@ OTHER_TABLES = {
     "uint8": [float(code) for code in range(256)],
     "even, backwards": [510.0 - 2 * code for code in range(256)],
     "seven bits around 60": [code - 60.0 for code in range(128)],
+    "signs, 15 steps": [float(sign * code) for sign in (1, -1) for code in range(16)],
     "signs, 210 steps": [sign * code * 7.0 for sign in (1, -1) for code in range(16)],
     "huge steps": [code * 2.0**40 for code in range(8)],
     "nf4": list(FORMATS["nf4"].table),

@@ -1,4 +1,5 @@
-// What graphopt/quantization/rounding/native.py calls. Functions return 0 where GRAPHOPT_OPS_ISA is unknown or not of this machine.
+// What graphopt/quantization/rounding/native.py calls. Functions return 0 where GRAPHOPT_OPS_ISA is unknown or not of
+// this machine.
 #include "cpu/round.h"
 
 #include "abi/instructions.h"

@@ -1,5 +1,5 @@
-// Compiled once for each set of instructions. Arithmetic is that of graphopt/quantization/rounding/scales.py, operation by operation,
-// so that both choose the same codes and scales, bit by bit.
+// Compiled once for each set of instructions. Arithmetic is that of graphopt/quantization/rounding/scales.py, operation
+// by operation, so that both choose the same codes and scales, bit by bit.
 #include "cpu/round.h"
 
 #include <algorithm>
@@ -16,22 +16,22 @@ double clamped(double x, double low, double high) { return x < low ? low : x > h
 
 // The place of the value nearest to x. Where there are cells, each holds one halfway point at most; two are looked at,
 // since where x lies is rounded.
-size_t place_of(const RoundWork& work, const double* halfway, double x) {
-  size_t place = 0;
+size_t index_of(const RoundWork& work, const double* halfway, double x) {
+  size_t index = 0;
   if (work.cells) {
     const double cell = clamped((x - work.origin) * work.per_unit, 0.0, static_cast<double>(work.cells + 3));
-    place = static_cast<size_t>(work.first[static_cast<size_t>(cell)]);
-    place += halfway[place] < x;
-    place += halfway[place] < x;
+    index = static_cast<size_t>(work.first[static_cast<size_t>(cell)]);
+    index += halfway[index] < x;
+    index += halfway[index] < x;
   } else {
     for (size_t left = work.entries - 1; left > 0;) {
       const size_t half = left / 2;
-      const bool above = halfway[place + half] < x;
-      place += above ? half + 1 : 0;
+      const bool above = halfway[index + half] < x;
+      index += above ? half + 1 : 0;
       left = above ? left - half - 1 : half;
     }
   }
-  return place + (work.ties[place] == x);
+  return index + (work.ties[index] == x);
 }
 
 // A part of the columns of one group, with a scale for each column, and a shift where the format has zero points.
@@ -48,7 +48,7 @@ void round_strip(const RoundWork& work, const double* halfway, const Strip& stri
   const double *scales = strip.scales, *shifts = strip.shifts;
   const double low = work.values[0], high = static_cast<double>(work.entries - 1);
   double total[kColumns] = {}, value[kColumns], number[kColumns];
-  size_t place[kColumns];
+  size_t index[kColumns];
   for (size_t row = 0; row < work.size; ++row) {
     const size_t at = (strip.group * work.size + row) * work.columns + strip.begin;
     const double* weights = work.weights + at;
@@ -62,25 +62,25 @@ void round_strip(const RoundWork& work, const double* halfway, const Strip& stri
         value[c] = number[c] + low;
       }
       if (rounded) {
-        for (size_t c = 0; c < width; ++c) place[c] = static_cast<size_t>(static_cast<int>(number[c]));
+        for (size_t c = 0; c < width; ++c) index[c] = static_cast<size_t>(static_cast<int>(number[c]));
       }
     } else {
       for (size_t c = 0; c < width; ++c) {
-        place[c] = place_of(work, halfway, number[c]);
-        value[c] = work.values[place[c]];
+        index[c] = index_of(work, halfway, number[c]);
+        value[c] = work.values[index[c]];
       }
     }
     if (rounded) {
-      for (size_t c = 0; c < width; ++c) rounded[at + c] = work.codes[place[c]];
+      for (size_t c = 0; c < width; ++c) rounded[at + c] = work.codes[index[c]];
     }
     if (!sums) continue;
     if (shifts) {
       for (size_t c = 0; c < width; ++c) value[c] = value[c] - shifts[c];
     }
-    const double counts = work.importance ? work.importance[strip.group * work.size + row] : 1.0;
+    const double weight_of_row = work.importance ? work.importance[strip.group * work.size + row] : 1.0;
     for (size_t c = 0; c < width; ++c) {
-      const double off = value[c] * scales[c] - weights[c];
-      total[c] += counts * (off * off);
+      const double error = value[c] * scales[c] - weights[c];
+      total[c] += weight_of_row * (error * error);
     }
   }
   if (sums) std::copy_n(total, width, sums);
@@ -102,7 +102,7 @@ bool sum_errors(const RoundWork& work, const Strip& strip, double* sums) {
   int64_t uncertain = 0;
   for (size_t row = 0; row < work.size; ++row) {
     const double* weights = work.weights + (strip.group * work.size + row) * work.columns + strip.begin;
-    const double counts = work.importance ? work.importance[strip.group * work.size + row] : 1.0;
+    const double weight_of_row = work.importance ? work.importance[strip.group * work.size + row] : 1.0;
     for (size_t c = 0; c < width; ++c) {
       double number = weights[c] * inverse[c];
       if (kShift) number = number + shift[c];
@@ -111,8 +111,8 @@ bool sum_errors(const RoundWork& work, const Strip& strip, double* sums) {
       uncertain |= std::fabs(number - nearest) < near ? int64_t{0} : int64_t{1};
       double value = clamped(nearest, 0.0, high) + low;
       if (kShift) value = value - shift[c];
-      const double off = value * scale[c] - weights[c];
-      total[c] += counts * (off * off);
+      const double error = value * scale[c] - weights[c];
+      total[c] += weight_of_row * (error * error);
     }
   }
   if (!uncertain) std::copy_n(total, width, sums);
@@ -151,10 +151,10 @@ void search_groups(const SearchWork& search) {
     double least[kColumns], sums[kColumns], scales[kColumns], shifts[kColumns];
     uint32_t* chosen = search.chosen + at;
     for (size_t trial = 0; trial < search.trials; ++trial) {
-      const size_t here = trial * next + at;
-      const Strip strip{group, begin, width, work.scales + here, work.shifts ? work.shifts + here : nullptr};
-      double* here_sums = trial ? sums : least;
-      if (!summed || !summed(work, strip, here_sums)) kernel(work, halfway, strip, here_sums, nullptr);
+      const size_t offset = trial * next + at;
+      const Strip strip{group, begin, width, work.scales + offset, work.shifts ? work.shifts + offset : nullptr};
+      double* trial_sums = trial ? sums : least;
+      if (!summed || !summed(work, strip, trial_sums)) kernel(work, halfway, strip, trial_sums, nullptr);
       for (size_t c = 0; c < width; ++c) {
         const bool better = !trial || sums[c] < least[c];
         if (trial && better) least[c] = sums[c];

@@ -9,7 +9,7 @@ constexpr bool kSumsBytes = false, kByPairs = true;
 constexpr int kByteBias = 0;
 
 template <bool Small>
-GRAPHOPT_UNCALLED Integers dot(const Integers& sum, const Bytes& bytes, uint32_t word) {
+GRAPHOPT_FORCE_INLINE Integers dot(const Integers& sum, const Bytes& bytes, uint32_t word) {
   const __m256i signed_bytes = _mm256_set1_epi32(static_cast<int>(word));
   if constexpr (Small) {
     return by_parts<Integers>([&](size_t i) {
@@ -27,7 +27,7 @@ GRAPHOPT_UNCALLED Integers dot(const Integers& sum, const Bytes& bytes, uint32_t
   });
 }
 
-GRAPHOPT_UNCALLED Integers dot_pairs(const Integers& sum, const Bytes& pairs, uint32_t word) {
+GRAPHOPT_FORCE_INLINE Integers dot_pairs(const Integers& sum, const Bytes& pairs, uint32_t word) {
   const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
   return by_parts<Integers>([&](size_t i) {
     const __m256i numbers = reinterpret_cast<__m256i>(pairs.part[i]);

@@ -9,7 +9,7 @@ constexpr bool kSumsBytes = true, kByPairs = true;
 constexpr int kByteBias = 0;
 
 template <bool Small>
-GRAPHOPT_UNCALLED Integers dot(const Integers& sum, const Bytes& bytes, uint32_t word) {
+GRAPHOPT_FORCE_INLINE Integers dot(const Integers& sum, const Bytes& bytes, uint32_t word) {
   const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
   return by_parts<Integers>([&](size_t i) {
     return reinterpret_cast<Integers::Part>(_mm256_dpbusd_avx_epi32(

@@ -12,7 +12,7 @@ inline Floats load_halves(const Half* from) {
   });
 }
 
-GRAPHOPT_UNCALLED Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
+GRAPHOPT_FORCE_INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
   return by_parts<Floats>([&](size_t i) {
     return reinterpret_cast<Floats::Part>(vfmaq_f32(reinterpret_cast<float32x4_t>(c.part[i]),
                                                     reinterpret_cast<float32x4_t>(a.part[i]),
@@ -20,12 +20,12 @@ GRAPHOPT_UNCALLED Floats multiply_add(const Floats& a, const Floats& b, const Fl
   });
 }
 
-GRAPHOPT_UNCALLED Floats dot_float(const Floats& sum, const Floats& line, uint32_t word) {
+GRAPHOPT_FORCE_INLINE Floats dot_float(const Floats& sum, const Floats& line, uint32_t word) {
   return multiply_add(line, all_lanes(bits_of<float>(word)), sum);
 }
 
 template <typename T>
-GRAPHOPT_UNCALLED void settle(Line<T>& sum) {
+GRAPHOPT_FORCE_INLINE void settle(Line<T>& sum) {
 #pragma GCC unroll 4
   for (size_t i = 0; i < kParts; ++i) asm("" : "+w"(sum.part[i]));
 }

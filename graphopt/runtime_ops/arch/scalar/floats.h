@@ -11,7 +11,7 @@ inline Floats load_halves(const Half* from) {
   return load_line<Floats>(numbers);
 }
 
-GRAPHOPT_UNCALLED Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
+GRAPHOPT_FORCE_INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
   return by_parts<Floats>([&](size_t i) {
     Floats::Part part;
     for (size_t lane = 0; lane < kVectorBytes / 4; ++lane) {
@@ -21,7 +21,7 @@ GRAPHOPT_UNCALLED Floats multiply_add(const Floats& a, const Floats& b, const Fl
   });
 }
 
-GRAPHOPT_UNCALLED Floats dot_float(const Floats& sum, const Floats& line, uint32_t word) {
+GRAPHOPT_FORCE_INLINE Floats dot_float(const Floats& sum, const Floats& line, uint32_t word) {
   return sum + line * bits_of<float>(word);
 }
 
@@ -38,7 +38,7 @@ inline Floats dot_bfloat16(const Floats& sum, const Bytes& pairs, uint32_t word)
 }
 
 template <typename T>
-GRAPHOPT_UNCALLED void settle(Line<T>&) {}
+GRAPHOPT_FORCE_INLINE void settle(Line<T>&) {}
 
 }  // namespace
 }  // namespace graphopt

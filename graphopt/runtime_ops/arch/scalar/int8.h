@@ -9,7 +9,7 @@ constexpr bool kSumsBytes = false, kByPairs = false;
 constexpr int kByteBias = 0;
 
 template <bool Small>
-GRAPHOPT_UNCALLED Integers dot(const Integers& sum, const Bytes& bytes, uint32_t word) {
+GRAPHOPT_FORCE_INLINE Integers dot(const Integers& sum, const Bytes& bytes, uint32_t word) {
   int8_t x[4];
   __builtin_memcpy(x, &word, sizeof x);
   uint8_t u[kLine];

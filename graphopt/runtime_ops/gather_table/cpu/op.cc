@@ -1,5 +1,5 @@
-// ai.graphopt::GatherTable as onnxruntime sees it: one operator per type of scales. A column is a few hundred bytes from
-// all over a tile, so a call waits for memory, and plain code is fast enough for every set of instructions.
+// ai.graphopt::GatherTable as onnxruntime sees it: one operator per type of scales. A column is a few hundred bytes
+// from all over a tile, so a call waits for memory, and plain code is fast enough for every set of instructions.
 #include <atomic>
 
 #include "abi/convert.h"
@@ -19,7 +19,7 @@ constexpr size_t kTaskNumbers = 16384;
 // Where the codes of one column lie in a unit: one plane of bits of each.
 struct Plane {
   size_t begin;  // of the plane in a unit, in bytes
-  int width, place;
+  int width, first_bit;
 };
 
 struct Planes {
@@ -28,8 +28,8 @@ struct Planes {
 
   explicit Planes(int bits) {
     for (int width = 8; width >= 1; width /= 2) {
-      const int place = bits / (2 * width) * 2 * width;
-      if (place + width <= bits) planes[count++] = {32 * static_cast<size_t>(place), width, place};
+      const int first_bit = bits / (2 * width) * 2 * width;
+      if (first_bit + width <= bits) planes[count++] = {32 * static_cast<size_t>(first_bit), width, first_bit};
     }
   }
 
@@ -43,7 +43,7 @@ struct Planes {
       const size_t inside = position % per_line;
       const uint8_t byte = unit[plane.begin + position / per_line * line + inside % line];
       const size_t shift = inside / line * static_cast<size_t>(plane.width);
-      code |= (byte >> shift & ((1 << plane.width) - 1)) << plane.place;
+      code |= (byte >> shift & ((1 << plane.width) - 1)) << plane.first_bit;
     }
     return code;
   }
@@ -57,11 +57,11 @@ struct Column {
 
   // Returns the largest code that has no entry in the table, 0 where all have one.
   int write(const Weights& weights, const TableInput& table, const Planes& planes, float* y) const {
-    int beyond = 0;
+    int unknown_code = 0;
     for (size_t row = 0; row < weights.rows; ++row) {
       const int code = planes.code(codes + row / 16 * weights.unit_bytes(), lane, row % 16 / 4, row % 4);
       if (static_cast<size_t>(code) >= table.entries) {
-        beyond = code > beyond ? code : beyond;
+        unknown_code = code > unknown_code ? code : unknown_code;
         continue;
       }
       const size_t group = row / weights.group;
@@ -69,7 +69,7 @@ struct Column {
       const float value = table.values[code], scale = number<float>(scales[16 * group]);
       y[row] = weights.minimums ? value * scale + zero : (value - zero) * scale;
     }
-    return beyond;
+    return unknown_code;
   }
 };
 
@@ -95,47 +95,47 @@ struct Kernel {
   OrtStatus* compute(OrtKernelContext* context) const;
 };
 
-// One call, cut into tasks of `each` columns; tasks share nothing that they write but the flags, so their number changes
-// no bit.
+// One call, cut into tasks; they share nothing that they write but the flags, so their number changes no bit.
 struct Call {
   const Kernel* kernel;
   const Weights& weights;
   const char* ids;  // of int64 at any address
   float* y;
-  size_t count, each;
+  size_t count, columns_of_task;
   Planes planes;
-  std::atomic<int> beyond{0};
+  std::atomic<int> unknown_code{0};
   std::atomic<bool> out_of_range{false};
-  std::atomic<int64_t> odd{0};
+  std::atomic<int64_t> wrong_id{0};
 
   static void task(void* call, size_t index) {
     Call& self = *static_cast<Call*>(call);
-    const size_t first = index * self.each, end = first + self.each < self.count ? first + self.each : self.count;
-    for (size_t at = first; at < end; ++at) self.take(at);
+    const size_t first = index * self.columns_of_task, left = self.count - first;
+    const size_t end = first + (left < self.columns_of_task ? left : self.columns_of_task);
+    for (size_t at = first; at < end; ++at) self.write_column(at);
   }
 
-  void take(size_t at) {
+  void write_column(size_t at) {
     int64_t id = 0;
     std::memcpy(&id, ids + at * sizeof id, sizeof id);
     const auto columns = static_cast<int64_t>(weights.columns);
     if (id < -columns || id >= columns) {
-      odd = id;
+      wrong_id = id;
       out_of_range = true;
       return;
     }
     const auto column = static_cast<size_t>(id < 0 ? id + columns : id);
     float* const to = y + at * weights.rows;
-    const int code = weights.scales ? take(column, weights.scales, weights.zero_points, to)
-                                    : take(column, weights.half_scales, weights.half_zero_points, to);
-    if (code) beyond = code;
+    const int code = weights.scales ? write_column(column, weights.scales, weights.zero_points, to)
+                                    : write_column(column, weights.half_scales, weights.half_zero_points, to);
+    if (code) unknown_code = code;
   }
 
   template <typename Scale>
-  int take(size_t column, const Scale* scales, const Scale* zero_points, float* to) const {
+  int write_column(size_t column, const Scale* scales, const Scale* zero_points, float* to) const {
     const size_t tile = column / 16, lane = column % 16, offset = 16 * tile * weights.groups() + lane;
     const uint8_t* const codes = weights.codes + tile * weights.tile_bytes();
-    const Column<Scale> found{scales + offset, zero_points ? zero_points + offset : nullptr, codes, lane};
-    return found.write(weights, kernel->table, planes, to);
+    const Column<Scale> source{scales + offset, zero_points ? zero_points + offset : nullptr, codes, lane};
+    return source.write(weights, kernel->table, planes, to);
   }
 };
 
@@ -165,8 +165,9 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   if (!count) return nullptr;
   void* y = nullptr;
   GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(api, output, &y));
-  const size_t each = (kTaskNumbers + weights.rows - 1) / weights.rows, tasks = (count + each - 1) / each;
-  Call call{this,  of_call, static_cast<const char*>(ids.data), static_cast<float*>(y), count, each,
+  const size_t columns_of_task = (kTaskNumbers + weights.rows - 1) / weights.rows;
+  const size_t tasks = (count + columns_of_task - 1) / columns_of_task;
+  Call call{this,  of_call, static_cast<const char*>(ids.data), static_cast<float*>(y), count, columns_of_task,
             Planes(weights.bits)};
   if (tasks == 1) {
     Call::task(&call, 0);
@@ -175,9 +176,9 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   }
   if (call.out_of_range) {
     return node.error("ids must be from -%zu to %zu, one is %lld", weights.columns, weights.columns - 1,
-                      static_cast<long long>(call.odd.load()));
+                      static_cast<long long>(call.wrong_id.load()));
   }
-  return check_codes(node, table, call.beyond);
+  return check_codes(node, table, call.unknown_code);
 }
 
 const OrtCustomOp kOps[2] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>()};

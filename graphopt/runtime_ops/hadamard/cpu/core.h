@@ -8,7 +8,7 @@ namespace graphopt {
 namespace {
 
 // Prefetches the next run's input into L2, a line at a time, while this one is summed.
-struct Ahead {
+struct Prefetcher {
   uintptr_t at = 0, end = 0;
 
   void fetch_line() {
@@ -22,7 +22,7 @@ struct Ahead {
 // serves all outputs, so an output costs a quarter of the additions. `kBlock` groups of four at a time stay in L1.
 // Behind the last input there are zeros up to a whole group.
 template <typename V>
-void core_product(const uint8_t* codes, size_t order, const V* in, V* out, Ahead& ahead) {
+void core_product(const uint8_t* codes, size_t order, const V* in, V* out, Prefetcher& prefetcher) {
   constexpr size_t kBlock = 10, W = kStrip / sizeof(V);
   V sums[kBlock][16][W];
   const size_t all = groups(order);
@@ -41,7 +41,7 @@ void core_product(const uint8_t* codes, size_t order, const V* in, V* out, Ahead
       constexpr size_t K = decltype(together)::value;
       V sum[K][W] = {};
       if (first) __builtin_memcpy(sum, out + k * W, sizeof sum);
-      for (size_t j = 0; j < K; ++j) ahead.fetch_line();
+      for (size_t j = 0; j < K; ++j) prefetcher.fetch_line();
       for (size_t g = 0; g < count; ++g) {
         for (size_t j = 0; j < K; ++j) {
           const V* const from = sums[g][codes[(k + j) * all + first + g]];
@@ -62,11 +62,11 @@ void core_product(const uint8_t* codes, size_t order, const V* in, V* out, Ahead
 // x times I (x) C (x) I(stride), in place. A strip is columns side by side, as units of U: vectors, or single numbers
 // where columns that follow one another do not lie so.
 template <typename U, typename T>
-void core(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead) {
+void core(T* x, size_t size, size_t stride, const Factor& factor, void* core_scratch, Prefetcher& prefetcher) {
   using V = typename Wide<T>::type;
   constexpr size_t L = lanes<U, T>, kUnits = kStrip / sizeof(U);
   const size_t order = factor.coded(), rows = groups(order) * kGroup, columns = size / factor.core;
-  U* const in = static_cast<U*>(room);
+  U* const in = static_cast<U*>(core_scratch);
   U* const out = in + rows * kUnits;
   // With a D, a strip holds half as many columns: their sums of two rows, and then the differences.
   const size_t in_strip = factor.diagonal ? kUnits / 2 : kUnits;
@@ -90,7 +90,7 @@ void core(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ah
         }
       }
     }
-    core_product(factor.codes, order, reinterpret_cast<const V*>(in), reinterpret_cast<V*>(out), ahead);
+    core_product(factor.codes, order, reinterpret_cast<const V*>(in), reinterpret_cast<V*>(out), prefetcher);
     for (size_t k = 0; k < order; ++k) {
       const U* const row = out + k * kUnits;
       for (size_t u = 0; u < count; ++u) {

@@ -17,27 +17,27 @@ namespace {
 
 // Writes rows of a strip to memory, and prefetches as many lines.
 template <typename V, typename T>
-struct Put {
+struct StoreRows {
   T* to;
   size_t stride;
-  Ahead* ahead;
+  Prefetcher* prefetcher;
 
   void operator()(size_t row, V v) const {
     store(to + row * stride, v);
-    ahead->fetch_line();
+    prefetcher->fetch_line();
   }
 };
 
 // x times I (x) C (x) I(stride) for Paley's core over the integers modulo q, in place.
 template <size_t q, typename T>
-void paley(T* x, size_t size, size_t stride, void* room, Ahead& ahead) {
+void paley(T* x, size_t size, size_t stride, void* core_scratch, Prefetcher& prefetcher) {
   using V = typename Narrow<T>::type;
   constexpr size_t core = 2 * (q + 1), L = lanes<V, T>;
-  auto* const strip = static_cast<PaleyStrip<q, V>*>(room);
+  auto* const strip = static_cast<PaleyStrip<q, V>*>(core_scratch);
   for (size_t block = 0; block < size; block += core * stride) {
     for (size_t column = block; column < block + stride; column += L) {
       paley_read<q, 1>(strip, [&](size_t i, V* v) { *v = load<V>(x + column + i * stride); });
-      paley_product<q>(*strip, reinterpret_cast<V*>(strip + 1), Put<V, T>{x + column, stride, &ahead});
+      paley_product<q>(*strip, reinterpret_cast<V*>(strip + 1), StoreRows<V, T>{x + column, stride, &prefetcher});
     }
   }
 }
@@ -50,22 +50,22 @@ constexpr bool kHasPaley = sizeof(T) == sizeof(float);
 bool fills_paley(const Factor& factor, size_t of_core) { return factor.paley && of_core % 16 == 0; }
 
 template <typename T, size_t... q>
-void paley(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead,
+void paley(T* x, size_t size, size_t stride, const Factor& factor, void* core_scratch, Prefetcher& prefetcher,
            std::index_sequence<q...>) {
-  ((factor.paley == q ? paley<q>(x, size, stride, room, ahead) : void()), ...);
+  ((factor.paley == q ? paley<q>(x, size, stride, core_scratch, prefetcher) : void()), ...);
 }
 
 template <typename T>
-void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead) {
+void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* core_scratch, Prefetcher& prefetcher) {
   using V = typename Wide<T>::type;
   sylvester(run, size, stride, factor.inner);
   const size_t of_core = stride * factor.inner;
   if (kHasPaley<T> && fills_paley(factor, of_core)) {
-    if constexpr (kHasPaley<T>) paley(run, size, of_core, factor, room, ahead, PaleyPrimes());
+    if constexpr (kHasPaley<T>) paley(run, size, of_core, factor, core_scratch, prefetcher, PaleyPrimes());
   } else if (factor.codes && of_core % lanes<V, T> == 0) {
-    core<V>(run, size, of_core, factor, room, ahead);
+    core<V>(run, size, of_core, factor, core_scratch, prefetcher);
   } else if (factor.codes) {
-    core<T>(run, size, of_core, factor, room, ahead);
+    core<T>(run, size, of_core, factor, core_scratch, prefetcher);
   }
   sylvester(run, size, of_core * factor.core, factor.outer);
 }
@@ -74,52 +74,58 @@ constexpr size_t kStrips = 8;
 
 // Takes rows of a strip, which are whole lines, past the caches.
 template <typename V, typename T>
-struct PutLine {
+struct StreamRows {
   T* to;
   size_t stride;
-  Ahead* ahead;
+  Prefetcher* prefetcher;
 
   void operator()(size_t row, V v) const {
     stream_line(to + row * stride, v);
-    ahead->fetch_line();
+    prefetcher->fetch_line();
   }
 };
 
 // The same where a line is the end of a row of the strip before and the beginning of one of this strip, which is kept.
 template <typename V, typename T>
-struct PutParts {
+struct StreamShiftedRows {
   T* to;  // a line
   size_t stride, ends;
   const V* before;
-  V* kept;
-  Ahead* ahead;
+  V* rows;
+  Prefetcher* prefetcher;
 
   void operator()(size_t row, V v) const {
     stream_line(to + row * stride, end_and_begin(before[row], v, ends));
-    kept[row] = v;
-    ahead->fetch_line();
+    rows[row] = v;
+    prefetcher->fetch_line();
   }
 };
 
 // The strips' products, past the caches while others are computed. The room behind `even` is for one strip more.
 template <size_t q, typename V, typename T>
-void paley_lines(PaleyStrip<q, V>* strips, T* y, V* even, Ahead& ahead) {
+void paley_lines(PaleyStrip<q, V>* strips, T* y, V* even, Prefetcher& prefetcher) {
   constexpr size_t L = lanes<V, T>, stride = kStrips * L, core = 2 * (q + 1);
   const size_t ends = reinterpret_cast<uintptr_t>(y) % 64 / sizeof(T);
   if (!ends) {
-    for (size_t s = 0; s < kStrips; ++s) paley_product<q>(strips[s], even, PutLine<V, T>{y + s * L, stride, &ahead});
+    for (size_t s = 0; s < kStrips; ++s) {
+      paley_product<q>(strips[s], even, StreamRows<V, T>{y + s * L, stride, &prefetcher});
+    }
   } else {
     // A strip's rows are kept where the strip before it was.
-    const V* made[kStrips];
+    const V* rows_of_strip[kStrips];
     V* free = even + (q - 1) / 2;
     for (size_t s = 0; s < kStrips; ++s) {
       T* const to = y + s * L - ends;
-      if (s) paley_product<q>(strips[s], even, PutParts<V, T>{to, stride, ends, made[s - 1], free, &ahead});
-      else paley_product<q>(strips[s], even, Put<V, T>{reinterpret_cast<T*>(free), L, &ahead});
-      made[s] = free;
+      if (s) {
+        const StreamShiftedRows<V, T> shifted{to, stride, ends, rows_of_strip[s - 1], free, &prefetcher};
+        paley_product<q>(strips[s], even, shifted);
+      } else {
+        paley_product<q>(strips[s], even, StoreRows<V, T>{reinterpret_cast<T*>(free), L, &prefetcher});
+      }
+      rows_of_strip[s] = free;
       free = reinterpret_cast<V*>(strips + s);
     }
-    const V *const first = made[0], *const last = made[kStrips - 1];
+    const V *const first = rows_of_strip[0], *const last = rows_of_strip[kStrips - 1];
     __builtin_memcpy(y, first, (L - ends) * sizeof(T));
     for (size_t row = 1; row < core; ++row) {
       stream_line(y + row * stride - ends, end_and_begin(last[row - 1], first[row], ends));
@@ -133,27 +139,33 @@ void paley_lines(PaleyStrip<q, V>* strips, T* y, V* even, Ahead& ahead) {
 // A whole run where Sylvester's matrix of kStrips vectors stands behind Paley's core: rows go into strips as they are
 // made, which saves a way to memory and back. What is added, and in which order, is what multiply() adds.
 template <size_t q, typename T>
-void paley_run(const T* x, T* y, T scale, void* scratch, void* room, [[maybe_unused]] bool streaming,
-               Ahead& ahead) {
+void paley_run(const T* x, T* y, T scale, void* scratch, void* core_scratch, [[maybe_unused]] bool streaming,
+               Prefetcher& prefetcher) {
   using V = typename Wide<T>::type;
   constexpr size_t L = lanes<V, T>;
   auto* const strips = static_cast<PaleyStrip<q, V>*>(scratch);
-  V* const even = static_cast<V*>(room);
+  V* const even = static_cast<V*>(core_scratch);
   paley_read<q, kStrips>(strips, [&](size_t i, V* v) {
 #pragma GCC unroll 8
     for (size_t s = 0; s < kStrips; ++s) v[s] = load<V>(x + (i * kStrips + s) * L) * scale;
     butterflies<T, kStrips>(v);
   });
   if constexpr (kStreamsLines) {
-    if (streaming) return paley_lines<q>(strips, y, even, ahead);
+    if (streaming) return paley_lines<q>(strips, y, even, prefetcher);
   }
-  for (size_t s = 0; s < kStrips; ++s) paley_product<q>(strips[s], even, Put<V, T>{y + s * L, kStrips * L, &ahead});
+  for (size_t s = 0; s < kStrips; ++s) {
+    paley_product<q>(strips[s], even, StoreRows<V, T>{y + s * L, kStrips * L, &prefetcher});
+  }
 }
 
 template <typename T, size_t... q>
-void paley_run(const T* x, T* y, const HadamardWork& work, void* room, Ahead& ahead, std::index_sequence<q...>) {
+void paley_run(const T* x, T* y, const HadamardWork& work, void* core_scratch, Prefetcher& prefetcher,
+               std::index_sequence<q...>) {
   const T scale = static_cast<T>(work.scale);
-  ((work.left.paley == q ? paley_run<q>(x, y, scale, work.scratch, room, work.streaming, ahead) : void()), ...);
+  const auto run = [&](auto prime) {
+    paley_run<decltype(prime)::value>(x, y, scale, work.scratch, core_scratch, work.streaming, prefetcher);
+  };
+  ((work.left.paley == q ? run(std::integral_constant<size_t, q>()) : void()), ...);
 }
 
 template <typename T>
@@ -168,7 +180,7 @@ template <typename Stored, typename T>
 void transform(const HadamardWork& work) {
   const size_t size = work.left.order() * work.right.order();
   T* const run = static_cast<T*>(work.scratch);
-  void* const room = static_cast<char*>(work.scratch) + (size * sizeof(T) + 63) / 64 * 64;
+  void* const core_scratch = static_cast<char*>(work.scratch) + (size * sizeof(T) + 63) / 64 * 64;
   const T scale = static_cast<T>(work.scale);
   // What a pass wrote is still in L1 when the next one reads it.
   constexpr size_t kPart = 8192 / sizeof(T);
@@ -176,24 +188,24 @@ void transform(const HadamardWork& work) {
   for (size_t i = 0; i < work.runs; ++i) {
     const Stored* const x = static_cast<const Stored*>(work.x) + i * size;
     Stored* const y = static_cast<Stored*>(work.y) + i * size;
-    Ahead ahead;
+    Prefetcher prefetcher;
     if (work.streaming) {
-      ahead.at = reinterpret_cast<uintptr_t>(x) + size * sizeof(Stored);
-      ahead.end = ahead.at + size * sizeof(Stored);
+      prefetcher.at = reinterpret_cast<uintptr_t>(x) + size * sizeof(Stored);
+      prefetcher.end = prefetcher.at + size * sizeof(Stored);
     }
     if constexpr (kHasVectors<T> && kHasPaley<T> && sizeof(Stored) == sizeof(T)) {
       if (is_paley_run<T>(work)) {
-        paley_run(x, y, work, room, ahead, PaleyPrimes());
+        paley_run(x, y, work, core_scratch, prefetcher, PaleyPrimes());
         continue;
       }
     }
     for (size_t j = 0; j < size; j += in_part) {
       const size_t count = size - j < in_part ? size - j : in_part;
       for (size_t l = 0; l < count; ++l) run[j + l] = number<T>(x[j + l]) * scale;
-      multiply(run + j, count, 1, work.right, room, ahead);
+      multiply(run + j, count, 1, work.right, core_scratch, prefetcher);
     }
     const size_t bytes = size * sizeof(T);
-    multiply(run, size, order, work.left, room, ahead);
+    multiply(run, size, order, work.left, core_scratch, prefetcher);
     if constexpr (sizeof(Stored) != sizeof(T)) {
       for (size_t j = 0; j < size; ++j) y[j] = stored<Stored>(run[j]);
     } else if (work.streaming) {

@@ -20,7 +20,7 @@ struct HadamardWork {
 using HadamardKernel = void (*)(const HadamardWork&);
 
 struct HadamardKernels {
-  HadamardKernel half, single, twice;  // float16 computes in float
+  HadamardKernel float16, float32, float64;  // float16 computes in float
 };
 
 extern const HadamardKernels kHadamardScalar, kHadamardAvx2, kHadamardAvx512, kHadamardNeon;

@@ -39,13 +39,13 @@ struct Kernel {
       return node.error("%s", kWrongInstructions);
     }
     const HadamardKernels* const kernels = &GRAPHOPT_OF(instructions, kHadamard);
-    run = type == kFloat ? kernels->single : type == kDouble ? kernels->twice : kernels->half;
+    run = type == kFloat ? kernels->float32 : type == kDouble ? kernels->float64 : kernels->float16;
     for (Input which : {kLeft, kRight}) {
-      int given = 0;
+      int is_given = 0;
       const OrtValue* value = nullptr;
-      GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, which, &given, &value));
-      if (given) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, value, kNames[which], &constant[which]));
-      is_constant[which] = given;
+      GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, which, &is_given, &value));
+      if (is_given) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, value, kNames[which], &constant[which]));
+      is_constant[which] = is_given;
     }
     return nullptr;
   }
@@ -53,20 +53,20 @@ struct Kernel {
   OrtStatus* compute(OrtKernelContext* context) const;
 };
 
-// One call, cut into tasks of `each` runs; tasks share nothing but the flag, so their number changes no bit.
+// One call, cut into tasks of `runs_of_task` runs; tasks share nothing but the flag, so their number changes no bit.
 struct Call {
   const Kernel* kernel;
   HadamardWork all;
-  size_t each, bytes_of_run, bytes_of_scratch;
+  size_t runs_of_task, bytes_of_run, bytes_of_scratch;
   std::atomic<bool> no_memory{false};
 
   static void task(void* call, size_t index) {
     Call& self = *static_cast<Call*>(call);
     HadamardWork work = self.all;
-    const size_t first = index * self.each;
+    const size_t first = index * self.runs_of_task;
     work.x = static_cast<const char*>(work.x) + first * self.bytes_of_run;
     work.y = static_cast<char*>(work.y) + first * self.bytes_of_run;
-    work.runs = work.runs - first < self.each ? work.runs - first : self.each;
+    work.runs = work.runs - first < self.runs_of_task ? work.runs - first : self.runs_of_task;
     if (posix_memalign(&work.scratch, 64, self.bytes_of_scratch)) {
       self.no_memory = true;
       return;
@@ -84,11 +84,12 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   }
   Tensor x, y;
   GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(values[kX], "x", &x));
-  OwnedFactor given[3];
+  OwnedFactor call_factors[3];
   const Factor* factors[3];
   for (Input which : {kLeft, kRight}) {
-    factors[which] = is_constant[which] ? &constant[which] : &given[which];
-    if (!is_constant[which]) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, values[which], kNames[which], &given[which]));
+    factors[which] = is_constant[which] ? &constant[which] : &call_factors[which];
+    if (is_constant[which]) continue;
+    GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, values[which], kNames[which], &call_factors[which]));
   }
   const Factor &left = *factors[kLeft], &right = *factors[kRight];
   size_t runs = 0;
@@ -103,7 +104,7 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   const bool streaming = numbers * bytes >= kStreaming;
   Call call{this, {x.data, y.data, runs, left, right, scale, nullptr, streaming}, (kTask + order - 1) / order,
             order * bytes, hadamard_scratch(left, right, bytes < 4 ? 4 : bytes)};
-  const size_t tasks = (runs + call.each - 1) / call.each;
+  const size_t tasks = (runs + call.runs_of_task - 1) / call.runs_of_task;
   if (tasks == 1) {
     Call::task(&call, 0);
   } else {

@@ -101,9 +101,9 @@ template <size_t q, bool odd, bool second, size_t first, typename V, typename Ou
 
 // `count` outputs of a half, from `first` on. The even half starts from what the border and row 0 give squares, or
 // others; `even` keeps it until the odd one is there.
-template <size_t q, bool odd, bool second, size_t first, size_t count, typename V, typename Put>
+template <size_t q, bool odd, bool second, size_t first, size_t count, typename V, typename StoreRow>
 [[gnu::always_inline]] inline void paley_outputs(const PaleyStrip<q, V>& strip, V* even, V one, V squares, V others,
-                                                 Put& put) {
+                                                 StoreRow& store_row) {
   V totals[count];
 #pragma GCC unroll 32
   for (size_t k = 0; k < count; ++k) {
@@ -115,26 +115,26 @@ template <size_t q, bool odd, bool second, size_t first, size_t count, typename 
 #pragma GCC unroll 32
   for (size_t k = 0; k < count; ++k) {
     if (odd) {
-      put(2 * (first + k + 2) + second, even[first + k] + totals[k]);
-      put(2 * (q - first - k) + second, even[first + k] - totals[k]);
+      store_row(2 * (first + k + 2) + second, even[first + k] + totals[k]);
+      store_row(2 * (q - first - k) + second, even[first + k] - totals[k]);
     } else {
       even[first + k] = totals[k];
     }
   }
 }
 
-template <size_t q, bool odd, bool second, typename V, typename Put, size_t... block>
+template <size_t q, bool odd, bool second, typename V, typename StoreRow, size_t... block>
 [[gnu::always_inline]] inline void paley_blocks(const PaleyStrip<q, V>& strip, V* even, V one, V squares, V others,
-                                                Put& put, std::index_sequence<block...>) {
+                                                StoreRow& store_row, std::index_sequence<block...>) {
   constexpr size_t n = (q - 1) / 2, most = kPaleyTotals;
   (paley_outputs<q, odd, second, block * most, (n - block * most < most ? n - block * most : most)>(
-       strip, even, one, squares, others, put),
+       strip, even, one, squares, others, store_row),
    ...);
 }
 
 // Every other row of the result: those of S(2)'s first column, or of its second.
-template <size_t q, bool second, typename V, typename Put>
-void paley_rows(const PaleyStrip<q, V>& strip, V* even, V one, Put put) {
+template <size_t q, bool second, typename V, typename StoreRow>
+void paley_rows(const PaleyStrip<q, V>& strip, V* even, V one, StoreRow store_row) {
   constexpr size_t n = (q - 1) / 2, all = kPaleyTotals;
   const V border = input<second>(strip.upper_border, strip.lower_border);
   const V zero = input<second>(strip.upper_zero, strip.lower_zero);
@@ -146,11 +146,11 @@ void paley_rows(const PaleyStrip<q, V>& strip, V* even, V one, Put put) {
   // [[1, -1], [-1, -1]] takes them to their difference, and to their sum with a minus
   const V own_border = input<!second>(strip.upper_border, strip.lower_border);
   const V own_zero = input<!second>(strip.upper_zero, strip.lower_zero);
-  put(0 + second, (second ? -own_border : own_border) + zero + (squares + others));
-  put(2 + second, (second ? -own_zero : own_zero) + border + (squares - others));
+  store_row(0 + second, (second ? -own_border : own_border) + zero + (squares + others));
+  store_row(2 + second, (second ? -own_zero : own_zero) + border + (squares - others));
   constexpr auto blocks = std::make_index_sequence<(n + all - 1) / all>();
-  paley_blocks<q, false, second>(strip, even, one, border + zero, border - zero, put, blocks);
-  paley_blocks<q, true, second>(strip, even, one, border, zero, put, blocks);
+  paley_blocks<q, false, second>(strip, even, one, border + zero, border - zero, store_row, blocks);
+  paley_blocks<q, true, second>(strip, even, one, border, zero, store_row, blocks);
 }
 
 // Fills strips that lie side by side: `row(i, v)` reads row i of the core, a vector for each.
@@ -180,13 +180,13 @@ template <size_t q, size_t strips, typename V, typename Row>
   }
 }
 
-// The product of a strip's columns with the core: `put(row, v)` takes the result, in no order. `even` is room for half
-// of C's rows.
-template <size_t q, typename V, typename Put>
-void paley_product(const PaleyStrip<q, V>& strip, V* even, Put put) {
+// The product of a strip's columns with the core: `store_row(row, v)` takes the result, in no order. `even` is room for
+// half of C's rows.
+template <size_t q, typename V, typename StoreRow>
+void paley_product(const PaleyStrip<q, V>& strip, V* even, StoreRow store_row) {
   const V one = ones<V>();
-  paley_rows<q, false>(strip, even, one, put);
-  paley_rows<q, true>(strip, even, one, put);
+  paley_rows<q, false>(strip, even, one, store_row);
+  paley_rows<q, true>(strip, even, one, store_row);
 }
 
 }  // namespace

@@ -10,7 +10,7 @@ namespace {
 
 enum Matrix : size_t { kLeft = kMatMulInputs, kRight, kAllInputs };
 
-struct Rotation : Before {
+struct Rotation : RowTransform {
   OwnedFactor left, right;
   HadamardKernel kernel = nullptr;
   size_t width = 0;  // of a row
@@ -29,37 +29,38 @@ struct Kernel : ProductTypes {
   static constexpr size_t kInputs = kAllInputs;
   static constexpr size_t kOutputs = 1;
   Product product;
-  Rounded how;
+  Rounded rounded;
   Rotation rotation;
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
     GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
     const Node& node = product.node;
-    GRAPHOPT_RETURN_IF_ERROR(read_token_rounding(node, info, &how.levels, &how.clip));
-    how.kind = Activations::kInt8;
-    how.whole_row = true;
+    GRAPHOPT_RETURN_IF_ERROR(read_token_rounding(node, info, &rounded.levels, &rounded.clip));
+    rounded.kind = Activations::kInt8;
+    rounded.whole_row = true;
     GRAPHOPT_RETURN_IF_ERROR(read_constant_matrix(info, kLeft, "left", &rotation.left));
     GRAPHOPT_RETURN_IF_ERROR(read_constant_matrix(info, kRight, "right", &rotation.right));
     rotation.width = product.weights.rows;
     GRAPHOPT_RETURN_IF_ERROR(check_rotation(node, product.weights, rotation.left.order(), rotation.right.order()));
-    rotation.kernel = GRAPHOPT_OF(product.instructions, kHadamard).single;
+    rotation.kernel = GRAPHOPT_OF(product.instructions, kHadamard).float32;
     return nullptr;
   }
 
   OrtStatus* read_constant_matrix(const OrtKernelInfo* info, size_t index, const char* name,
                                   OwnedFactor* factor) const {
     const Node& node = product.node;
-    int given = 0;
+    int is_constant = 0;
     const OrtValue* value = nullptr;
-    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(node.api, info, index, &given, &value));
-    return given ? read_matrix(node, value, name, factor) : node.error("%s must be an initializer of the graph", name);
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(node.api, info, index, &is_constant, &value));
+    if (!is_constant) return node.error("%s must be an initializer of the graph", name);
+    return read_matrix(node, value, name, factor);
   }
 
   OrtStatus* compute(OrtKernelContext* context) const {
     // [[-1]] is a Hadamard matrix of order 1 too
     const auto &left = rotation.left, &right = rotation.right;
     const bool none = left.order() * right.order() == 1 && !left.codes && !right.codes;
-    return product.run(context, how, none ? nullptr : &rotation);
+    return product.run(context, rounded, none ? nullptr : &rotation);
   }
 };
 

@@ -9,7 +9,7 @@ namespace {
 struct Bfloat16 : ByLines<Bfloat16> {
   static constexpr size_t kLines = 8;
   using Sum = Floats;
-  static GRAPHOPT_UNCALLED Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
+  static GRAPHOPT_FORCE_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     return dot_bfloat16(sum, line, word);
   }
 };

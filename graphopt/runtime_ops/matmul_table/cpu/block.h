@@ -22,7 +22,7 @@ struct Part {
 
 // Fills a part of a block. Floats are multiples of `unit`, or have their zero points in them where they are `shifted`.
 struct Filling {
-  void (*fill)(const Filling& how, const Weights& weights, const Part& part);
+  void (*fill)(const Filling& filling, const Weights& weights, const Part& part);
   const void* decoder;
   bool shifted;
   float unit;
@@ -48,8 +48,8 @@ inline void for_each_line_of(const Weights& weights, const Part& part, const Wit
 }
 
 template <int Bits, typename Operand>
-void fill_with_operand(const Filling& how, const Weights& weights, const Part& part) {
-  const Operand operand = *static_cast<const Operand*>(how.decoder);
+void fill_with_operand(const Filling& filling, const Weights& weights, const Part& part) {
+  const Operand operand = *static_cast<const Operand*>(filling.decoder);
   uint8_t* to = part.to;
   for_each_line_of<Bits, Operand::kExact>(weights, part, [&](const Bytes& codes, size_t) {
     const auto& values = operand(codes);
@@ -58,19 +58,19 @@ void fill_with_operand(const Filling& how, const Weights& weights, const Part& p
 }
 
 template <int Bits, typename Decoder>
-void fill_with_floats(const Filling& how, const Weights& weights, const Part& part) {
-  const Decoder decoder = *static_cast<const Decoder*>(how.decoder);
+void fill_with_floats(const Filling& filling, const Weights& weights, const Part& part) {
+  const Decoder decoder = *static_cast<const Decoder*>(filling.decoder);
   uint8_t* to = part.to;
   size_t group = ~size_t{0};
   ColumnScales of = {};
   for_each_line_of<Bits, Decoder::kExact>(weights, part, [&](const Bytes& codes, size_t unit) {
-    if (how.shifted && unit * 16 / weights.group != group) {
+    if (filling.shifted && unit * 16 / weights.group != group) {
       group = unit * 16 / weights.group;
       of = column_scales(weights, part.tile, group, 1);
     }
     Rows rows = decoder(codes);
-    if (how.shifted) {
-      for (Floats& row : rows.row) row = shifted(row, how.unit, of);
+    if (filling.shifted) {
+      for (Floats& row : rows.row) row = shift_values(row, filling.unit, of);
     }
 #pragma GCC unroll 4
     for (size_t i = 0; i < 4; ++i, to += 2 * kLine) store_line(to, rows.row[i]);

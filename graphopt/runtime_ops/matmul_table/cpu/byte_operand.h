@@ -25,21 +25,21 @@ class AsBytes {
   struct Values {
     Bytes plane[kPlanes];
   };
-  GRAPHOPT_UNCALLED Values operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Values operator()(const Bytes& codes) const {
     Values values = {{low_(codes)}};
     if constexpr (Wide) values.plane[1] = high_(codes);
     return values;
   }
 
   // Puts the values into a block, and returns where those of the next line go.
-  static GRAPHOPT_UNCALLED uint8_t* store(const Values& values, uint8_t* to) {
+  static GRAPHOPT_FORCE_INLINE uint8_t* store(const Values& values, uint8_t* to) {
 #pragma GCC unroll 2
     for (size_t plane = 0; plane < kPlanes; ++plane) store_line(to + plane * kLine, values.plane[plane]);
     return to + 2 * kLine;
   }
 
-  static GRAPHOPT_UNCALLED Integers multiply(size_t plane, const Integers& sum, const Values& values,
-                                           const uint32_t* word, size_t) {
+  static GRAPHOPT_FORCE_INLINE Integers multiply(size_t plane, const Integers& sum, const Values& values,
+                                                 const uint32_t* word, size_t) {
     return plane ? dot<false>(sum, values.plane[plane], *word) : dot<Small>(sum, values.plane[0], *word);
   }
 

@@ -28,8 +28,8 @@ inline ColumnScales column_scales(const Weights& weights, size_t tile, size_t gr
 
 // total + what a segment gives: (sum - zero point * the sum of x) * scale of x * scale of the column, or
 // (sum * scale of the column + minimum * the sum of x) * scale of x.
-GRAPHOPT_UNCALLED Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float scale,
-                                  float sum_of_x) {
+GRAPHOPT_FORCE_INLINE Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float scale,
+                                        float sum_of_x) {
   if (of.minimums) {
     return multiply_add(sum * scale, of.scale, multiply_add(of.zero_point * sum_of_x, all_lanes(scale), total));
   }
@@ -38,7 +38,7 @@ GRAPHOPT_UNCALLED Floats add_scaled(const Floats& total, Floats sum, const Colum
 }
 
 // The same for operands that are not integers and have no scale of their own.
-GRAPHOPT_UNCALLED Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float sum_of_x) {
+GRAPHOPT_FORCE_INLINE Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float sum_of_x) {
   if (of.minimums) return multiply_add(sum, of.scale, total + of.zero_point * sum_of_x);
   if (of.with_zero_point) sum = sum - of.zero_point * sum_of_x;
   return multiply_add(sum, of.scale, total);
@@ -51,7 +51,7 @@ inline size_t columns_of(const Weights& weights, size_t tile) {
 }
 
 // Writes one row of x times a tile.
-inline void finish(const Weights& weights, Floats line, size_t tile, float* row_of_y) {
+inline void store_row(const Weights& weights, Floats line, size_t tile, float* row_of_y) {
   const size_t count = columns_of(weights, tile), column = tile * kColumns;
   if (count == kColumns) {
     if (weights.bias) line = line + load_line<Floats>(weights.bias + column);

@@ -18,7 +18,7 @@ struct Rows {
 };
 
 // Takes zero points off each value, or adds minimums: a sum of floats would lose what is taken off afterwards.
-GRAPHOPT_UNCALLED Floats shifted(const Floats& decoded, float unit, const ColumnScales& of) {
+GRAPHOPT_FORCE_INLINE Floats shift_values(const Floats& decoded, float unit, const ColumnScales& of) {
   if (of.minimums) return decoded * unit * of.scale + of.zero_point;
   return decoded * unit - of.zero_point;
 }

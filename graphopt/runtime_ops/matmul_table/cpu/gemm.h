@@ -89,22 +89,22 @@ template <typename Kind, bool Wide>
 void multiply_block(const Weights& weights, const Rounded& rounded, const Filling& fill, size_t tile,
                     size_t first_panel, size_t end_panel, Floats* totals) {
   const size_t segments = weights.segments();
-  const bool second = !Wide && tile + 1 < weights.tiles();
+  const bool has_second = !Wide && tile + 1 < weights.tiles();
   const bool integers = std::is_same_v<typename Kind::Sum, Integers>;
   const float inverse_step = integers ? static_cast<float>(1 / weights.table.step) : 1.0f;
   Block block;
-  if (!Wide && !second) __builtin_memset(&block, 0, sizeof block);
+  if (!Wide && !has_second) __builtin_memset(&block, 0, sizeof block);
   for (size_t index = 0; index < segments;) {
     const size_t end = index + segments_of_block<Kind>(weights, index);
     const Segment begin = segment_at(weights, index), last = segment_at(weights, end - 1);
     const size_t units = last.unit + last.units - begin.unit;
     fill(weights, {tile, begin.unit, units, block.lines});
-    if (second) fill(weights, {tile + 1, begin.unit, units, block.lines + kLine});
+    if (has_second) fill(weights, {tile + 1, begin.unit, units, block.lines + kLine});
     for (; index < end; ++index) {
       const Segment segment = segment_at(weights, index);
       SegmentScales scales = {{column_scales(weights, tile, segment.group, inverse_step),
-                               column_scales(weights, tile + second, segment.group, inverse_step)},
-                              second ? 2u : 1u,
+                               column_scales(weights, tile + has_second, segment.group, inverse_step)},
+                              has_second ? 2u : 1u,
                               fill.shifted ? 1.0f : fill.unit};
       if (fill.shifted) {
         for (ColumnScales& column : scales.of) column = after_shift(column);
@@ -126,19 +126,20 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
 template <typename Kind, bool Wide>
 void multiply_gemm(const Weights& weights, const Rounded& rounded, const Filling& fill, float* y, size_t first_tile,
                    size_t end_tile) {
-  const size_t panels = rounded.panels(), of_block = kRowsOfBlock / rounded.panel, rows = rounded.rows();
-  const bool two = rounded.kind == Activations::kInt16;
+  const size_t panels = rounded.panels(), panels_of_block = kRowsOfBlock / rounded.panel, rows = rounded.rows();
+  const bool is_int16 = rounded.kind == Activations::kInt16;
   Floats totals[2 * kRowsOfBlock];
   for (size_t tile = first_tile; tile < end_tile; tile += Wide ? 1 : 2) {
-    for (size_t panel = 0; panel < panels; panel += of_block) {
-      const size_t end = panel + of_block < panels ? panel + of_block : panels, first_row = panel * rounded.panel;
-      const size_t here = (end - 1 - panel) * rounded.panel + rounded.width(end - 1);
-      __builtin_memset(static_cast<void*>(totals), 0, 2 * here * sizeof(Floats));
+    for (size_t panel = 0; panel < panels; panel += panels_of_block) {
+      const size_t end = panel + panels_of_block < panels ? panel + panels_of_block : panels;
+      const size_t first_row = panel * rounded.panel;
+      const size_t rows_here = (end - 1 - panel) * rounded.panel + rounded.width(end - 1);
+      __builtin_memset(static_cast<void*>(totals), 0, 2 * rows_here * sizeof(Floats));
       multiply_block<Kind, Wide>(weights, rounded, fill, tile, panel, end, totals);
       for (size_t side = 0; side < (Wide || tile + 1 >= end_tile ? 1u : 2u); ++side) {
-        for (size_t row = 0; row < here && first_row + row < rows; row += two ? 2 : 1) {
-          const Floats total = two ? totals[2 * row + side] + totals[2 * row + 2 + side] : totals[2 * row + side];
-          finish(weights, total, tile + side, y + (first_row + row) / (two ? 2 : 1) * weights.columns);
+        for (size_t row = 0; row < rows_here && first_row + row < rows; row += is_int16 ? 2 : 1) {
+          const Floats total = is_int16 ? totals[2 * row + side] + totals[2 * row + 2 + side] : totals[2 * row + side];
+          store_row(weights, total, tile + side, y + (first_row + row) / (is_int16 ? 2 : 1) * weights.columns);
         }
       }
     }

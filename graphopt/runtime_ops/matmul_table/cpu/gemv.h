@@ -36,7 +36,7 @@ void multiply_gemv(const Weights& weights, const Rounded& rounded, const Decoder
             const Rows rows = decoder(codes_of_line<Bits, Decoder::kExact, J>(codes[side]));
 #pragma GCC unroll 4
             for (size_t i = 0; i < 4; ++i) {
-              const Floats line = Shifted ? shifted(rows.row[i], unit, of[side]) : rows.row[i];
+              const Floats line = Shifted ? shift_values(rows.row[i], unit, of[side]) : rows.row[i];
               sums[side] = dot_float(sums[side], line, word[4 * J + i]);
             }
           }
@@ -49,7 +49,7 @@ void multiply_gemv(const Weights& weights, const Rounded& rounded, const Decoder
         totals[side] = add_scaled(totals[side], sum, rest, rounded.sums[index]);
       }
     }
-    for (size_t side = 0; side < 2; ++side) finish(weights, totals[side], tiles[side], y);
+    for (size_t side = 0; side < 2; ++side) store_row(weights, totals[side], tiles[side], y);
   }
 }
 

@@ -14,8 +14,8 @@ enum class Words { kBytes, kPairs, kFours, kBfloat16s, kFloats };
 // Rows of x, rounded and laid out for the products.
 //
 // A row is cut into words of 32 bits. Rows stand together in panels, so that a product reads from one end to the other:
-// [segment][panel][word of the segment][row of the panel]; of fours, [pair of words][row][word]. What is rounded to 16 bits is 128 * upper + lower, two rows
-// of 8 bits.
+// [segment][panel][word of the segment][row of the panel]; of fours, [pair of words][row][word]. What is rounded to 16
+// bits is 128 * upper + lower, two rows of 8 bits.
 struct Rounded {
   Activations kind = Activations::kFloat;
   Words form = Words::kFloats;
@@ -58,11 +58,11 @@ struct Rounded {
 constexpr size_t kMostRows = 12;  // of a panel
 
 struct MatMulKernels {
-  // With up to small_m_rows(weights, kind of x) rows codes are looked up as they are multiplied, by each panel; with more
-  // rows the looked up values of two tiles are kept for all panels of `panel` rows.
+  // With up to so many rows codes are looked up as they are multiplied, by each panel; with more rows the looked up
+  // values of two tiles are kept for all panels of `panel` rows.
   size_t (*small_m_rows)(const Weights&, Activations);
   size_t panel;
-  const size_t* widths;  // that a panel may have, rising; `panel` is one, and small_m_rows() where that is less and not 0
+  const size_t* widths;  // that a panel may have, rising; `panel` is one, and small_m_rows() if that is less and not 0
   Words (*form)(const Weights&, Activations, bool is_small_m);
   void (*round)(const Weights&, const Rounded&, const float* rows, size_t panel);  // of x, those of the panel
   void (*small_m)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);

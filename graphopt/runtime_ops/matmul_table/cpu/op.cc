@@ -10,19 +10,19 @@ struct Kernel : ProductTypes {
   static constexpr size_t kInputs = kMatMulInputs;
   static constexpr size_t kOutputs = 1;
   Product product;
-  Rounded how;
+  Rounded rounded;
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
     GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
-    GRAPHOPT_RETURN_IF_ERROR(read_activations(product.node, info, &how.kind));
-    if (how.kind != Activations::kUint4) return nullptr;
-    how.kind = Activations::kInt8;  // codes without their zero points are small integers
-    how.levels = 15;
-    how.of_range = true;
+    GRAPHOPT_RETURN_IF_ERROR(read_activations(product.node, info, &rounded.kind));
+    if (rounded.kind != Activations::kUint4) return nullptr;
+    rounded.kind = Activations::kInt8;  // codes without their zero points are small integers
+    rounded.levels = 15;
+    rounded.of_range = true;
     return nullptr;
   }
 
-  OrtStatus* compute(OrtKernelContext* context) const { return product.run(context, how, nullptr); }
+  OrtStatus* compute(OrtKernelContext* context) const { return product.run(context, rounded, nullptr); }
 };
 
 const Operators kRegistered(kProductOps<Kernel>);

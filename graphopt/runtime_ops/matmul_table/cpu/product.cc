@@ -49,7 +49,7 @@ namespace {
 struct Call {
   const Product* product;
   const Weights& weights;
-  const Before* before;
+  const RowTransform* transform;
   const float* x;
   float* y;
   Rounded rounded;
@@ -63,26 +63,26 @@ struct Call {
     const size_t first = index * self.panels_of_task, all = self.rounded.panels();
     const size_t end = first + self.panels_of_task < all ? first + self.panels_of_task : all;
     const MatMulKernels& kernels = *self.product->kernels;
-    const size_t of_panel = self.rounded.panel / self.rounded.rows_of_one();
-    if (!self.before) {
+    const size_t rows_of_panel = self.rounded.panel / self.rounded.rows_of_one();
+    if (!self.transform) {
       for (size_t panel = first; panel < end; ++panel) {
-        kernels.round(weights, self.rounded, self.x + panel * of_panel * weights.rows, panel);
+        kernels.round(weights, self.rounded, self.x + panel * rows_of_panel * weights.rows, panel);
       }
       return;
     }
-    const size_t bytes = round_up(of_panel * weights.rows * sizeof(float));
-    const Pool::Loan loan(self.product->tasks, bytes + self.before->scratch());
+    const size_t bytes = round_up(rows_of_panel * weights.rows * sizeof(float));
+    const Pool::Loan loan(self.product->tasks, bytes + self.transform->scratch());
     if (!loan.memory) {
       self.no_memory = true;
       return;
     }
     // A panel is rounded while it is near, and the next one takes its place.
-    auto* const changed = reinterpret_cast<float*>(loan.memory);
+    auto* const transformed = reinterpret_cast<float*>(loan.memory);
     for (size_t panel = first; panel < end; ++panel) {
-      const size_t row = panel * of_panel, left = self.rounded.rows_of_x - row;
-      const size_t count = left < of_panel ? left : of_panel;
-      self.before->run(self.x + row * weights.rows, count, changed, loan.memory + bytes);
-      kernels.round(weights, self.rounded, changed, panel);
+      const size_t row = panel * rows_of_panel, left = self.rounded.rows_of_x - row;
+      const size_t count = left < rows_of_panel ? left : rows_of_panel;
+      self.transform->run(self.x + row * weights.rows, count, transformed, loan.memory + bytes);
+      kernels.round(weights, self.rounded, transformed, panel);
     }
   }
 
@@ -123,20 +123,20 @@ OrtStatus* Product::move_codes(OrtKernelContext* context) const {
   const std::lock_guard<std::mutex> lock(moving);
   if (moved.load(std::memory_order_relaxed)) return nullptr;
   const size_t bytes = weights.tiles() * weights.tile_bytes();
-  Copy copied{weights.codes, static_cast<uint8_t*>(copy.room(bytes)), bytes};
+  Copy task{weights.codes, static_cast<uint8_t*>(copy.reserve(bytes)), bytes};
   OrtStatus* failure = nullptr;
-  if (copied.to) {
+  if (task.to) {
     const size_t parts = (bytes + kCopyBytes - 1) / kCopyBytes;
-    failure = in_parallel(node.api, context, Copy::part, parts, &copied);
-    if (!failure) weights.codes = copied.to;
+    failure = in_parallel(node.api, context, Copy::part, parts, &task);
+    if (!failure) weights.codes = task.to;
   }
   moved.store(true, std::memory_order_release);
   return failure;
 }
 
-OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* before) const {
+OrtStatus* Product::run(OrtKernelContext* context, Rounded rounded, const RowTransform* transform) const {
   GRAPHOPT_RETURN_IF_ERROR(move_codes(context));
-  if (!computed) return run(context, weights, how, before);
+  if (!computed) return run(context, weights, rounded, transform);
   // where x is float16 and its neighbours compute in float32, onnxruntime casts scales in the graph
   const OrtValue *scales = nullptr, *zero_points = nullptr;
   Tensor of_scales, of_zero_points;
@@ -146,10 +146,11 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(zero_points, "zero_points", &of_zero_points));
   Weights of_call = weights;
   GRAPHOPT_RETURN_IF_ERROR(set_scales(node, of_scales, of_zero_points, &of_call));
-  return run(context, of_call, how, before);
+  return run(context, of_call, rounded, transform);
 }
 
-OrtStatus* Product::run(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before) const {
+OrtStatus* Product::run(OrtKernelContext* context, const Weights& weights, Rounded rounded,
+                        const RowTransform* transform) const {
   const OrtApi* api = node.api;
   const OrtValue* value = nullptr;
   Tensor x;
@@ -163,46 +164,46 @@ OrtStatus* Product::run(OrtKernelContext* context, const Weights& weights, Round
   if (!rows) return nullptr;
   void* y = nullptr;
   GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(api, output, &y));
-  how.rows_of_x = rows;
+  rounded.rows_of_x = rows;
   if (x.type == kFloat) {
-    return multiply(context, weights, how, before, static_cast<const float*>(x.data), static_cast<float*>(y));
+    return multiply(context, weights, rounded, transform, static_cast<const float*>(x.data), static_cast<float*>(y));
   }
-  const size_t of_x = rows * weights.rows, of_y = rows * weights.columns;
-  const Pool::Loan loan(floats, (of_x + of_y) * sizeof(float));
+  const size_t x_numbers = rows * weights.rows, y_numbers = rows * weights.columns;
+  const Pool::Loan loan(floats, (x_numbers + y_numbers) * sizeof(float));
   if (!loan.memory) return node.error("no memory for %zu rows of float16 as floats", rows);
   float* const wide = reinterpret_cast<float*>(loan.memory);
-  widen(static_cast<const Half*>(x.data), of_x, wide);
-  GRAPHOPT_RETURN_IF_ERROR(multiply(context, weights, how, before, wide, wide + of_x));
-  narrow(wide + of_x, of_y, static_cast<Half*>(y));
+  widen(static_cast<const Half*>(x.data), x_numbers, wide);
+  GRAPHOPT_RETURN_IF_ERROR(multiply(context, weights, rounded, transform, wide, wide + x_numbers));
+  narrow(wide + x_numbers, y_numbers, static_cast<Half*>(y));
   return nullptr;
 }
 
-OrtStatus* Product::multiply(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before,
-                             const float* x, float* y) const {
-  const bool is_small_m = how.rows() <= kernels->small_m_rows(weights, how.kind);
-  how.form = kernels->form(weights, how.kind, is_small_m);
-  how.widths = kernels->widths;
-  how.panel = how.rows() < kernels->panel ? how.width_for(how.rows()) : kernels->panel;
-  how.padded = (how.panels() - 1) * how.panel + how.width(how.panels() - 1);
-  const size_t words = round_up(how.padded * weights.units() * how.words_of_unit() * sizeof(uint32_t));
-  const size_t of_rows = round_up(how.padded * weights.segments() * sizeof(float));
-  const Pool::Loan loan(calls, words + 4 * of_rows);
+OrtStatus* Product::multiply(OrtKernelContext* context, const Weights& weights, Rounded rounded,
+                             const RowTransform* transform, const float* x, float* y) const {
+  const bool is_small_m = rounded.rows() <= kernels->small_m_rows(weights, rounded.kind);
+  rounded.form = kernels->form(weights, rounded.kind, is_small_m);
+  rounded.widths = kernels->widths;
+  rounded.panel = rounded.rows() < kernels->panel ? rounded.width_for(rounded.rows()) : kernels->panel;
+  rounded.padded = (rounded.panels() - 1) * rounded.panel + rounded.width(rounded.panels() - 1);
+  const size_t words = round_up(rounded.padded * weights.units() * rounded.words_of_unit() * sizeof(uint32_t));
+  const size_t row_bytes = round_up(rounded.padded * weights.segments() * sizeof(float));
+  const Pool::Loan loan(calls, words + 4 * row_bytes);
   char* const memory = loan.memory;
-  if (!memory) return node.error("no memory to round %zu rows of x", how.rows_of_x);
-  how.words = reinterpret_cast<uint32_t*>(memory);
-  how.scales = reinterpret_cast<float*>(memory + words);
-  how.sums = reinterpret_cast<float*>(memory + words + of_rows);
-  how.starts[0] = reinterpret_cast<int32_t*>(memory + words + 2 * of_rows);
-  how.starts[1] = reinterpret_cast<int32_t*>(memory + words + 3 * of_rows);
+  if (!memory) return node.error("no memory to round %zu rows of x", rounded.rows_of_x);
+  rounded.words = reinterpret_cast<uint32_t*>(memory);
+  rounded.scales = reinterpret_cast<float*>(memory + words);
+  rounded.sums = reinterpret_cast<float*>(memory + words + row_bytes);
+  rounded.starts[0] = reinterpret_cast<int32_t*>(memory + words + 2 * row_bytes);
+  rounded.starts[1] = reinterpret_cast<int32_t*>(memory + words + 3 * row_bytes);
 
-  Call call{this, weights, before, x, y, how, is_small_m, 1, 1};
-  const size_t numbers = how.panel * weights.rows;
+  Call call{this, weights, transform, x, y, rounded, is_small_m, 1, 1};
+  const size_t numbers = rounded.panel * weights.rows;
   call.panels_of_task = (kTaskNumbers + numbers - 1) / numbers;
   // few rows wait for memory; many rows compute, and small tasks end together
   const size_t part = weights.tiles() * weights.tile_bytes() / kTasks;
   const size_t task_bytes = part < kLeastBytes ? kLeastBytes : part < kMostBytes ? part : kMostBytes;
   call.tiles_of_task = is_small_m ? 2 * ((task_bytes / weights.tile_bytes() + 2) / 2) : 2;
-  const size_t panel_tasks = (how.panels() + call.panels_of_task - 1) / call.panels_of_task;
+  const size_t panel_tasks = (rounded.panels() + call.panels_of_task - 1) / call.panels_of_task;
   const size_t tile_tasks = (weights.tiles() + call.tiles_of_task - 1) / call.tiles_of_task;
   OrtStatus* failure = in_parallel(node.api, context, Call::round, panel_tasks, &call);
   if (!failure && call.no_memory) failure = node.error("no memory to transform rows of x");

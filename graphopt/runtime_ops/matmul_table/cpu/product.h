@@ -15,12 +15,12 @@
 namespace graphopt {
 
 // Something done to the rows of x before they are rounded; `to` has room for the rows.
-struct Before {
+struct RowTransform {
   virtual size_t scratch() const = 0;  // bytes that `run` needs, at a multiple of 64
   virtual void run(const float* rows, size_t count, float* to, void* scratch) const = 0;
 
  protected:
-  ~Before() = default;
+  ~RowTransform() = default;
 };
 
 // A product's operators, one for each pair of types that x and scales may have.
@@ -38,13 +38,14 @@ struct Product {
   mutable Pool calls, tasks, floats;  // memory of a call, of a task of it, and for x and y that are float16
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info);
-  // Multiplies the first input; `before` may be null.
-  OrtStatus* run(OrtKernelContext* context, Rounded how, const Before* before) const;
+  // Multiplies the first input; `transform` may be null.
+  OrtStatus* run(OrtKernelContext* context, Rounded rounded, const RowTransform* transform) const;
 
  private:
   OrtStatus* move_codes(OrtKernelContext* context) const;
-  OrtStatus* run(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before) const;
-  OrtStatus* multiply(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before,
+  OrtStatus* run(OrtKernelContext* context, const Weights& weights, Rounded rounded,
+                 const RowTransform* transform) const;
+  OrtStatus* multiply(OrtKernelContext* context, const Weights& weights, Rounded rounded, const RowTransform* transform,
                       const float* x, float* y) const;
 
   mutable LargeCopy copy;  // of the codes

@@ -14,8 +14,8 @@ constexpr size_t sides_at_once(size_t width) { return kVectorBytes < kLine && wi
 
 // Adds the products of a segment of `units` units and `Width` rows to their sums.
 template <typename Kind, size_t Width, size_t kSides>
-GRAPHOPT_UNCALLED void multiply_lines(typename Kind::Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
-                                    size_t units) {
+GRAPHOPT_FORCE_INLINE void multiply_lines(typename Kind::Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
+                                          size_t units) {
   for (size_t left = units * Kind::kLines; left; --left, line += 2 * kLine, word += Width) {
     Bytes values[kSides];
 #pragma GCC unroll 2
@@ -34,7 +34,8 @@ GRAPHOPT_UNCALLED void multiply_lines(typename Kind::Sum (*sums)[kSides], const 
 template <typename Kind>
 struct ByLines {
   template <size_t Width, typename Sum, size_t kSides>
-  static GRAPHOPT_UNCALLED void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word, size_t units) {
+  static GRAPHOPT_FORCE_INLINE void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
+                                             size_t units) {
     multiply_lines<Kind, Width, kSides>(sums, line, word, units);
   }
 };
@@ -43,7 +44,7 @@ template <bool Small>
 struct Int8 : ByLines<Int8<Small>> {
   static constexpr size_t kLines = 4;
   using Sum = Integers;
-  static GRAPHOPT_UNCALLED Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
+  static GRAPHOPT_FORCE_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     return dot<Small>(sum, line, word);
   }
 };
@@ -51,7 +52,7 @@ struct Int8 : ByLines<Int8<Small>> {
 struct Float : ByLines<Float> {
   static constexpr size_t kLines = 16;
   using Sum = Floats;
-  static GRAPHOPT_UNCALLED Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
+  static GRAPHOPT_FORCE_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     const auto part = [&](size_t i) { return reinterpret_cast<Floats::Part>(line.part[i]); };
     return dot_float(sum, by_parts<Floats>(part), word);
   }

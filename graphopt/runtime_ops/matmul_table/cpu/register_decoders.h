@@ -1,5 +1,5 @@
-// Decoders that make floats in registers: of integers by conversion, of other tables byte by byte or by gathering. A set
-// of instructions includes them behind its transpose(), interleave() and gather().
+// Decoders that make floats in registers: of integers by conversion, of other tables byte by byte or by gathering. A
+// set of instructions includes them behind its transpose(), interleave() and gather().
 #pragma once
 
 #include "matmul_table/cpu/float_rows.h"
@@ -19,7 +19,7 @@ class FloatsOfIntegers {
   FloatsOfIntegers(const Table& table, Activations) : to_byte_(shifted(table.low)), unit_(table.step) {}
   float unit() const { return unit_; }
 
-  GRAPHOPT_UNCALLED Rows operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Rows operator()(const Bytes& codes) const {
     typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
     typedef uint32_t Naturals __attribute__((vector_size(kVectorBytes)));
     using Lanes = std::conditional_t<Signed, Ints, Naturals>;
@@ -65,14 +65,16 @@ class FloatsOfBytes {
   }
   float unit() const { return 1; }
 
-  GRAPHOPT_UNCALLED Rows operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Rows operator()(const Bytes& codes) const {
     const Bytes transposed = transpose(codes);
     Bytes planes[Planes];
 #pragma GCC unroll 4
     for (size_t i = 0; i < Planes; ++i) {
       planes[i] = look_ups_[i](Signed ? masked(transposed, (1 << kLookedUp) - 1) : transposed);
     }
-    if constexpr (Signed) planes[Planes - 1] = either(planes[Planes - 1], masked(shift_right<Bits - 8>(transposed), 0x80));
+    if constexpr (Signed) {
+      planes[Planes - 1] = either(planes[Planes - 1], masked(shift_right<Bits - 8>(transposed), 0x80));
+    }
     return interleave(planes);
   }
 
@@ -98,7 +100,7 @@ class GatheredFloats {
   }
   float unit() const { return 1; }
 
-  GRAPHOPT_UNCALLED Rows operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Rows operator()(const Bytes& codes) const {
     Rows rows;
 #pragma GCC unroll 4
     for (size_t i = 0; i < 4; ++i) rows.row[i] = gather(table_, codes, i);

@@ -67,7 +67,7 @@ constexpr size_t kMost = Weights::kSegment;
 
 // Puts the `count` words of a row where they belong, `AtOnce` of them side by side, those of `width` rows in turn.
 template <size_t AtOnce = 1>
-inline void place(const void* row, uint32_t* to, size_t count, size_t width) {
+inline void scatter(const void* row, uint32_t* to, size_t count, size_t width) {
   constexpr size_t kBytes = AtOnce * sizeof(uint32_t);
   if (width == 1) {
     __builtin_memcpy(to, row, count * sizeof(uint32_t));
@@ -98,7 +98,7 @@ inline void to_fours(const void* bytes, size_t count, uint32_t* fours) {
 }
 
 // One row of a panel, on its way to where the products read it.
-struct Row {
+struct PanelRow {
   const Weights* weights;
   const Rounded* rounded;
   const float* x;
@@ -119,13 +119,13 @@ struct Row {
     if (rounded->form == Words::kPairs) {
       uint32_t pairs[kMost / 2];
       to_pairs(integers, segment.units * 4, pairs);
-      place(pairs, words(segment, after), segment.units * 8, width);
+      scatter(pairs, words(segment, after), segment.units * 8, width);
     } else if (rounded->form == Words::kFours) {
       uint32_t fours[kMost / 2];
       to_fours(integers, segment.units * 4, fours);
-      place<2>(fours, words(segment, after), segment.units * 8, width);
+      scatter<2>(fours, words(segment, after), segment.units * 8, width);
     } else {
-      place(integers, words(segment, after), segment.units * 4, width);
+      scatter(integers, words(segment, after), segment.units * 4, width);
     }
     rounded->scales[at(segment) + after] = of_one * static_cast<float>(weights->table.step);
     rounded->sums[at(segment) + after] = static_cast<float>(sum);
@@ -139,7 +139,7 @@ inline float levels_of(const Rounded& rounded) {
   return static_cast<float>(rounded.kind == Activations::kInt16 ? rounded.levels * 128 : rounded.levels);
 }
 
-inline void round_to_integers(Row& row, const Segment& segment) {
+inline void round_to_integers(PanelRow& row, const Segment& segment) {
   const Weights& weights = *row.weights;
   const float levels = levels_of(*row.rounded);
   if (!row.rounded->whole_row && segment.begins_group) {
@@ -189,7 +189,7 @@ inline void round_to_integers(Row& row, const Segment& segment) {
   row.put_integers(segment, rest_words, 1, row.scale.scale, rest_sum);
 }
 
-inline void round_to_floats(const Row& row, const Segment& segment) {
+inline void round_to_floats(const PanelRow& row, const Segment& segment) {
   const size_t count = row.count(segment), all = segment.units * row.rounded->words_of_unit();
   const float* const from = row.x + segment.row;
   uint32_t words[kMost];
@@ -210,7 +210,7 @@ inline void round_to_floats(const Row& row, const Segment& segment) {
   } else {
     __builtin_memcpy(words, from, count * sizeof(float));
   }
-  place(words, row.words(segment), all, row.width);
+  scatter(words, row.words(segment), all, row.width);
   row.rounded->sums[row.at(segment)] = sum;
 }
 
@@ -229,19 +229,19 @@ void round_panel(const Weights& weights, const Rounded& rounded, const float* x,
   const size_t first = panel * rounded.panel, width = rounded.width(panel), all = rounded.rows();
   const size_t count = all - first < width ? all - first : width;
   const bool integers = rounded.kind == Activations::kInt16 || rounded.kind == Activations::kInt8;
-  Row rows[kMostRows];
-  size_t used = 0;
+  PanelRow rows[kMostRows];
+  size_t count_of_rows = 0;
   for (size_t row = 0; row < count; row += rounded.rows_of_one(), x += weights.rows) {
-    rows[used] = {&weights, &rounded, x, panel, width, row, {}};
+    rows[count_of_rows] = {&weights, &rounded, x, panel, width, row, {}};
     if (rounded.whole_row) {
-      rows[used].scale = scale_for(largest_magnitude(x, weights.rows), rounded.clip, levels_of(rounded));
+      rows[count_of_rows].scale = scale_for(largest_magnitude(x, weights.rows), rounded.clip, levels_of(rounded));
     }
-    ++used;
+    ++count_of_rows;
   }
   // segment by segment, so that what the rows of a panel share is written while it is near
   for_each_segment(weights, [&](const Segment& segment) {
     if (count < width) clear(rounded, segment, panel, width);
-    for (size_t i = 0; i < used; ++i) {
+    for (size_t i = 0; i < count_of_rows; ++i) {
       if (integers) {
         round_to_integers(rows[i], segment);
       } else {

@@ -1,4 +1,4 @@
-// Small M: a few rows of integers. Every code is read, looked up and multiplied at once, as fast as memory hands it over.
+// Small M: a few rows of integers. Every code is read, looked up and multiplied at once, as fast as memory gives it.
 #pragma once
 
 #include "matmul_table/cpu/epilogue.h"
@@ -11,7 +11,7 @@ namespace {
 constexpr size_t kAhead = 1536;
 
 template <size_t Bytes>
-GRAPHOPT_UNCALLED void prefetch_ahead(const uint8_t* unit) {
+GRAPHOPT_FORCE_INLINE void prefetch_ahead(const uint8_t* unit) {
 #pragma GCC unroll 4
   for (size_t at = 0; at < Bytes; at += kLine) __builtin_prefetch(unit + kAhead + at);
 }
@@ -29,8 +29,8 @@ inline Integers total_of(const Integers (&sums)[Count]) {
 
 // Adds the products of a unit to the sums of each row.
 template <int Bits, typename Operand, size_t Width, size_t kSums>
-GRAPHOPT_UNCALLED void multiply_unit(Integers (&sums)[Operand::kPlanes][Width][kSums], const Operand& operand,
-                                   const uint8_t* unit, const uint32_t* word) {
+GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[Operand::kPlanes][Width][kSums], const Operand& operand,
+                                         const uint8_t* unit, const uint32_t* word) {
   for_each_line([&](auto j) {
     constexpr size_t J = decltype(j)::value;
     const auto values = operand(codes_of_line<Bits, Operand::kExact, J>(unit));
@@ -55,21 +55,22 @@ void multiply_small_m(const Weights& weights, const Rounded& rounded, float* y, 
   const Operand operand(weights.table);
   const float inverse_step = static_cast<float>(1 / weights.table.step);
   const size_t rows = rounded.rows(), segments = weights.segments(), first_row = panel * rounded.panel;
-  const bool two = rounded.kind == Activations::kInt16, alone = rounded.panels() == 1;
+  const bool is_int16 = rounded.kind == Activations::kInt16, is_only_panel = rounded.panels() == 1;
   for (size_t tile = first_tile; tile < end_tile; ++tile) {
     const uint8_t* unit = weights.codes + tile * weights.tile_bytes();
     const uint32_t* word = rounded.words;
     Floats totals[Width] = {};
     for (size_t index = 0; index < segments; ++index) {
       const Segment segment = segment_at(weights, index);
-      const size_t of_rows = alone ? index * Width : index * rounded.padded + first_row;
-      if (!alone) word = rounded.words_of(segment.unit, segment.units, panel);
+      const size_t first_of_rows = is_only_panel ? index * Width : index * rounded.padded + first_row;
+      if (!is_only_panel) word = rounded.words_of(segment.unit, segment.units, panel);
       Integers sums[kPlanes][Width][kSums] = {};
 #pragma GCC unroll 8
       for (size_t row = 0; row < Width; ++row) {
 #pragma GCC unroll 2
         for (size_t plane = 0; plane < kPlanes; ++plane) {
-          if constexpr (!Operand::kFromZero) sums[plane][row][0] = all_lanes(rounded.starts[plane][of_rows + row]);
+          if constexpr (Operand::kFromZero) continue;
+          sums[plane][row][0] = all_lanes(rounded.starts[plane][first_of_rows + row]);
         }
       }
       for (size_t left = segment.units; left; --left, unit += kUnitBytes, word += kUnitLines * kWords * Width) {
@@ -85,17 +86,18 @@ void multiply_small_m(const Weights& weights, const Rounded& rounded, float* y, 
       for (size_t row = 0; row < Width; ++row) {
         Floats sum = to_floats(total_of<Operand>(sums[0][row]));
         if constexpr (kPlanes == 2) sum = to_floats(total_of<Operand>(sums[1][row])) * 256.0f + sum;
-        totals[row] = add_scaled(totals[row], sum, of, rounded.scales[of_rows + row], rounded.sums[of_rows + row]);
+        const size_t at = first_of_rows + row;
+        totals[row] = add_scaled(totals[row], sum, of, rounded.scales[at], rounded.sums[at]);
       }
     }
 #pragma GCC unroll 8
     for (size_t row = 0; row < Width; ++row) {
-      if (two) {
+      if (is_int16) {
         if (row % 2 || first_row + row >= rows) continue;
         const Floats both = totals[row] + totals[row + 1 < Width ? row + 1 : row];
-        finish(weights, both, tile, y + (first_row + row) / 2 * weights.columns);
+        store_row(weights, both, tile, y + (first_row + row) / 2 * weights.columns);
       } else if (first_row + row < rows) {
-        finish(weights, totals[row], tile, y + (first_row + row) * weights.columns);
+        store_row(weights, totals[row], tile, y + (first_row + row) * weights.columns);
       }
     }
   }

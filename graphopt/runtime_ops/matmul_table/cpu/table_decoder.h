@@ -18,9 +18,9 @@ class AsBfloat16s {
 
   explicit AsBfloat16s(const Table& table) : table_(table) {}
 
-  GRAPHOPT_UNCALLED const Bytes& operator()(const Bytes& codes) const { return codes; }
+  GRAPHOPT_FORCE_INLINE const Bytes& operator()(const Bytes& codes) const { return codes; }
 
-  GRAPHOPT_UNCALLED uint8_t* store(const Bytes& codes, uint8_t* to) const {
+  GRAPHOPT_FORCE_INLINE uint8_t* store(const Bytes& codes, uint8_t* to) const {
 #pragma GCC unroll 2
     for (size_t half = 0; half < 2; ++half, to += 2 * kLine) {
       store_line(to, values_of<Bits, 2>(table_.bfloat16s, codes, half));
@@ -41,7 +41,7 @@ class FloatsOfTable {
   explicit FloatsOfTable(const Table& table) : table_(table) {}
   float unit() const { return 1; }
 
-  GRAPHOPT_UNCALLED Rows operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Rows operator()(const Bytes& codes) const {
     Rows rows;
 #pragma GCC unroll 4
     for (size_t i = 0; i < 4; ++i) {

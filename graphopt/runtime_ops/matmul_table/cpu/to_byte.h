@@ -9,8 +9,8 @@
 namespace graphopt {
 namespace {
 
-// Codes become unsigned bytes by exclusive or where the table is that of an integer format, else by the table. `flip` is
-// exclusive-ored into each byte.
+// Codes become unsigned bytes by exclusive or where the table is that of an integer format, else by the table. `flip`
+// is exclusive-ored into each byte.
 template <int Bits, bool ByXor>
 class ToByte {
  public:
@@ -20,7 +20,7 @@ class ToByte {
     if constexpr (!ByXor) look_up_ = LookUp<Bits>(plane.table, flip);
   }
 
-  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Bytes operator()(const Bytes& codes) const {
     if constexpr (ByXor) {
       return by_parts<Bytes>([&](size_t i) { return codes.part[i] ^ (Bytes::Part{} + mask_); });
     } else {

@@ -14,7 +14,7 @@ constexpr size_t kUnitLines = 4;  // 256 codes: 16 rows of 16 columns
 
 // Shifts 16 bits at a time: bits move from one byte into the next, where they are masked off or never looked at.
 template <int By>
-GRAPHOPT_UNCALLED Bytes shift_right(const Bytes& bytes) {
+GRAPHOPT_FORCE_INLINE Bytes shift_right(const Bytes& bytes) {
   typedef uint16_t Pairs __attribute__((vector_size(kVectorBytes)));
   return by_parts<Bytes>([&](size_t i) {
     const Pairs pairs = reinterpret_cast<Pairs>(bytes.part[i]);
@@ -22,24 +22,24 @@ GRAPHOPT_UNCALLED Bytes shift_right(const Bytes& bytes) {
   });
 }
 
-GRAPHOPT_UNCALLED Bytes select(const Bytes& a, const Bytes& b, uint8_t from_a) {
+GRAPHOPT_FORCE_INLINE Bytes select(const Bytes& a, const Bytes& b, uint8_t from_a) {
   return by_parts<Bytes>([&](size_t i) {
     const Bytes::Part mask = Bytes::Part{} + from_a;
     return (a.part[i] & mask) | (b.part[i] & ~mask);
   });
 }
 
-GRAPHOPT_UNCALLED Bytes masked(const Bytes& a, uint8_t mask) {
+GRAPHOPT_FORCE_INLINE Bytes masked(const Bytes& a, uint8_t mask) {
   return by_parts<Bytes>([&](size_t i) { return a.part[i] & (Bytes::Part{} + mask); });
 }
 
-GRAPHOPT_UNCALLED Bytes either(const Bytes& a, const Bytes& b) {
+GRAPHOPT_FORCE_INLINE Bytes either(const Bytes& a, const Bytes& b) {
   return by_parts<Bytes>([&](size_t i) { return a.part[i] | b.part[i]; });
 }
 
 // The codes of a unit, line j holding those of 4 rows; with Exact the bits above the code are 0.
 template <int Bits, bool Exact, size_t J>
-GRAPHOPT_UNCALLED Bytes codes_of_line(const uint8_t* unit) {
+GRAPHOPT_FORCE_INLINE Bytes codes_of_line(const uint8_t* unit) {
   constexpr int in4 = Bits & 4, in2 = Bits & 2, in1 = Bits & 1;
   if constexpr (Bits == 8) return load_line<Bytes>(unit + J * kLine);
   Bytes codes = {};
@@ -62,7 +62,7 @@ GRAPHOPT_UNCALLED Bytes codes_of_line(const uint8_t* unit) {
 
 // Calls with_line(j) for each line of a unit, j known to the compiler.
 template <typename WithLine>
-GRAPHOPT_UNCALLED void for_each_line(const WithLine& with_line) {
+GRAPHOPT_FORCE_INLINE void for_each_line(const WithLine& with_line) {
   with_line(std::integral_constant<size_t, 0>());
   with_line(std::integral_constant<size_t, 1>());
   with_line(std::integral_constant<size_t, 2>());

@@ -6,7 +6,7 @@ namespace graphopt {
 namespace {
 
 // The bytes of a row side by side: they are [column][row], 4 by 4.
-GRAPHOPT_UNCALLED Bytes transpose(const Bytes& codes) {
+GRAPHOPT_FORCE_INLINE Bytes transpose(const Bytes& codes) {
   const __m256i order = _mm256_broadcastsi128_si256(
       _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   return by_parts<Bytes>([&](size_t part) {
@@ -16,7 +16,7 @@ GRAPHOPT_UNCALLED Bytes transpose(const Bytes& codes) {
 
 // Bytes of floats, the uppermost plane last, side by side. Two planes are the upper halves of the floats.
 template <size_t Planes>
-GRAPHOPT_UNCALLED Rows interleave(const Bytes (&planes)[Planes]) {
+GRAPHOPT_FORCE_INLINE Rows interleave(const Bytes (&planes)[Planes]) {
   Rows rows;
 #pragma GCC unroll 4
   for (size_t part = 0; part < kParts; ++part) {
@@ -38,7 +38,7 @@ GRAPHOPT_UNCALLED Rows interleave(const Bytes (&planes)[Planes]) {
 }
 
 // Row `row` of a line, each value from a table in memory.
-GRAPHOPT_UNCALLED Floats gather(const float* table, const Bytes& codes, size_t row) {
+GRAPHOPT_FORCE_INLINE Floats gather(const float* table, const Bytes& codes, size_t row) {
   return by_parts<Floats>([&](size_t part) __attribute__((always_inline)) {
     const __m256i code = _mm256_srli_epi32(reinterpret_cast<__m256i>(codes.part[part]), 8 * static_cast<int>(row));
     return _mm256_i32gather_ps(table, _mm256_and_si256(code, _mm256_set1_epi32(255)), sizeof(float));

@@ -19,14 +19,14 @@ inline bool is_minifloat(const Table& table, int bits) {
   return table.upper_factor <= 1 << 14;
 }
 
-
 // Whether the sums of a unit fit 16 bits, so that the registers hold those of a whole panel; see AsRuns. Formats of
-// fewer bits are rare, and those of more have larger bytes.
+// fewer bits are rare, and those of more have larger bytes. `AsMinifloats` has no sums for a whole panel.
 template <int Bits>
 constexpr bool kSumsRuns = Bits >= 3 && Bits <= 5;
 
 inline bool sums_runs(const Weights& weights) {
-  return weights.bits >= 3 && weights.bits <= 5 && !weights.table.wide && weights.table.most <= 32;
+  return weights.bits >= 3 && weights.bits <= 5 && !weights.table.wide && weights.table.most <= 32 &&
+         !is_minifloat(weights.table, weights.bits);
 }
 
 // What words hold of integers: where `sums_bytes` is false, products of bytes are summed up only where two fit 16 bits.

@@ -30,7 +30,7 @@ class LookUp {
     }
   }
 
-  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Bytes operator()(const Bytes& codes) const {
     if constexpr (Bits > 7) return in_call(codes);
     return bytes_of(codes);
   }
@@ -39,7 +39,7 @@ class LookUp {
   // What has very many steps is no part of loops that are unrolled.
   __attribute__((noinline)) Bytes in_call(const Bytes& codes) const { return bytes_of(codes); }
 
-  GRAPHOPT_UNCALLED Bytes bytes_of(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Bytes bytes_of(const Bytes& codes) const {
     return by_parts<Bytes>([&](size_t i) __attribute__((always_inline)) {
       const __m256i code = reinterpret_cast<__m256i>(codes.part[i]);
       __m256i bytes = in_half(code, rows_);
@@ -53,7 +53,7 @@ class LookUp {
 
   static constexpr int kRows = Bits > 4 ? 1 << (Bits - 4) : 1, kHalf = kRows < 8 ? kRows : 8;
 
-  static GRAPHOPT_UNCALLED __m256i in_half(__m256i code, const __m256i* rows) {
+  static GRAPHOPT_FORCE_INLINE __m256i in_half(__m256i code, const __m256i* rows) {
     __m256i bytes = _mm256_shuffle_epi8(rows[kHalf - 1], code);
 #pragma GCC unroll 8
     for (int i = 0; i < kHalf - 1; ++i) {

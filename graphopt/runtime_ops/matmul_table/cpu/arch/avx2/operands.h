@@ -27,7 +27,7 @@ class AsPairs {
   struct Values {
     Bytes even, odd;
   };
-  GRAPHOPT_UNCALLED Values operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Values operator()(const Bytes& codes) const {
     const Bytes looked_up = Signed ? masked(codes, (1 << kLookedUp) - 1) : codes, low = low_(looked_up);
     Bytes high = {};
     if constexpr (Wide) high = high_(looked_up);
@@ -48,15 +48,15 @@ class AsPairs {
     return values;
   }
 
-  static GRAPHOPT_UNCALLED uint8_t* store(const Values& values, uint8_t* to) {
+  static GRAPHOPT_FORCE_INLINE uint8_t* store(const Values& values, uint8_t* to) {
     store_line(to, values.even);
     store_line(to + 2 * kLine, values.odd);
     return to + 4 * kLine;
   }
 
   // `word` is the first word of the line, `width` words before the second.
-  static GRAPHOPT_UNCALLED Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word,
-                                           size_t width) {
+  static GRAPHOPT_FORCE_INLINE Integers multiply(size_t, const Integers& sum, const Values& values,
+                                                 const uint32_t* word, size_t width) {
     return dot_pairs(dot_pairs(sum, values.even, word[0]), values.odd, word[width]);
   }
 
@@ -65,12 +65,12 @@ class AsPairs {
   struct Nothing {};
 
   // a with the sign of b; 0 where b is 0, and so is the code then.
-  static GRAPHOPT_UNCALLED Pairs with_sign(Pairs a, Pairs b) {
+  static GRAPHOPT_FORCE_INLINE Pairs with_sign(Pairs a, Pairs b) {
     return reinterpret_cast<Pairs>(_mm256_sign_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
   }
 
   // The lower bytes of a, and the upper ones of b.
-  static GRAPHOPT_UNCALLED Pairs with_upper(Pairs a, Pairs b) {
+  static GRAPHOPT_FORCE_INLINE Pairs with_upper(Pairs a, Pairs b) {
     const __m256i upper = _mm256_set1_epi16(static_cast<int16_t>(0xff00));
     return reinterpret_cast<Pairs>(
         _mm256_blendv_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b), upper));
@@ -93,7 +93,8 @@ class AsFours {
       : low_(table.low.table, 0), high_(table.high.table, static_cast<uint8_t>(table.high.offset)) {}
 
   template <size_t Width>
-  GRAPHOPT_UNCALLED void multiply_unit(Integers (&sums)[1][Width][2], const uint8_t* unit, const uint32_t* word) const {
+  GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[1][Width][2], const uint8_t* unit,
+                                           const uint32_t* word) const {
     for_each_line([&](auto j) __attribute__((always_inline)) {
       constexpr size_t J = decltype(j)::value;
       const Bytes codes = codes_of_line<Bits, kExact, J>(unit), low = low_(codes), high = high_(codes);
@@ -117,7 +118,7 @@ class AsFours {
     });
   }
 
-  static GRAPHOPT_UNCALLED Integers total(const Integers (&sums)[2]) {
+  static GRAPHOPT_FORCE_INLINE Integers total(const Integers (&sums)[2]) {
     return by_parts<Integers>([&](size_t i) __attribute__((always_inline)) {
       return reinterpret_cast<Integers::Part>(_mm256_hadd_epi32(reinterpret_cast<__m256i>(sums[0].part[i]),
                                                                 reinterpret_cast<__m256i>(sums[1].part[i])));
@@ -131,8 +132,8 @@ class AsFours {
 // Formats of 5 or 6 bits whose uppermost bit is the sign, as magnitudes; the sign goes to x, whose number becomes 0
 // where the code is 0, and so is its value.
 //
-// `Wide`: the upper half of the magnitudes is multiplied apart from the lower one, less a factor that all of it has. What
-// is multiplied is so small that the products of a unit, or of two lines of it, are summed up in 16 bits.
+// `Wide`: the upper half of the magnitudes is multiplied apart from the lower one, less a factor that all of it has.
+// What is multiplied is so small that the products of a unit, or of two lines of it, are summed up in 16 bits.
 template <int Bits, bool Wide>
 class AsMinifloats {
   static constexpr int kMagnitudes = 1 << (Bits - 1), kHalf = kMagnitudes / 2;
@@ -155,7 +156,8 @@ class AsMinifloats {
   }
 
   template <size_t Width>
-  GRAPHOPT_UNCALLED void multiply_unit(Integers (&sums)[1][Width][1], const uint8_t* unit, const uint32_t* word) const {
+  GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[1][Width][1], const uint8_t* unit,
+                                           const uint32_t* word) const {
     __m256i of_lower[Width][kParts], of_upper[Width][kParts];
     for_each_line([&](auto j) __attribute__((always_inline)) {
       constexpr size_t J = decltype(j)::value;
@@ -191,12 +193,12 @@ class AsMinifloats {
 
  private:
   template <bool First>
-  static GRAPHOPT_UNCALLED void add(__m256i& run, __m256i products) {
+  static GRAPHOPT_FORCE_INLINE void add(__m256i& run, __m256i products) {
     run = First ? products : _mm256_add_epi16(run, products);
     asm("" : "+x"(run));  // see settle
   }
 
-  static GRAPHOPT_UNCALLED void add_run(Integers::Part& sum, __m256i run, __m256i factor) {
+  static GRAPHOPT_FORCE_INLINE void add_run(Integers::Part& sum, __m256i run, __m256i factor) {
     sum += reinterpret_cast<Integers::Part>(_mm256_madd_epi16(run, factor));
     asm("" : "+x"(sum));
   }
@@ -213,7 +215,8 @@ class AsRuns : public Operand {
   static constexpr bool kMultipliesUnits = true, kHasPanels = true;
 
   template <size_t Width>
-  GRAPHOPT_UNCALLED void multiply_unit(Integers (&sums)[1][Width][1], const uint8_t* unit, const uint32_t* word) const {
+  GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[1][Width][1], const uint8_t* unit,
+                                           const uint32_t* word) const {
     __m256i runs[Width][2];  // not lines: the compiler would copy them through memory
     for_each_line([&](auto j) __attribute__((always_inline)) {
       constexpr size_t J = decltype(j)::value;
@@ -253,7 +256,8 @@ void choose_operand(const Weights& weights, Words form, const WithOperand& with_
     if (weights.table.wide) return with_operand(static_cast<const AsPairs<Bits, true, false>*>(nullptr));
     // integers of fewer bits are small enough for products of bytes
     if constexpr (Bits == 8) {
-      if (kXorIsFaster<Bits> && weights.table.by_xor) return with_operand(static_cast<const AsPairs<Bits, false, true>*>(nullptr));
+      const auto* const by_xor = static_cast<const AsPairs<Bits, false, true>*>(nullptr);
+      if (kXorIsFaster<Bits> && weights.table.by_xor) return with_operand(by_xor);
     }
     return with_operand(static_cast<const AsPairs<Bits, false, false>*>(nullptr));
   }

@@ -8,7 +8,7 @@ namespace {
 struct Int16 : ByLines<Int16> {
   static constexpr size_t kLines = 8;
   using Sum = Integers;
-  static GRAPHOPT_UNCALLED Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
+  static GRAPHOPT_FORCE_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     return dot_pairs(sum, line, word);
   }
 };
@@ -19,7 +19,8 @@ struct Int8Runs {
   using Sum = Integers;
 
   template <size_t Width, size_t kSides>
-  static GRAPHOPT_UNCALLED void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word, size_t units) {
+  static GRAPHOPT_FORCE_INLINE void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
+                                             size_t units) {
     for (size_t left = units; left; --left) {
       Line<int16_t> runs[Width][kSides];
 #pragma GCC unroll 4

@@ -7,7 +7,7 @@ namespace {
 
 // Sets bit `At` of each byte of line J where the plane of one bit has a 1; the bit was 0.
 template <int At, size_t J>
-GRAPHOPT_UNCALLED Bytes with_single_bit(const Bytes& line, const uint8_t* plane) {
+GRAPHOPT_FORCE_INLINE Bytes with_single_bit(const Bytes& line, const uint8_t* plane) {
   const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(plane)));
   const __m512i lower = _mm512_set1_epi8(1 << 2 * J), upper = _mm512_set1_epi8(static_cast<char>(2 << 2 * J));
   const __mmask64 set = _mm512_test_epi8_mask(twice, _mm512_mask_blend_epi8(~uint64_t{0} << 32, lower, upper));

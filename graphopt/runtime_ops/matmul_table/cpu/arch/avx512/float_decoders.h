@@ -9,7 +9,7 @@ namespace {
 //
 // Line `part` of the result holds rows part * 4 / Size .. of 4 / Size rows each.
 template <int Bits, size_t Size>
-GRAPHOPT_UNCALLED Bytes values_of(const uint8_t (*tables)[256], const Bytes& codes, size_t part) {
+GRAPHOPT_FORCE_INLINE Bytes values_of(const uint8_t (*tables)[256], const Bytes& codes, size_t part) {
   constexpr size_t kRows = 4 / Size;
   uint8_t pattern[16];
   for (size_t i = 0; i < 16; ++i) pattern[i] = static_cast<uint8_t>(i / 4 * 4 + part * kRows + i % 4 / Size);

@@ -18,7 +18,7 @@ class LookUp {
   LookUp() = default;
   explicit LookUp(const uint8_t* table, uint8_t /* 0: products take unsigned bytes */) : table_(table) {}
 
-  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Bytes operator()(const Bytes& codes) const {
     const __m512i index = reinterpret_cast<__m512i>(codes.part[0]);
     const auto row = [&](size_t i) { return _mm512_loadu_si512(table_ + i * kLine); };
     __m512i bytes;

@@ -7,7 +7,7 @@
 namespace graphopt {
 namespace {
 
-// Calls with_operand(type) where `type` is a pointer to the operand of these weights where codes are looked up as they are
+// Calls with_operand(type) with a pointer to the operand of these weights where codes are looked up as they are
 // multiplied.
 template <int Bits, typename WithOperand>
 void choose_operand_of_small_m(const Weights& weights, Words, const WithOperand& with_operand) {

@@ -11,7 +11,8 @@ struct Int8Matrices {
   using Sum = Integers;
 
   template <size_t Width, size_t kSides>
-  static GRAPHOPT_UNCALLED void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word, size_t units) {
+  static GRAPHOPT_FORCE_INLINE void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
+                                             size_t units) {
     if constexpr (Width == 1) return multiply_lines<Int8<false>, 1, kSides>(sums, line, word, units);
     constexpr size_t kTwos = Width / 2;
     int32x4_t products[Width][kSides][kParts] = {};  // of rows 2 i and 2 i + 1: even parts of columns, then odd ones

@@ -6,7 +6,7 @@ namespace graphopt {
 namespace {
 
 // The bytes of a row side by side: they are [column][row], 4 by 4.
-GRAPHOPT_UNCALLED Bytes transpose(const Bytes& codes) {
+GRAPHOPT_FORCE_INLINE Bytes transpose(const Bytes& codes) {
   const uint8x16_t order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
   return by_parts<Bytes>([&](size_t part) {
     return reinterpret_cast<Bytes::Part>(vqtbl1q_u8(reinterpret_cast<uint8x16_t>(codes.part[part]), order));
@@ -15,7 +15,7 @@ GRAPHOPT_UNCALLED Bytes transpose(const Bytes& codes) {
 
 // Bytes of floats, the uppermost plane last, side by side. Two planes are the upper halves of the floats.
 template <size_t Planes>
-GRAPHOPT_UNCALLED Rows interleave(const Bytes (&planes)[Planes]) {
+GRAPHOPT_FORCE_INLINE Rows interleave(const Bytes (&planes)[Planes]) {
   Rows rows;
 #pragma GCC unroll 4
   for (size_t part = 0; part < kParts; ++part) {
@@ -37,7 +37,7 @@ GRAPHOPT_UNCALLED Rows interleave(const Bytes (&planes)[Planes]) {
 }
 
 // Row `row` of a line, each value from a table in memory.
-GRAPHOPT_UNCALLED Floats gather(const float* table, const Bytes& codes, size_t row) {
+GRAPHOPT_FORCE_INLINE Floats gather(const float* table, const Bytes& codes, size_t row) {
   return by_parts<Floats>([&](size_t part) __attribute__((always_inline)) {
     Floats::Part floats;
     for (size_t lane = 0; lane < 4; ++lane) floats[lane] = table[codes.part[part][4 * lane + row]];

@@ -22,7 +22,7 @@ class LookUp {
     for (size_t i = 0; i < kRows; ++i) rows_[i] = veorq_u8(vld1q_u8(table + 16 * i), vdupq_n_u8(flip));
   }
 
-  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Bytes operator()(const Bytes& codes) const {
     return by_parts<Bytes>([&](size_t i) __attribute__((always_inline)) {
       const uint8x16_t code = reinterpret_cast<uint8x16_t>(codes.part[i]);
       uint8x16_t bytes;
@@ -45,7 +45,7 @@ class LookUp {
  private:
   static constexpr size_t kRows = Bits > 4 ? 1 << (Bits - 4) : 1;
 
-  GRAPHOPT_UNCALLED uint8x16x4_t four(size_t row) const {
+  GRAPHOPT_FORCE_INLINE uint8x16x4_t four(size_t row) const {
     return {{rows_[row], rows_[row + 1], rows_[row + 2], rows_[row + 3]}};
   }
 

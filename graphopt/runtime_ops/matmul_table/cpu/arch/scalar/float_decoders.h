@@ -9,7 +9,7 @@ namespace {
 //
 // Line `part` of the result holds rows part * 4 / Size .. of 4 / Size rows each.
 template <int Bits, size_t Size>
-GRAPHOPT_UNCALLED Bytes values_of(const uint8_t (*tables)[256], const Bytes& codes, size_t part) {
+GRAPHOPT_FORCE_INLINE Bytes values_of(const uint8_t (*tables)[256], const Bytes& codes, size_t part) {
   constexpr size_t kRows = 4 / Size;
   uint8_t from[kLine], to[kLine];
   store_line(from, codes);

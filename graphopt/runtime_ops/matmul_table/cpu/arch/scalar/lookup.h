@@ -18,7 +18,7 @@ class LookUp {
   LookUp() = default;
   explicit LookUp(const uint8_t* table, uint8_t /* 0: products take unsigned bytes */) : table_(table) {}
 
-  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
+  GRAPHOPT_FORCE_INLINE Bytes operator()(const Bytes& codes) const {
     uint8_t bytes[kLine];
     store_line(bytes, codes);
     for (size_t i = 0; i < kLine; ++i) bytes[i] = table_[bytes[i]];
