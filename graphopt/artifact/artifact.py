@@ -53,7 +53,7 @@ COMPANIONS = (
 draft behind, unless it has the step ``expose_hidden``."""
 
 NO_GENAI_CONFIG = Rule("artifact.no-genai-config", f"no {GENAI_CONFIG}: {{why}}")
-REFUSED = Rule("artifact.interface-refused", "{error}")
+INTERFACE_REFUSED = Rule("artifact.interface-refused", "{error}")
 
 
 @dataclass
@@ -114,7 +114,7 @@ def write(
     overwrite: bool = False,
     on_tensor: Callable[[int, int], None] | None = None,
     executor: Executor | None = None,
-    within: Path | None = None,
+    parent: Path | None = None,
     examine: Callable[[Path], Check | None] | None = None,
     weights: bool = True,
     part_size: int | None = None,
@@ -127,7 +127,7 @@ def write(
         overwrite: whether an artifact that is already there may be replaced.
         on_tensor: called with (tensors written, tensors in all).
         executor: what evaluates weights; ``None`` for this process.
-        within: where the temporary folder lies; beside ``output`` by default, or where this is on another disk.
+        parent: where the temporary folder lies; beside ``output`` by default, or where this is on another disk.
         examine: called with the complete folder before it takes its name; the check that it returns is written down,
             and an error that it raises leaves nothing behind.
         weights: whether to write the weights; without them the artifact holds the graph, and cannot be opened.
@@ -137,17 +137,17 @@ def write(
         InputError: ``output`` exists and ``overwrite`` is false, it is not an artifact that may be replaced, or the
             disk is too small.
     """
-    with new_folder(Path(output), overwrite=overwrite, within=within) as folder:
-        how: dict[str, Any] = {"executor": executor, "on_tensor": on_tensor, "part_size": part_size}
-        save_model(artifact.model, folder / MODEL, DATA, weights=weights, **how)
+    with new_folder(Path(output), overwrite=overwrite, parent=parent) as folder:
+        options: dict[str, Any] = {"executor": executor, "on_tensor": on_tensor, "part_size": part_size}
+        save_model(artifact.model, folder / MODEL, DATA, weights=weights, **options)
         with writing(folder):
             notes = write_companions(artifact, folder)
             files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}
             manifest = artifact.manifest.model_copy(update={"files": files, "notes": notes})
             _write_manifest(manifest, folder)
-        found = None if examine is None else examine(folder)
-        if found is not None:
-            manifest = manifest.model_copy(update={"checks": [*manifest.checks, found]})
+        check = None if examine is None else examine(folder)
+        if check is not None:
+            manifest = manifest.model_copy(update={"checks": [*manifest.checks, check]})
             with writing(folder):
                 _write_manifest(manifest, folder)
     return manifest
@@ -155,13 +155,13 @@ def write(
 
 def read_weights_from(model: ir.Model, output: Path) -> None:
     """Let the weights of a model be read from the artifact that it was written to, not from what they were made of."""
-    for graph, written in zip(model.graphs(), load(output / MODEL).graphs(), strict=True):
+    for graph, written_graph in zip(model.graphs(), load(output / MODEL).graphs(), strict=True):
         for name, value in graph.initializers.items():
-            value.const_value = written.initializers[name].const_value
+            value.const_value = written_graph.initializers[name].const_value
 
 
 @contextlib.contextmanager
-def new_folder(output: Path, *, overwrite: bool = False, within: Path | None = None) -> Iterator[Path]:
+def new_folder(output: Path, *, overwrite: bool = False, parent: Path | None = None) -> Iterator[Path]:
     """Give a temporary folder that takes the name ``output`` when the block ends well, and vanishes when it does not.
 
     Raises:
@@ -171,14 +171,16 @@ def new_folder(output: Path, *, overwrite: bool = False, within: Path | None = N
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
     # A folder can be renamed on its own disk only.
-    near = within if within is not None and within.stat().st_dev == output.parent.stat().st_dev else output.parent
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=near) as temporary:
-        made = Path(temporary) / "new"
-        made.mkdir()
-        yield made
+    parent_on_disk = (
+        parent if parent is not None and parent.stat().st_dev == output.parent.stat().st_dev else output.parent
+    )
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=parent_on_disk) as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        yield new
         if output.exists():
             output.rename(Path(temporary) / "old")
-        made.rename(output)
+        new.rename(output)
 
 
 def check_output(output: Path, *, overwrite: bool = False) -> None:
@@ -200,9 +202,9 @@ def origin_of(artifact: Artifact) -> str:
 
     That of an artifact that nothing was done to is of its files by the manifest, that of a plain file of its weights.
     """
-    known = artifact.model.metadata_props.get(ORIGIN)
-    if known is not None:
-        return known
+    origin = artifact.model.metadata_props.get(ORIGIN)
+    if origin is not None:
+        return origin
     records = artifact.manifest.files
     digest = hashlib.sha256()
     for name in sorted(name for name in records if name == MODEL or is_data(name)):
@@ -227,11 +229,13 @@ def check_sizes(folder: Path, manifest: Manifest, names: Collection[str]) -> Non
         InputError: a file is missing, or has another size.
     """
     for name in sorted(manifest.files.keys() & names):
-        file, listed = folder / name, manifest.files[name].bytes
+        file, expected_size = folder / name, manifest.files[name].bytes
         size = file.stat().st_size if file.is_file() else None
-        if size != listed:
-            what = "is missing" if size is None else f"has {size} bytes where its manifest says {listed}: cut off?"
-            raise InputError(f"a file of the artifact {what}", file=file, remedy="copy or make the artifact again")
+        if size != expected_size:
+            fault = (
+                "is missing" if size is None else f"has {size} bytes where its manifest says {expected_size}: cut off?"
+            )
+            raise InputError(f"a file of the artifact {fault}", file=file, remedy="copy or make the artifact again")
 
 
 def verify_files(folder: Path) -> None:
@@ -249,9 +253,11 @@ def verify_files(folder: Path) -> None:
                 file=folder / name,
                 remedy="it was changed or damaged; make the artifact again",
             )
-    more = sorted({path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST})
-    if more:
-        raise InputError("its manifest does not list this file", file=folder / more[0], remedy="move it out of there")
+    unlisted_files = sorted({path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST})
+    if unlisted_files:
+        raise InputError(
+            "its manifest does not list this file", file=folder / unlisted_files[0], remedy="move it out of there"
+        )
 
 
 def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
@@ -272,7 +278,7 @@ def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
             pool=json.loads(artifact.model.metadata_props.get(POOL, "null")),
         )
     except InputError as error:
-        config = REFUSED(error=error.what)
+        config = INTERFACE_REFUSED(error=error.what)
     notes = [note for note in artifact.manifest.notes if note.code != NO_GENAI_CONFIG.code]
     if isinstance(config, Fact):
         return [*notes, NO_GENAI_CONFIG(why=config)]

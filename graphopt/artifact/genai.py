@@ -30,7 +30,7 @@ GENAI_CONFIG = "genai_config.json"
 MOST_REQUESTS, MOST_TOKENS = 16, 512
 """Requests that an engine runs at once, and tokens that it feeds in one call: a long prompt takes several."""
 
-PAGED = Rule(
+CACHES_IN_PAGES = Rule(
     "genai.caches-in-pages",
     "its caches lie in pages that the caller allocates; --set lower.caches=growing leaves them as they are for ort-cpu",
 )
@@ -70,19 +70,19 @@ def genai_config(
     caches = [name for name in interface.past if (port := past_port(name)) is not None and port.part in GROWING]
     shapes = {interface.inputs[name].shape[sizes] for name in caches}
     layers = len(interface.past) // max(1, len(parts))
-    numbered = {CachePort(layer, part).past for layer in range(layers) for part in parts}
+    numbered_names = {CachePort(layer, part).past for layer in range(layers) for part in parts}
     names = {part: genai_pattern(part) for part in parts}
     if interface.has_pages:
-        return PAGED()
+        return CACHES_IN_PAGES()
     if ATTENTION_MASK not in interface.inputs and not interface.has_shared_pool:
         return NO_MASK()
-    if len(shapes) != 1 or set(interface.past) != numbered:
+    if len(shapes) != 1 or set(interface.past) != numbered_names:
         return UNEVEN(layers=layers)
     if max_positions is None or not eos_token_ids or interface.vocabulary is None:
         return UNKNOWN()
     ((heads, size),) = shapes
-    fed = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
-    inputs = {name: name for name in fed if name in interface.inputs}
+    input_names = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
+    inputs = {name: name for name in input_names if name in interface.inputs}
     inputs |= {f"past_{part}_names": pattern[0] for part, pattern in names.items()}
     outputs = {LOGITS: LOGITS} | {f"present_{part}_names": pattern[1] for part, pattern in names.items()}
     decoder = {

@@ -54,8 +54,8 @@ class ModelFacts(BaseModel):
 
 def with_positions(facts: ModelFacts, metadata: Mapping[str, str]) -> ModelFacts:
     """Return ``facts`` with the positions that the metadata of the graph states, where a pass changed them."""
-    stated = metadata.get(MAX_POSITIONS)
-    return facts if stated is None else facts.model_copy(update={"max_positions": int(stated)})
+    positions = metadata.get(MAX_POSITIONS)
+    return facts if positions is None else facts.model_copy(update={"max_positions": int(positions)})
 
 
 def facts_of(folder: Path, task: str) -> ModelFacts:
@@ -106,20 +106,22 @@ def pooling_of(file: Path) -> list[Pooling]:
         InputError: the file asks for a pooling that is not known.
     """
     config = json_object(file)
-    asked = config.get("pooling_mode")
-    named = [asked] if isinstance(asked, str) else asked if isinstance(asked, list) else None
-    if named is None:
+    mode = config.get("pooling_mode")
+    names = [mode] if isinstance(mode, str) else mode if isinstance(mode, list) else None
+    if names is None:
         # As older versions write it: one switch for each.
-        on = [key.removeprefix("pooling_mode_") for key, value in config.items() if value is True and "_mode_" in key]
-        named = [_SWITCHES.get(key, key) for key in on]
-    known = [mode for mode in get_args(Pooling) if mode in named]
-    if len(known) != len(named):
+        switches = [
+            key.removeprefix("pooling_mode_") for key, value in config.items() if value is True and "_mode_" in key
+        ]
+        names = [_SWITCHES.get(key, key) for key in switches]
+    modes = [mode for mode in get_args(Pooling) if mode in names]
+    if len(modes) != len(names):
         raise InputError(
-            f"the pooling {', '.join(sorted(set(named) - set(known)))} is not known",
+            f"the pooling {', '.join(sorted(set(names) - set(modes)))} is not known",
             file=file,
             remedy=f"known are {', '.join(get_args(Pooling))}",
         )
-    return known
+    return modes
 
 
 def json_object(file: Path) -> dict[str, Any]:

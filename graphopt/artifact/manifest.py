@@ -66,8 +66,8 @@ class Precision(BaseModel):
 
     def count(self, operator: str, activations: str | None = None) -> int:
         """Return how many products an operator computes, all or those that round their inputs to ``activations``."""
-        found = [each for each in self.products if each.operator == operator]
-        return sum(each.count for each in found if activations in (None, each.activations))
+        counts = [product for product in self.products if product.operator == operator]
+        return sum(product.count for product in counts if activations in (None, product.activations))
 
 
 class FileRecord(BaseModel):
@@ -130,11 +130,11 @@ class Manifest(BaseModel):
         Raises:
             LookupError: there is none; names those that there are.
         """
-        found = [check for check in self.checks if check.name == name and after in (None, check.after)]
-        if not found:
-            there = ", ".join(f"{check.name} after {check.after}" for check in self.checks) or "none"
-            raise LookupError(f"no check {name}{f' after {after}' if after else ''} was made; there are: {there}")
-        return found[-1]
+        checks = [check for check in self.checks if check.name == name and after in (None, check.after)]
+        if not checks:
+            names = ", ".join(f"{check.name} after {check.after}" for check in self.checks) or "none"
+            raise LookupError(f"no check {name}{f' after {after}' if after else ''} was made; there are: {names}")
+        return checks[-1]
 
 
 def read_manifest(folder: Path) -> Manifest:

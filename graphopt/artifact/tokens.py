@@ -48,14 +48,14 @@ def tokenizer_among(companions: Mapping[str, Path]) -> Tokenizer:
         InputError: there is none.
     """
     file = companions.get(TOKENIZER)
-    found = None if file is None else read_tokenizer(file)
-    if found is None:
+    tokenizer = None if file is None else read_tokenizer(file)
+    if tokenizer is None:
         raise InputError(
             f"the model has no {TOKENIZER}",
             remedy="put the one that it was trained with beside it; to quantize without text, take a recipe that "
             "rounds to nearest, such as int4-rtn",
         )
-    return found
+    return tokenizer
 
 
 def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def windows_of_files(tokenizer: Tokenizer, files: Mapping[str, str], window: int
         windows: how many, at most.
     """
     first, names = beginning_of(tokenizer), sorted(files)
-    found: list[IntArray] = []
+    token_windows: list[IntArray] = []
     # Each window is taken from the first file that is long enough, from an even place in the list on.
     for number in range(windows):
         begin = number * len(names) // windows
@@ -136,6 +136,6 @@ def windows_of_files(tokenizer: Tokenizer, files: Mapping[str, str], window: int
             start = text.find("\n", len(text) // 2 * (number % 8) // 8) + 1
             ids = tokenizer.encode(text[start : start + 16 * window], add_special_tokens=False).ids
             if len(ids) >= window - len(first):
-                found.append(np.array([*first, *ids[: window - len(first)]], np.int64))
+                token_windows.append(np.array([*first, *ids[: window - len(first)]], np.int64))
                 break
-    return found
+    return token_windows

@@ -31,7 +31,7 @@ from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quantization.statistics import Calibration
 from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
-from graphopt.verification.equivalence import Verifier, context_of
+from graphopt.verification.equivalence import Verifier, context_tokens_of
 from graphopt.verification.kernels import KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.verification.steps import Checks, PassRun, run_passes
 
@@ -77,7 +77,7 @@ class Compilation:
 
     Attributes:
         source: the model as it came in.
-        requested: the recipe for ``target``, before it was fitted.
+        recipe_for_target: the recipe for ``target``, before it was fitted.
         recipe: the recipe that is applied.
         passes: its passes.
         model: the graph that the passes rewrite, a copy of that of ``source``.
@@ -109,10 +109,10 @@ class Compilation:
         self._file = None if isinstance(source, Artifact) else source
         self._executor, self._may_run, self._on_stage = executor, run, on_stage
         if isinstance(recipe, Mapping):
-            self.requested = self.recipe = _recorded_recipe(recipe)
+            self.recipe_for_target = self.recipe = _recorded_recipe(recipe)
         else:
-            self.requested = load_recipe(recipe) if target is None else load_recipe(recipe).lowered(target)
-            self.recipe = self.requested.fitting(self.source.model.graph).on_this_machine()
+            self.recipe_for_target = load_recipe(recipe) if target is None else load_recipe(recipe).lowered(target)
+            self.recipe = self.recipe_for_target.fitting(self.source.model.graph).on_this_machine()
         self.passes = self.recipe.passes()
         self._refuse_caches()
         self.model, self.origin = self.source.model.clone(), artifacts.origin_of(self.source)
@@ -200,7 +200,7 @@ class Compilation:
             self._entries,
             run=self._may_run if run is None else run,
             native=native,
-            context=context_of(self.passes, self.context.max_positions),
+            context=context_tokens_of(self.passes, self.context.max_positions),
             evaluator=self.evaluator,
         )
 
@@ -238,7 +238,7 @@ class Compilation:
 
     def settle(self) -> None:
         """Evaluate the weights of the model into the work folder."""
-        self.evaluator.settle(self.model, lambda done, of: self._on_stage("evaluating weights", done, of))
+        self.evaluator.settle(self.model, lambda count, total: self._on_stage("evaluating weights", count, total))
 
     def has_kernels(self) -> bool:
         """Return whether the model has quantized products, or nodes of graphopt's operators."""

@@ -12,7 +12,7 @@ from graphopt.passes.recipe import Recipe, imports_of
 from graphopt.util.progress import Progress, silent
 
 
-def imported(source: Artifact, on_stage: Progress = silent) -> Artifact:
+def import_artifact(source: Artifact, on_stage: Progress = silent) -> Artifact:
     """Return ``source`` behind the passes of the phase ``importing`` that its graph needs; itself where it needs none.
 
     Raises:
@@ -29,5 +29,5 @@ def imported(source: Artifact, on_stage: Progress = silent) -> Artifact:
         checks = compilation.apply_checked(compilation.of_phases("importing"), verifier, on_stage)
     del compilation.model.metadata_props[ORIGIN]  # the origin of a model is what was imported
     manifest = source.manifest
-    passed = {"passes": [*manifest.passes, *compilation.reports], "checks": [*manifest.checks, *checks]}
-    return Artifact(compilation.model, manifest.model_copy(update=passed), source.companions)
+    additions = {"passes": [*manifest.passes, *compilation.reports], "checks": [*manifest.checks, *checks]}
+    return Artifact(compilation.model, manifest.model_copy(update=additions), source.companions)

@@ -100,17 +100,17 @@ def _pair(before: Path, after: Path, on_stage: Progress) -> Iterator[Pair]:
         InputError: there is no recipe, or one of the steps cannot be run.
     """
     on_stage("running the exact steps of the recipe again")
-    made = artifacts.read(after)
-    if made.manifest.recipe is None:
+    artifact = artifacts.read(after)
+    if artifact.manifest.recipe is None:
         raise InputError(
             "there is no recipe in its manifest, so its losses cannot be located",
             file=after,
             remedy="give first what it was made from, then the folder that `graphopt optimize` wrote",
         )
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        compilation = Compilation(before, made.manifest.recipe, work=Path(folder), on_stage=on_stage)
+        compilation = Compilation(before, artifact.manifest.recipe, work=Path(folder), on_stage=on_stage)
         compilation.apply_unchecked([step for step in compilation.passes if step.effect == "exact"])
-        yield Pair(compilation.source, made, compilation.model, compilation.recipe, Path(folder))
+        yield Pair(compilation.source, artifact, compilation.model, compilation.recipe, Path(folder))
 
 
 def _windows(pair: Pair, texts: Sequence[str] | None, tokens: int, window: int) -> list[IntArray]:

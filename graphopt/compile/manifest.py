@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 def manifest_of(
     source: Artifact,
-    made: ir.Model,
+    model: ir.Model,
     recipe: Recipe,
     reports: Sequence[PassReport],
     checks: Sequence[Check],
     kernels: KernelReport | None,
 ) -> Manifest:
-    """Return the manifest of ``made``, but for its files, which are known when they are written.
+    """Return the manifest of ``model``, but for its files, which are known when they are written.
 
     Args:
         source: what it was made from.
-        made: the model.
+        model: the model.
         recipe: what was applied.
         reports: what each pass of the recipe did.
         checks: what was proved or measured after them.
@@ -42,13 +42,13 @@ def manifest_of(
     return Manifest(
         source=before.source,
         task=before.task,
-        model=with_positions(before.model, made.metadata_props),
-        notes=[note for note in before.notes if note.code not in OF_GRAPH] + notes_of(made),
+        model=with_positions(before.model, model.metadata_props),
+        notes=[note for note in before.notes if note.code not in OF_GRAPH] + notes_of(model),
         recipe=recipe.model_dump(mode="json"),
         passes=[*before.passes, *reports],
         checks=[*before.checks, *checks],
-        weights=weight_totals(made),
-        precision=precision_of(made, kernels, recipe),
-        session=recipe.session_entries() if quantized_products(made.graph) else {},
+        weights=weight_totals(model),
+        precision=precision_of(model, kernels, recipe),
+        session=recipe.session_entries() if quantized_products(model.graph) else {},
         versions=before.versions | installed_versions(),
     )

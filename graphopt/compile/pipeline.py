@@ -96,10 +96,10 @@ def optimize(
         InputError: the model, the recipe or the output cannot be used.
         VerificationError: a check failed, the result is broken or does not meet ``require``; nothing was written.
     """
-    required = None if require is None else Requirement.parse(require)
-    chosen = chosen_recipe(load_recipe(recipe), None, last_logits, float16)
+    requirement = None if require is None else Requirement.parse(require)
+    extended_recipe = chosen_recipe(load_recipe(recipe), None, last_logits, float16)
     if output is None:
-        _refuse_without_output(work, required)
+        _refuse_without_output(work, requirement)
         temporary = tempfile.TemporaryDirectory(prefix="graphopt-")
         with workers(jobs) as executor:
             begin = functools.partial(
@@ -111,12 +111,12 @@ def optimize(
                 executor=executor,
                 on_stage=on_stage,
             )
-            made = compile_fusible(begin, chosen, target, on_stage)
-        made.keep = temporary
-        return made
+            result = compile_fusible(begin, extended_recipe, target, on_stage)
+        result.keep = temporary
+        return result
     output = Path(output)
     artifacts.check_output(output, overwrite=overwrite)
-    held_out = HeldOut(model, chosen, quality_tokens if run else 0, on_stage)
+    held_out = HeldOut(model, extended_recipe, quality_tokens if run else 0, on_stage)
     with (
         work_folder(output, None if work is None else Path(work)) as folder,
         workers(jobs) as executor,
@@ -125,26 +125,26 @@ def optimize(
         begin = functools.partial(
             Compilation, model, work=folder, run=run, statistics=statistics, executor=executor, on_stage=on_stage
         )
-        made = compile_fusible(begin, chosen, target, on_stage)
+        result = compile_fusible(begin, extended_recipe, target, on_stage)
 
-        def examine(written: Path) -> Check | None:
-            check = held_out.judge(made, written, reference)
+        def examine(new_folder: Path) -> Check | None:
+            check = held_out.judge(result, new_folder, reference)
             if check is not None:
-                confirm(check, required, force=force)
+                confirm(check, requirement, force=force)
             return check
 
-        made.manifest = artifacts.write(
-            made,
+        result.manifest = artifacts.write(
+            result,
             output,
             overwrite=overwrite,
-            on_tensor=lambda done, of: on_stage("writing", done, of),
+            on_tensor=lambda count, total: on_stage("writing", count, total),
             executor=executor,
-            within=new_in(folder),
+            parent=new_in(folder),
             examine=examine,
             part_size=part_size,
         )
-        artifacts.read_weights_from(made.model, output)
-    return made
+        artifacts.read_weights_from(result.model, output)
+    return result
 
 
 def compile_fusible(
@@ -215,12 +215,14 @@ def compile_model(compilation: Compilation, on_stage: Progress = silent) -> Arti
     return compilation.artifact(recipe, checks, kernels)
 
 
-def _refuse_without_output(work: str | Path | None, required: Requirement | None) -> None:
+def _refuse_without_output(work: str | Path | None, requirement: Requirement | None) -> None:
     """Refuse what only an artifact that is written can have."""
     if work is not None:
         raise InputError("a work folder is for an artifact that is written", file=work, remedy="name an output too")
-    if required is not None:
-        raise InputError(f"--require {required.text} is for an artifact that is written", remedy="name an output too")
+    if requirement is not None:
+        raise InputError(
+            f"--require {requirement.text} is for an artifact that is written", remedy="name an output too"
+        )
 
 
 class HeldOut:

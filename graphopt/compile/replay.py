@@ -36,7 +36,7 @@ SAME_AGAIN = Rule(
     "other field of the model, the manifest, every file beside them, and nothing else",
     rounded="; {rounded} tensors differ by rounding, which the certificate covers",
 )
-RECORDED = Rule(
+NOT_COMPARED = Rule(
     "replay.recorded",
     "of the manifest these are not compared: the figures of checks that ran the model, the name and the description of "
     "the recipe, {fields}",
@@ -116,7 +116,7 @@ class Replay:
             _confirm_hashes(artifact)
         self._total = len(self._compilation.passes) + 1
         earlier, reports = len(self._before.manifest.passes), self._after.manifest.passes
-        self._changed = [report for report in reports[earlier:] if report.changes]
+        self._changing_reports = [report for report in reports[earlier:] if report.changes]
 
     def _confirm_passes(self) -> None:
         """Refuse an artifact that other passes made than those of its recipe, behind those of the model before."""
@@ -144,7 +144,11 @@ class Replay:
         checks = [check for check in checks_again if check.name == "certificate"]
         NameFixPass()(compilation.model)
         self._on_stage("comparing all that is in the files", self._total - 1, self._total)
-        is_certified = bool(self._changed) and self._changed[-1].claims is not None and checks[-1].status == "proved"
+        is_certified = (
+            bool(self._changing_reports)
+            and self._changing_reports[-1].claims is not None
+            and checks[-1].status == "proved"
+        )
         checks.append(self._confirm_model(is_certified))
         self._confirm_manifest(unread, checks_again)
         self._on_stage("running both models", self._total - 1, self._total)
@@ -153,23 +157,23 @@ class Replay:
 
     def _run_again(self, verifier: Verifier) -> list[Check]:
         """Run the recipe again; where a claim comes last, it is compared with what the artifact really holds."""
-        compilation, recorded = self._compilation, by_run(self._after.manifest.passes)
+        compilation, recorded_reports = self._compilation, by_run(self._after.manifest.passes)
 
         def say(stage: str) -> None:
             self._on_stage(stage, len(compilation.reports), self._total)
 
         with Checks(verifier, say) as checks:
             for run in compilation.apply(compilation.passes, lambda step: say(f"running {step.name} again")):
-                report = recorded[run.step.name, run.report.run]
+                report = recorded_reports[run.step.name, run.report.run]
                 _confirm_statistics(run.report, report, self._file)
-                is_last = bool(self._changed) and report is self._changed[-1]
+                is_last = bool(self._changing_reports) and report is self._changing_reports[-1]
                 checks.behind(run, report.claims, self._after.model if is_last else None)
             return checks.finish(compilation.model)
 
     def _confirm_model(self, rounding_proved: bool) -> Check:
         """Confirm that the recipe, run again, made the model that is stored; see :func:`confirm_model`."""
         fields = left_out(self._before.manifest)
-        recorded = RECORDED(fields=[f"{pattern} ({why})" for pattern, why in fields.items()])
+        reason = NOT_COMPARED(fields=[f"{pattern} ({explanation})" for pattern, explanation in fields.items()])
         extent = confirm_model(self._compilation.model, self._file, rounding_proved=rounding_proved)
         return Check(
             name="replay",
@@ -177,20 +181,20 @@ class Replay:
             status="proved",
             reason=SAME_AGAIN(rounded=extent.rounded),
             figures=dataclasses.asdict(extent),
-            findings=[Finding(node="manifest", tensor=None, status="not covered", reason=recorded)],
+            findings=[Finding(node="manifest", tensor=None, status="not covered", reason=reason)],
         )
 
     def _confirm_manifest(self, unread: Verifier, checks: list[Check]) -> None:
         """Confirm that the artifact says of itself what the recipe, run again, says, and has the files beside it."""
-        compilation, stored, file = self._compilation, self._after.manifest, self._file / MANIFEST
+        compilation, stored_manifest, file = self._compilation, self._after.manifest, self._file / MANIFEST
         kernels = None
         if compilation.has_kernels():
             report = compilation.check_kernels(unread)
             checks = [*checks, report.check]
-            kernels = recorded_kernels(report, stored.precision, compilation.model, compilation.recipe, file)
+            kernels = recorded_kernels(report, stored_manifest.precision, compilation.model, compilation.recipe, file)
         artifact = compilation.artifact(compilation.recipe, checks, kernels)
         manifest = artifact.manifest.model_copy(update={"notes": confirm_companions(artifact, self._file)})
-        confirm_manifest(manifest, stored, file, self._before.manifest)
+        confirm_manifest(manifest, stored_manifest, file, self._before.manifest)
 
     def _run_both(self) -> Check:
         """Run both models with the bodies that the files carry: our own kernels would not show that one was changed."""
@@ -198,22 +202,22 @@ class Replay:
         folder.mkdir()
         verifier = self._compilation.verifier(folder, native=False)
         verifier.start(self._before.model.clone())
-        is_lossy = any(report.effect == "lossy" for report in self._changed)
+        is_lossy = any(report.effect == "lossy" for report in self._changing_reports)
         return verifier.check(self._after.model.clone(), "the recipe", "lossy" if is_lossy else "exact")
 
 
-def _confirm_statistics(made: PassReport, recorded: PassReport, file: Path) -> None:
+def _confirm_statistics(report: PassReport, recorded_report: PassReport, file: Path) -> None:
     """Refuse to compare codes that were chosen by other statistics than can be had here."""
-    ours, theirs = (
-        {change.what.figures["digest"] for change in report.changes if change.what.code == MEASURED.code}
-        for report in (made, recorded)
+    digests_here, recorded_digests = (
+        {change.what.figures["digest"] for change in pass_report.changes if change.what.code == MEASURED.code}
+        for pass_report in (report, recorded_report)
     )
-    if ours != theirs:
+    if digests_here != recorded_digests:
         raise InputError(
             "its codes were chosen by statistics of activations that come out differently here, so nothing can be "
             "proved: another text, another version of Python, onnxruntime or NumPy, or another processor",
             file=file,
-            node=made.name,
+            node=report.name,
             remedy="give the folder that was collected where it was made: --statistics FOLDER",
         )
 

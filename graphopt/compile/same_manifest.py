@@ -13,11 +13,12 @@ from graphopt.ort.session import ACCURACY_LEVEL
 from graphopt.verification.kernels import FUSED, UNKNOWN, KernelReport, activations_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import onnx_ir as ir
 
-    from graphopt.artifact.manifest import Manifest, Precision
+    from graphopt.artifact.manifest import Manifest, Precision, ProductCount
     from graphopt.graph.diagnostics import Check
     from graphopt.passes.recipe import Recipe
 
@@ -29,11 +30,11 @@ LEFT_OUT = {
 }
 """Fields that are not compared, as patterns of their names, and why."""
 
-JUDGED = ("quality",)
+QUALITY_CHECKS = ("quality",)
 """Checks that are not compared, see :data:`LEFT_OUT`."""
 
 # Figures of a certificate that depend on the processor.
-_MEASURED = ("seconds", "largest_share_of_rounding")
+_PROCESSOR_FIGURES = ("seconds", "largest_share_of_rounding")
 _BY_LEVEL = {"0": "float32", "4": "int8"}
 
 
@@ -47,85 +48,101 @@ def left_out(before: Manifest) -> dict[str, str]:
     return LEFT_OUT | source
 
 
-def confirm_manifest(made: Manifest, stored: Manifest, file: Path, before: Manifest) -> None:
-    """Confirm that ``stored`` says what ``made`` says.
+def confirm_manifest(new: Manifest, stored_manifest: Manifest, file: Path, before: Manifest) -> None:
+    """Confirm that a manifest of an artifact says what the one that is made again says.
 
     Args:
-        made: the manifest that the recipe, run again, gives; nothing was run for it.
-        stored: the manifest of the artifact.
+        new: the manifest that the recipe, run again, gives; nothing was run for it.
+        stored_manifest: the manifest of the artifact.
         file: where that is.
         before: the manifest of the model before.
 
     Raises:
         VerificationError: a field differs; names the first.
     """
-    ours, theirs = (manifest.model_dump(mode="json") for manifest in (made, stored))
-    first_new = len(before.checks)
-    for said, manifest in ((ours, made), (theirs, stored)):
-        new = [check for check in manifest.checks[first_new:] if check.name not in JUDGED]
-        said["checks"][first_new:] = [_outline(check) for check in new]
-    found = _first_difference(ours, theirs, "", [*left_out(before)])
-    if found is not None:
-        place, mine, other = found
+    fields = [_comparable(manifest, len(before.checks)) for manifest in (new, stored_manifest)]
+    difference = _first_difference(fields[0], fields[1], "", [*left_out(before)])
+    if difference is not None:
+        path, new_text, stored_text = difference
         raise VerificationError(
-            f"the recipe, run again, makes another manifest: {place} is {other} in the file, and {mine} is made",
+            f"the recipe, run again, makes another manifest: {path} is {stored_text} in the file, and {new_text} is "
+            "made",
             file=file,
             remedy="was it changed after it was made?",
         )
 
 
+def _comparable(manifest: Manifest, earlier_checks: int) -> dict[str, Any]:
+    """Return the fields of a manifest, with an outline of each check behind the earlier ones."""
+    fields = manifest.model_dump(mode="json")
+    checks = [check for check in manifest.checks[earlier_checks:] if check.name not in QUALITY_CHECKS]
+    fields["checks"][earlier_checks:] = [_outline(check) for check in checks]
+    return fields
+
+
 def recorded_kernels(
-    unread: KernelReport, precision: Precision | None, made: ir.Model, recipe: Recipe, file: Path
+    unread: KernelReport, precision: Precision | None, model: ir.Model, recipe: Recipe, file: Path
 ) -> KernelReport:
     """Return how the manifest says that quantized products run, if the graph can be run so.
 
     Args:
         unread: what the graph says without being run.
         precision: what the manifest says.
-        made: the model.
+        model: the model.
         recipe: what it was made by; its session entries decide to what onnxruntime's kernel rounds its inputs.
         file: the manifest.
 
     Raises:
         VerificationError: the manifest says of these products what cannot be.
     """
-    said = precision.products if precision is not None else []
-    own = [(each.operator, each.activations, each.count) for each in said if each.operator != FUSED]
-    fused = [each for each in said if each.operator == FUSED]
-    stated = [(each.operator, each.activations, each.count) for each in unread.products if each.operator != FUSED]
-    expected = sum(each.count for each in unread.products if each.operator == FUSED)
-    there = [node for node in made.graph if node.op_type == FUSED]
-    possible = {UNKNOWN, _BY_LEVEL[recipe.session_entries()[ACCURACY_LEVEL]], *(activations_of(node) for node in there)}
-    right = sum(each.count for each in fused) in (expected, expected + len(there))
-    if own != stated or not right or not {each.activations for each in fused} <= possible:
+    products = [] if precision is None else precision.products
+    own, fused = _split_products(products)
+    graph_own, graph_fused = _split_products(unread.products)
+    fused_nodes = [node for node in model.graph if node.op_type == FUSED]
+    level = _BY_LEVEL[recipe.session_entries()[ACCURACY_LEVEL]]
+    is_possible = {product.activations for product in fused} <= {UNKNOWN, level, *map(activations_of, fused_nodes)}
+    count, graph_count = (sum(product.count for product in part) for part in (fused, graph_fused))
+    if own != graph_own or count not in (graph_count, graph_count + len(fused_nodes)) or not is_possible:
         raise VerificationError("the graph has other products than precision.products says", file=file)
-    return KernelReport(unread.check, tuple(sorted({each.activations for each in said})), said)
+    return KernelReport(unread.check, tuple(sorted({product.activations for product in products})), products)
+
+
+def _split_products(products: Sequence[ProductCount]) -> tuple[list[ProductCount], list[ProductCount]]:
+    """Return the products of operators of ours, and those of onnxruntime's fused one."""
+    own, fused = ([product for product in products if (product.operator == FUSED) is part] for part in (False, True))
+    return own, fused
 
 
 def _outline(check: Check) -> dict[str, Any]:
     """Return what a check says that does not depend on the processor, or on whether the model could be run."""
     outline: dict[str, Any] = {"name": check.name, "after": check.after, "run": check.run}
     if check.name != "certificate":
-        ran = check.status in ("measured", "not covered")
-        return outline | {"status": "measured or not covered" if ran else check.status}
-    figures = {name: value for name, value in check.figures.items() if name not in _MEASURED}
-    findings = [[each.node, each.tensor, each.status, each.reason.code] for each in check.findings]
+        is_measurement = check.status in ("measured", "not covered")
+        return outline | {"status": "measured or not covered" if is_measurement else check.status}
+    figures = {name: value for name, value in check.figures.items() if name not in _PROCESSOR_FIGURES}
+    findings = [[finding.node, finding.tensor, finding.status, finding.reason.code] for finding in check.findings]
     return outline | {"status": check.status, "figures": figures, "reason": check.reason.code, "findings": findings}
 
 
-def _first_difference(made: Any, stored: Any, place: str, left_out: list[str]) -> tuple[str, str, str] | None:
-    if made == stored or any(fnmatchcase(place, pattern) for pattern in left_out):
+def _first_difference(new: Any, stored_value: Any, path: str, left_out: list[str]) -> tuple[str, str, str] | None:
+    if new == stored_value or any(fnmatchcase(path, pattern) for pattern in left_out):
         return None
-    if isinstance(made, dict) and isinstance(stored, dict):
-        pairs = [(key, made.get(key), stored.get(key)) for key in dict.fromkeys([*made, *stored])]
-    elif isinstance(made, list) and isinstance(stored, list) and len(made) == len(stored):
-        pairs = [(str(index), *pair) for index, pair in enumerate(zip(made, stored, strict=True))]
-    else:
-        return place, _shown(made), _shown(stored)
-    below = (_first_difference(mine, other, f"{place}.{key}".lstrip("."), left_out) for key, mine, other in pairs)
-    return next((found for found in below if found is not None), None)
+    pairs = _pairs(new, stored_value)
+    if pairs is None:
+        return path, _text_of(new), _text_of(stored_value)
+    differences = (_first_difference(*pair, f"{path}.{key}".lstrip("."), left_out) for key, pair in pairs)
+    return next((difference for difference in differences if difference is not None), None)
 
 
-def _shown(value: Any) -> str:
+def _pairs(new: Any, stored_value: Any) -> list[tuple[str, tuple[Any, Any]]] | None:
+    """Return the parts of two values by key or index; ``None`` where they do not have the same parts."""
+    if isinstance(new, dict) and isinstance(stored_value, dict):
+        return [(key, (new.get(key), stored_value.get(key))) for key in dict.fromkeys([*new, *stored_value])]
+    if isinstance(new, list) and isinstance(stored_value, list) and len(new) == len(stored_value):
+        return [(str(index), pair) for index, pair in enumerate(zip(new, stored_value, strict=True))]
+    return None
+
+
+def _text_of(value: Any) -> str:
     text = f"{len(value)} elements" if isinstance(value, list) else repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -110,9 +110,9 @@ def evaluate_shard(
                 _keep(compilation.model)
         expressions = [tensor.expression for _, tensor in computed_weights(compilation.model)]
         compilation.evaluator.values(
-            share(expressions, shard, shards), lambda done, of: on_stage("evaluating weights", done, of)
+            share(expressions, shard, shards), lambda count, total: on_stage("evaluating weights", count, total)
         )
-    _done(folder, shard, shards).touch()
+    _done_file(folder, shard, shards).touch()
     return folder
 
 
@@ -139,7 +139,9 @@ def assemble(
         raise InputError(
             "there is no work of shards here", file=folder, remedy="run `optimize --shard` with the same -o and --work"
         ) from error
-    missing = [f"{i}/{request.shards}" for i in range(request.shards) if not _done(folder, i, request.shards).is_file()]
+    missing = [
+        f"{i}/{request.shards}" for i in range(request.shards) if not _done_file(folder, i, request.shards).is_file()
+    ]
     if missing:
         raise InputError(
             f"these shards are not done: {', '.join(missing)}",
@@ -174,14 +176,14 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 def share(expressions: list[Expression], shard: int, shards: int) -> list[Expression]:
     """Return the expressions that one shard evaluates: those that share work together, the load about equal."""
-    loads, mine = [0] * shards, []
+    loads, own_share = [0] * shards, []
     for group in group_expressions(expressions):
-        least = loads.index(min(loads))
+        lightest = loads.index(min(loads))
         members = [expressions[number] for number in group]
-        loads[least] += cost_of(members)
-        if least == shard:
-            mine += members
-    return mine
+        loads[lightest] += cost_of(members)
+        if lightest == shard:
+            own_share += members
+    return own_share
 
 
 def _keep(model: ir.Model) -> None:
@@ -195,17 +197,17 @@ def _agree(file: Path, request: Request) -> None:
         write_whole(file, request.model_dump_json(indent=2))
         return
     try:
-        there = Request.model_validate_json(file.read_text(encoding="utf-8"))
+        agreement = Request.model_validate_json(file.read_text(encoding="utf-8"))
     except ValidationError as error:
         raise InputError("this is not what shards agree on", file=file, remedy="remove the work folder") from error
-    if there != request:
-        changed = [name for name in Request.model_fields if getattr(there, name) != getattr(request, name)]
+    if agreement != request:
+        differences = [name for name in Request.model_fields if getattr(agreement, name) != getattr(request, name)]
         raise InputError(
-            f"other shards in this work folder have another {' and another '.join(changed)}",
+            f"other shards in this work folder have another {' and another '.join(differences)}",
             file=file,
             remedy="give all shards the same, or remove the work folder",
         )
 
 
-def _done(folder: Path, shard: int, shards: int) -> Path:
+def _done_file(folder: Path, shard: int, shards: int) -> Path:
     return folder / f"shard-{shard}-of-{shards}.done"

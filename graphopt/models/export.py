@@ -14,7 +14,7 @@ from graphopt.artifact import artifact
 from graphopt.artifact.artifact import COMPANIONS, MODEL, Artifact
 from graphopt.artifact.hf_config import facts_of
 from graphopt.artifact.manifest import Manifest, Source, installed_versions
-from graphopt.compile.importing import imported
+from graphopt.compile.importing import import_artifact
 from graphopt.errors import InputError
 from graphopt.models.agreement import NOT_REQUESTED, check_agreement, not_covered
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
@@ -85,7 +85,7 @@ def export(
     source = shipped_models().get(str(model), model)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         if _is_onnx(Path(source)):
-            result = imported(_from_onnx(Path(source), str(model)), on_stage)
+            result = import_artifact(_from_onnx(Path(source), str(model)), on_stage)
         elif str(source).endswith(".gguf"):
             result = _from_gguf(str(source), Path(temporary), _Options(run, weights, on_stage))
         else:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from graphopt.graph.diagnostics import Fact
 
 
-def confirm_companions(made: Artifact, folder: Path) -> list[Fact]:
-    """Confirm that beside the model lies what would be written beside ``made``, byte by byte, and nothing else.
+def confirm_companions(artifact: Artifact, folder: Path) -> list[Fact]:
+    """Confirm that beside the model lies what would be written beside ``artifact``, byte by byte, and nothing else.
 
     Args:
-        made: the model that the recipe makes, the manifest, and the companions of the model before.
+        artifact: the model that the recipe makes, the manifest, and the companions of the model before.
         folder: the artifact.
 
     Returns:
@@ -28,18 +28,18 @@ def confirm_companions(made: Artifact, folder: Path) -> list[Fact]:
         VerificationError: a file is missing, differs or should not be there; names it.
     """
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
-        notes = write_companions(made, Path(temporary))
-        expected = {file.name: file.read_bytes() for file in Path(temporary).iterdir()}
+        notes = write_companions(artifact, Path(temporary))
+        new_files = {file.name: file.read_bytes() for file in Path(temporary).iterdir()}
     # files of weights are compared with the tensors that lie in them
-    stored = {file.name for file in folder.iterdir() if not is_data(file.name)} - {MODEL, MANIFEST}
-    for name in sorted(expected.keys() | stored):
-        if name not in expected:
+    stored_names = {file.name for file in folder.iterdir() if not is_data(file.name)} - {MODEL, MANIFEST}
+    for name in sorted(new_files.keys() | stored_names):
+        if name not in new_files:
             raise VerificationError(
                 "the recipe, run again, writes no such file", file=folder / name, remedy="move it out of the artifact"
             )
-        if name not in stored or (folder / name).read_bytes() != expected[name]:
+        if name not in stored_names or (folder / name).read_bytes() != new_files[name]:
             raise VerificationError(
-                "the recipe, run again, writes another file" if name in stored else "this file is missing",
+                "the recipe, run again, writes another file" if name in stored_names else "this file is missing",
                 file=folder / name,
                 remedy="the tokenizer and the configuration are copies of those of the model before",
             )

@@ -54,19 +54,19 @@ _LEVEL, _FLOAT32 = "accuracy_level", 1
 _IN_FLOATS = {ACCURACY_LEVEL: "0"}
 # onnxruntime decodes codes once, when it opens the model. Its product of codes with inputs in floats takes twice as
 # long for the tokens of a probe.
-_DECODED = {"session.disable_quant_qdq": "1", **AS_IT_LIES}
+_DECODE_ENTRIES = {"session.disable_quant_qdq": "1", **AS_IT_LIES}
 
-RAN = Rule("equivalence.ran", "{tokens}, run before and after in onnxruntime")
-TOGETHER = Rule(
+RAN_BEFORE_AND_AFTER = Rule("equivalence.ran", "{tokens}, run before and after in onnxruntime")
+RAN_TOGETHER = Rule(
     "equivalence.ran-together", "{tokens}, run in onnxruntime before the first and after the last of {passes}"
 )
-UNCHANGED = Rule("equivalence.unchanged", "every node, port and weight is the one that was run before the pass")
+SAME_GRAPH = Rule("equivalence.unchanged", "every node, port and weight is the one that was run before the pass")
 NOT_ASKED = Rule("equivalence.not-asked", "the caller asked not to run the model")
 NOT_STARTED = Rule("equivalence.not-started", "the model was not run before the pass")
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Outputs:
     """What a model computes.
 
     Attributes:
@@ -114,7 +114,7 @@ class Verifier:
         self._may_run, self._context = run, context
         self._task: Task | None = None
         self._probe: Probe | None = None
-        self._last: _Said | None = None
+        self._last: _Outputs | None = None
         self._first: Floats | None = None
         self.why_not: Fact | None = None
 
@@ -155,18 +155,18 @@ class Verifier:
             return self._not_covered(model, name)
         task, exact = self._task or task_of(model.graph), effect == "exact"
         after, probe = self._run(model, self.runner), self._probe_for(model)
-        first, before = (probe.matching_rows(each, after) for each in (self._first, self._last.as_it_runs))
+        first, before = (probe.matching_rows(earlier, after) for earlier in (self._first, self._last.as_it_runs))
         if not np.isfinite(after).all():
             raise VerificationError(
                 f"the {task.quantity} are NaN or infinite after a pass", node=name, tensor=task.output
             )
-        said, figures = self._said(model, after), self._figures(model, first, before, after)
-        if exact and not figures["largest_change"] <= TOLERANCE and (said.model or self._last.model):
-            self._last, said = self._both_with_floats(self._last, said)
+        outputs, figures = self._said(model, after), self._figures(model, first, before, after)
+        if exact and not figures["largest_change"] <= TOLERANCE and (outputs.model or self._last.model):
+            self._last, outputs = self._both_with_floats(self._last, outputs)
             assert self._last.in_floats is not None
-            assert said.in_floats is not None
-            before = probe.matching_rows(self._last.in_floats, said.in_floats)
-            figures = self._figures(model, first, before, said.in_floats)
+            assert outputs.in_floats is not None
+            before = probe.matching_rows(self._last.in_floats, outputs.in_floats)
+            figures = self._figures(model, first, before, outputs.in_floats)
         change = figures["largest_change"]
         if exact and not change <= TOLERANCE:
             raise VerificationError(
@@ -175,9 +175,13 @@ class Verifier:
                 tensor=task.output,
                 remedy="leave the pass out of the recipe, and report this with the model",
             )
-        self._first, self._last = first, said
+        self._first, self._last = first, outputs
         return Check(
-            name=task.quantity, after=name, status="measured", reason=RAN(tokens=probe.tokens), figures=figures
+            name=task.quantity,
+            after=name,
+            status="measured",
+            reason=RAN_BEFORE_AND_AFTER(tokens=probe.tokens),
+            figures=figures,
         )
 
     def check_together(self, passes: Sequence[tuple[str, ir.Model]]) -> list[Check]:
@@ -198,23 +202,23 @@ class Verifier:
         except Exception:  # whatever it is, the pass at fault raises it again
             if len(passes) == 1:
                 raise
-            return [self.check(each, name, "exact") for name, each in passes]
+            return [self.check(model_behind, name, "exact") for name, model_behind in passes]
         if check.status != "measured" or len(passes) == 1:
             return [check.model_copy(update={"after": name}) for name, _ in passes]
-        together = TOGETHER(tokens=self._probe_for(model).tokens, passes=[name for name, _ in passes])
-        return [check.model_copy(update={"after": name, "reason": together}) for name, _ in passes]
+        reason = RAN_TOGETHER(tokens=self._probe_for(model).tokens, passes=[name for name, _ in passes])
+        return [check.model_copy(update={"after": name, "reason": reason}) for name, _ in passes]
 
     def unchanged(self, model: ir.Model, name: str) -> Check:
         """Return the check of the pass called ``name``, which left ``model``, run before, as it was."""
         if self._last is None or self._first is None:
             return self._not_covered(model, name)
         figures = self._figures(model, self._first, self._last.as_it_runs, self._last.as_it_runs)
-        compared = (self._task or task_of(model.graph)).quantity
-        return Check(name=compared, after=name, status="measured", reason=UNCHANGED(), figures=figures)
+        quantity = (self._task or task_of(model.graph)).quantity
+        return Check(name=quantity, after=name, status="measured", reason=SAME_GRAPH(), figures=figures)
 
     def _not_covered(self, model: ir.Model, name: str) -> Check:
-        compared = (self._task or task_of(model.graph)).quantity
-        return Check(name=compared, after=name, status="not covered", reason=self.why_not or NOT_STARTED())
+        quantity = (self._task or task_of(model.graph)).quantity
+        return Check(name=quantity, after=name, status="not covered", reason=self.why_not or NOT_STARTED())
 
     def _figures(self, model: ir.Model, first: Floats, before: Floats, after: Floats) -> dict[str, float]:
         return {
@@ -223,28 +227,28 @@ class Verifier:
             **self._probe_for(model).figures(first, after),
         }
 
-    def _said(self, model: ir.Model, after: Floats) -> _Said:
+    def _said(self, model: ir.Model, after: Floats) -> _Outputs:
         """Return what a model computes; with a copy of it where it was not yet run with inputs in floats."""
-        return _Said(after, None, model.clone()) if self._rounds(model) else _Said(after, after)
+        return _Outputs(after, None, model.clone()) if self._rounds(model) else _Outputs(after, after)
 
-    def _both_with_floats(self, last: _Said, said: _Said) -> tuple[_Said, _Said]:
+    def _both_with_floats(self, last: _Outputs, outputs: _Outputs) -> tuple[_Outputs, _Outputs]:
         """Return what two models compute with inputs in floats too: beside one another where there is room."""
-        if last.model is None or said.model is None or not fit_beside(last.model, said.model):
-            return self._with_floats(last), self._with_floats(said)
+        if last.model is None or outputs.model is None or not fit_beside(last.model, outputs.model):
+            return self._with_floats(last), self._with_floats(outputs)
         with ThreadPoolExecutor(1) as thread:
-            other = thread.submit(self._with_floats, last)
-            here = self._with_floats(said)
-            return other.result(), here
+            future = thread.submit(self._with_floats, last)
+            with_floats = self._with_floats(outputs)
+            return future.result(), with_floats
 
-    def _with_floats(self, said: _Said) -> _Said:
+    def _with_floats(self, outputs: _Outputs) -> _Outputs:
         """Return what a model computes, with inputs in floats too."""
-        if said.model is None:
-            return said
-        for node in _roundings(said.model):
+        if outputs.model is None:
+            return outputs
+        for node in _roundings(outputs.model):
             assert node.inputs[0] is not None
             bypass(node, node.inputs[0])
-        entries = _DECODED if fit_as_floats(said.model) else NO_ENTRIES
-        return dataclasses.replace(said, model=None, in_floats=self._run(said.model, self._in_floats, entries))
+        entries = _DECODE_ENTRIES if fit_as_floats(outputs.model) else NO_ENTRIES
+        return dataclasses.replace(outputs, model=None, in_floats=self._run(outputs.model, self._in_floats, entries))
 
     def _rounds(self, model: ir.Model) -> bool:
         """Return whether inputs of products are rounded: by the graph, or, as it does not say, by onnxruntime."""
@@ -292,10 +296,10 @@ def _float32_inputs(model: ir.Model) -> Iterator[None]:
             node.attributes[_LEVEL] = level
 
 
-def context_of(passes: Sequence[Pass], max_positions: int | None) -> int:
+def context_tokens_of(passes: Sequence[Pass], max_positions: int | None) -> int:
     """Return how many tokens of context show what ``passes`` do, as far as the model has positions for them."""
-    most = LONGEST_CONTEXT if max_positions is None else max(0, min(LONGEST_CONTEXT, max_positions - LENGTH))
-    return min(most, max((step.context_tokens for step in passes), default=0))
+    limit = LONGEST_CONTEXT if max_positions is None else max(0, min(LONGEST_CONTEXT, max_positions - LENGTH))
+    return min(limit, max((step.context_tokens for step in passes), default=0))
 
 
 def _relative(before: Floats, after: Floats) -> float:

@@ -14,11 +14,12 @@ from graphopt.artifact.manifest import ProductCount
 from graphopt.errors import VerificationError
 from graphopt.graph.diagnostics import Check, Fact, Rule
 from graphopt.ort.session import AS_IT_LIES, native_operators, open_session
-from graphopt.runtime_ops import DOMAIN, OPERATORS, port, signature_of
+from graphopt.runtime_ops import DOMAIN, port, signature_of
 from graphopt.runtime_ops.schema import attributes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from graphopt.ort.snapshots import Snapshots
 
@@ -72,9 +73,9 @@ def activations_of(node: ir.Node) -> str:
     signature = signature_of(node)
     if signature is None or signature.data is None:
         return UNKNOWN
-    stated = signature.precision(attributes_of(node))
-    if stated is not None:
-        return stated
+    precision = signature.precision(attributes_of(node))
+    if precision is not None:
+        return precision
     x = port(node, signature.data.name)
     return "float16" if x is not None and x.dtype == ir.DataType.FLOAT16 else "float32"
 
@@ -97,51 +98,58 @@ def check_kernels(
         UnfusedError: a product would run on dequantized weights; names the first.
         VerificationError: onnxruntime folds nodes that graphopt's kernels are for.
     """
-    expected, ours = quantized_products(model.graph), own_nodes(model.graph)
-    stated = [node for node in ours if is_packed(node)]
+    quantized, own = quantized_products(model.graph), own_nodes(model.graph)
+    packed = [(node.op_type, activations_of(node)) for node in own if is_packed(node)]
     if why_not is not None:
         check = Check(name="kernels", after="the recipe", status="not covered", reason=why_not)
-        unread = [(FUSED, UNKNOWN)] * len(expected)
-        return _report(check, [*unread, *((node.op_type, activations_of(node)) for node in stated)])
-    there = sum(node.op_type == FUSED for node in model.graph)
+        return _report(check, [*[(FUSED, UNKNOWN)] * len(quantized), *packed])
     with snapshots.of(model) as path:
-        optimized = path.with_name("optimized.onnx")
-        # The graph is written before weights are packed for its kernels, and nothing is run.
-        open_session(path, entries={**entries, **AS_IT_LIES}, optimized_to=optimized, in_place=True)
-        graph = ir.load(optimized).graph
-        kernels = [node for node in graph if node.op_type == FUSED]
+        graph = _graph_that_runs(path, entries)
+        runtime_products = [(node.op_type, activations_of(node)) for node in graph if node.op_type == FUSED]
         unfused = quantized_products(graph)
-        left = Counter(node.op_type for node in own_nodes(graph))
-        running = [(node.op_type, activations_of(node)) for node in kernels]
-    fused = len(kernels) - there
-    if unfused or fused != len(expected):
+        own_left = Counter(node.op_type for node in own_nodes(graph))
+    fused = len(runtime_products) - sum(node.op_type == FUSED for node in model.graph)
+    if unfused or fused != len(quantized):
         raise UnfusedError(
-            f"onnxruntime fuses {fused} of {len(expected)} quantized products into {FUSED}; "
+            f"onnxruntime fuses {fused} of {len(quantized)} quantized products into {FUSED}; "
             "the others would run on dequantized weights",
-            [node.name or "?" for node in unfused or expected],
+            [node.name or "?" for node in unfused or quantized],
             remedy="choose another group or format for this product in the recipe",
         )
-    needs_bodies = any(part in node.overload for node in ours for part in OPERATORS[node.op_type].without_kernel)
-    native = frozenset() if needs_bodies else native_operators()
-    for name, count in Counter(node.op_type for node in ours).items():
-        if name in native and left[name] != count:
+    own_counts = Counter(node.op_type for node in own)
+    _confirm_own_kernels(own, own_counts, own_left)
+    figures: dict[str, float] = {"quantized_products": len(quantized), "fused_kernels": fused}
+    figures |= {f"{name}_nodes": count for name, count in own_counts.items()}
+    native = native_operators()
+    own_runs = [OWN_KERNEL(operator=name) if name in native else BODY(operator=name) for name in own_counts]
+    runs: list[Fact] = [*([ALL_FUSED(operator=FUSED)] if quantized else []), *own_runs]
+    check = Check(name="kernels", after="the recipe", status="measured", reason=RUN(runs=runs), figures=figures)
+    return _report(check, [*runtime_products, *packed])
+
+
+def _graph_that_runs(path: Path, entries: Mapping[str, str]) -> ir.Graph:
+    """Return the graph of a model that onnxruntime runs, after its own optimizations."""
+    optimized_file = path.with_name("optimized.onnx")
+    # The graph is written before weights are packed for its kernels, and nothing is run.
+    open_session(path, entries={**entries, **AS_IT_LIES}, optimized_to=optimized_file, in_place=True)
+    return ir.load(optimized_file).graph
+
+
+def _confirm_own_kernels(nodes: Sequence[ir.Node], counts: Counter[str], left_counts: Counter[str]) -> None:
+    """Refuse a graph in which onnxruntime folded nodes that have a kernel of ours."""
+    for name, count in counts.items():
+        if name in native_operators() and left_counts[name] != count:
             raise VerificationError(
-                f"onnxruntime runs {left[name]} of {count} nodes of {name} by graphopt's kernel, and folds the others",
-                node=next(node.name for node in ours if node.op_type == name),
+                f"onnxruntime runs {left_counts[name]} of {count} nodes of {name} by graphopt's kernel, and folds the "
+                "others",
+                node=next(node.name for node in nodes if node.op_type == name),
                 remedy="report this with the model; the library of kernels is not what the graph was made for",
             )
-    figures: dict[str, float] = {"quantized_products": len(expected), "fused_kernels": fused}
-    figures |= {f"{name}_nodes": count for name, count in Counter(node.op_type for node in ours).items()}
-    names = list(dict.fromkeys(node.op_type for node in ours))
-    by_kernel = [OWN_KERNEL(operator=name) if name in native else BODY(operator=name) for name in names]
-    runs: list[Fact] = [*([ALL_FUSED(operator=FUSED)] if expected else []), *by_kernel]
-    check = Check(name="kernels", after="the recipe", status="measured", reason=RUN(runs=runs), figures=figures)
-    return _report(check, [*running, *((node.op_type, activations_of(node)) for node in stated)])
 
 
 def _report(check: Check, products: list[tuple[str, str]]) -> KernelReport:
-    counted = [
-        ProductCount(operator=name, activations=rounded, count=count)
-        for (name, rounded), count in Counter(products).items()
+    counts = [
+        ProductCount(operator=name, activations=activations, count=count)
+        for (name, activations), count in Counter(products).items()
     ]
-    return KernelReport(check, tuple(sorted({rounded for _, rounded in products})), counted)
+    return KernelReport(check, tuple(sorted({activations for _, activations in products})), counts)

@@ -31,7 +31,7 @@ BODIES_DIFFER = Rule(
     "notes.bodies-differ",
     "an onnxruntime that tells several bodies of one operator apart runs them (1.31 does, 1.24 does not)",
 )
-EMULATED = Rule(
+EMULATED_CODES = Rule(
     "notes.emulated",
     "{tensors} tensors are rounded and turned back in float32, to emulate codes: nothing is smaller or faster for it",
 )
@@ -45,16 +45,16 @@ LAST_SOME_LOGITS = Rule(
     "logits are of the last {count} positions of each call: enough to generate and to check drafts, not to score a "
     "given text",
 )
-OF_GRAPH = {rule.code for rule in (NEEDS_OPERATORS, EMULATED, LAST_LOGITS, LAST_SOME_LOGITS)}
+OF_GRAPH = {rule.code for rule in (NEEDS_OPERATORS, EMULATED_CODES, LAST_LOGITS, LAST_SOME_LOGITS)}
 """The notes that :func:`notes_of` makes anew for each graph; those that an artifact had before are replaced."""
 
 NOT_QUANTIZED = Rule("precision.not-quantized", "nothing is quantized; all products are {dtype}")
-REST = Rule("precision.rest", "what is not said here is computed in {dtype}")
+OTHER_COMPUTATION = Rule("precision.rest", "what is not said here is computed in {dtype}")
 UNREAD = Rule(
     "precision.unread",
     "the recipe asks for {activations} ({entry}={level}); what onnxruntime runs was not read here",
 )
-ROUNDED = Rule(
+ROUNDED_BY_RUNTIME = Rule(
     "precision.rounded",
     "onnxruntime rounds the inputs of quantized products to int8, with {entry}={level} as by default; "
     "for float32 inputs: `activations: float32` in the recipe, or the entry at 0",
@@ -64,7 +64,9 @@ BY_ENTRY = Rule(
     "the inputs of onnxruntime's quantized products are {activations} with {entry}={level}; "
     "onnxruntime rounds them to int8 in a session without this entry",
 )
-STATED = Rule("precision.stated", "the graph itself says what graphopt's products round their inputs to: {products}")
+STATED_BY_GRAPH = Rule(
+    "precision.stated", "the graph itself says what graphopt's products round their inputs to: {products}"
+)
 PRODUCTS = Rule("precision.products", "{count} {operator}, inputs {activations}")
 
 
@@ -72,14 +74,14 @@ def notes_of(model: ir.Model) -> list[Fact]:
     """Return what a user should know of the graph: operators of ours, an emulation, logits that are not made."""
     notes: list[Fact] = []
     nodes = [node for node in own_nodes(model.graph) if node.op_type != ROUND_TRIP.name]
-    ours = sorted({node.op_type for node in nodes})
-    if ours:
+    operators = sorted({node.op_type for node in nodes})
+    if operators:
         bodies = {(node.op_type, OPERATORS[node.op_type].overload_of(node)) for node in nodes}
-        which = BODIES_DIFFER() if len(bodies) > len(ours) else BODIES_RUN()
-        notes.append(NEEDS_OPERATORS(operators=[*ours], bodies=which))
+        bodies_note = BODIES_DIFFER() if len(bodies) > len(operators) else BODIES_RUN()
+        notes.append(NEEDS_OPERATORS(operators=[*operators], bodies=bodies_note))
     count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
     if count:
-        notes.append(EMULATED(tensors=count))
+        notes.append(EMULATED_CODES(tensors=count))
     positions = makes_last_logits(model.graph)
     if positions is not None:
         notes.append(LAST_LOGITS() if positions == 1 else LAST_SOME_LOGITS(count=positions))
@@ -91,17 +93,20 @@ def precision_of(model: ir.Model, kernels: KernelReport | None, recipe: Recipe) 
     storage = storage_formats(model)
     products = [node.inputs[0] for node in model.graph if node.op_type.startswith("MatMul")]
     in_float16 = any(value is not None and value.dtype == ir.DataType.FLOAT16 for value in products)
-    computed = "float16" if in_float16 else "float32"
+    dtype = "float16" if in_float16 else "float32"
     if kernels is None or not kernels.products:
-        return Precision(storage=storage, activations=computed, notes=[NOT_QUANTIZED(dtype=computed)])
-    notes = [] if computed == "float32" else [REST(dtype=computed)]
-    theirs = [each.activations for each in kernels.products if each.operator == FUSED]
-    ours = [each for each in kernels.products if each.operator != FUSED]
-    if theirs:
-        notes.append(_of_session(theirs, recipe))
-    if ours:
-        counted = [PRODUCTS(count=each.count, operator=each.operator, activations=each.activations) for each in ours]
-        notes.append(STATED(products=counted))
+        return Precision(storage=storage, activations=dtype, notes=[NOT_QUANTIZED(dtype=dtype)])
+    notes = [] if dtype == "float32" else [OTHER_COMPUTATION(dtype=dtype)]
+    runtime_products = [product.activations for product in kernels.products if product.operator == FUSED]
+    own_products = [product for product in kernels.products if product.operator != FUSED]
+    if runtime_products:
+        notes.append(_of_session(runtime_products, recipe))
+    if own_products:
+        product_facts = [
+            PRODUCTS(count=product.count, operator=product.operator, activations=product.activations)
+            for product in own_products
+        ]
+        notes.append(STATED_BY_GRAPH(products=product_facts))
     return Precision(
         storage=storage, activations=" and ".join(kernels.activations), notes=notes, products=kernels.products
     )
@@ -112,5 +117,5 @@ def _of_session(activations: Sequence[str], recipe: Recipe) -> Fact:
     if list(activations) == [UNKNOWN]:
         return UNREAD(activations=recipe.activations, entry=entry, level=level)
     if list(activations) == ["int8"]:
-        return ROUNDED(entry=entry, level=level)
+        return ROUNDED_BY_RUNTIME(entry=entry, level=level)
     return BY_ENTRY(activations=[*activations], entry=entry, level=level)

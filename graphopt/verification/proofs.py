@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Claimed:
+class PendingClaim:
     """A claim that is to be proved.
 
     Attributes:
@@ -49,8 +49,8 @@ class Proofs:
     def __init__(self, on_stage: Callable[[str], None]) -> None:
         self._on_stage = on_stage
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="proof")
-        self._last: Claimed | None = None
-        self._begun: list[tuple[Claimed, Future[Check]]] = []
+        self._last: PendingClaim | None = None
+        self._begun: list[tuple[PendingClaim, Future[Check]]] = []
 
     def __enter__(self) -> Proofs:
         return self
@@ -58,27 +58,27 @@ class Proofs:
     def __exit__(self, *error: object) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def add(self, claimed: Claimed) -> None:
+    def add(self, claim: PendingClaim) -> None:
         """Take the claim of the pass that has just run; :meth:`begin` is next."""
-        self._last = claimed
+        self._last = claim
 
-    def begin(self, behind: ir.Model) -> None:
-        """Begin to prove the last claim, behind whose pass is ``behind``, which stays as it is until the proof ends."""
-        claimed, self._last = self._last, None
-        if claimed is not None:
-            after = claimed.after or behind
-            future = self._thread.submit(prove, claimed.before, after, claimed.claims, claimed.name)
-            self._begun.append((claimed, future))
+    def begin(self, model: ir.Model) -> None:
+        """Begin to prove the last claim, behind whose pass is ``model``, which stays as it is until the proof ends."""
+        claim, self._last = self._last, None
+        if claim is not None:
+            after = claim.after or model
+            future = self._thread.submit(prove, claim.before, after, claim.claims, claim.name)
+            self._begun.append((claim, future))
 
-    def confirm(self, behind: ir.Model) -> None:
-        """Wait for all proofs; ``behind`` is as for :meth:`begin`.
+    def confirm(self, model: ir.Model) -> None:
+        """Wait for all proofs; ``model`` is as for :meth:`begin`.
 
         Raises:
             VerificationError: one of them failed.
         """
-        self.begin(behind)
-        begun, self._begun = self._begun, []
-        for claimed, future in begun:
+        self.begin(model)
+        proofs, self._begun = self._begun, []
+        for claim, future in proofs:
             if not future.done():
-                self._on_stage(f"proving {claimed.name}")
-            claimed.take(future.result())
+                self._on_stage(f"proving {claim.name}")
+            claim.take(future.result())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # What tells the elements of a repeated field apart for a reader, the first that an element has.
 _NAMES = ("name", "key", "domain", "tensor_name", "op_type")
-_SHOWN = 60
+_LONGEST_TEXT = 60
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Difference:
     tensor: str | None = None
 
 
-def first_difference(made: Message, stored: Message) -> Difference | None:
+def first_difference(new: Message, old: Message) -> Difference | None:
     """Return where two messages of one type differ first, in the order of their descriptors, or ``None``.
 
     Presence counts: a field that is set to its default differs from one that is absent. So does the order of repeated
     fields, the sign of a zero, and every unknown field.
     """
-    return _Walk(()).messages(made, stored)
+    return _Walk(()).messages(new, old)
 
 
 @dataclass(frozen=True)
@@ -61,53 +61,54 @@ class _Walk:
 
     steps: tuple[tuple[str, str | None, str], ...]
 
-    def messages(self, made: Message, stored: Message) -> Difference | None:
-        if made.SerializeToString(deterministic=True) == stored.SerializeToString(deterministic=True):
+    def messages(self, new: Message, old: Message) -> Difference | None:
+        if new.SerializeToString(deterministic=True) == old.SerializeToString(deterministic=True):
             return None
-        for field in made.DESCRIPTOR.fields:
-            found = self._repeated(field, made, stored) if field.is_repeated else self._single(field, made, stored)
-            if found is not None:
-                return found
-        return self._differ("unknown fields", _unknown(made), _unknown(stored))
+        for field in new.DESCRIPTOR.fields:
+            difference = self._repeated(field, new, old) if field.is_repeated else self._single(field, new, old)
+            if difference is not None:
+                return difference
+        return self._differ("unknown fields", _unknown(new), _unknown(old))
 
-    def _single(self, field: FieldDescriptor, made: Message, stored: Message) -> Difference | None:
-        has = [_present(message, field) for message in (made, stored)]
-        if has == [False, False]:
+    def _single(self, field: FieldDescriptor, new: Message, old: Message) -> Difference | None:
+        presence = [_present(message, field) for message in (new, old)]
+        if presence == [False, False]:
             return None
         values = [
-            getattr(message, field.name) if there else None for message, there in zip((made, stored), has, strict=True)
+            getattr(message, field.name) if is_present else None
+            for message, is_present in zip((new, old), presence, strict=True)
         ]
         if None not in values and field.message_type is not None:
             return self._below(field, None).messages(*values)
-        same = has[0] == has[1] and repr(values[0]) == repr(values[1])
-        return None if same else self._differ(field.name, *(_shown(field, value) for value in values))
+        is_same = presence[0] == presence[1] and repr(values[0]) == repr(values[1])
+        return None if is_same else self._differ(field.name, *(_text_of(field, value) for value in values))
 
-    def _repeated(self, field: FieldDescriptor, made: Message, stored: Message) -> Difference | None:
-        ours, theirs = getattr(made, field.name), getattr(stored, field.name)
-        for index in range(max(len(ours), len(theirs))):
-            pair = [elements[index] if index < len(elements) else None for elements in (ours, theirs)]
-            labels = [None if each is None else _label(each, index) for each in pair]
+    def _repeated(self, field: FieldDescriptor, new: Message, old: Message) -> Difference | None:
+        new_elements, old_elements = getattr(new, field.name), getattr(old, field.name)
+        for index in range(max(len(new_elements), len(old_elements))):
+            pair = [elements[index] if index < len(elements) else None for elements in (new_elements, old_elements)]
+            labels = [None if element is None else _label(element, index) for element in pair]
             if field.message_type is None or labels[0] != labels[1] or None in pair:
                 if repr(pair[0]) != repr(pair[1]):
-                    shown = [label or _shown(field, each) for label, each in zip(labels, pair, strict=True)]
-                    return self._differ(f"{field.name}[{index}]", *shown)
+                    texts = [label or _text_of(field, element) for label, element in zip(labels, pair, strict=True)]
+                    return self._differ(f"{field.name}[{index}]", *texts)
                 continue
-            found = self._below(field, labels[0] or str(index)).messages(*pair)
-            if found is not None:
-                return found
+            difference = self._below(field, labels[0] or str(index)).messages(*pair)
+            if difference is not None:
+                return difference
         return None
 
     def _below(self, field: FieldDescriptor, label: str | None) -> _Walk:
         return _Walk((*self.steps, (field.name, label, field.message_type.name)))
 
-    def _differ(self, last: str, made: str, stored: str) -> Difference | None:
-        if made == stored:
+    def _differ(self, last: str, new: str, old: str) -> Difference | None:
+        if new == old:
             # what both have and cannot be told apart in words
-            made, stored = "one value", "another"
+            new, old = "one value", "another"
         steps = [name if label is None else f"{name}[{label}]" for name, label, _ in self.steps]
-        named = {kind: label for _, label, kind in self.steps if label is not None}
-        tensor = named.get("TensorProto", named.get("ValueInfoProto", named.get("TensorAnnotation")))
-        return Difference(".".join([*steps, last]), made, stored, named.get("NodeProto"), tensor)
+        names = {kind: label for _, label, kind in self.steps if label is not None}
+        tensor = names.get("TensorProto", names.get("ValueInfoProto", names.get("TensorAnnotation")))
+        return Difference(".".join([*steps, last]), new, old, names.get("NodeProto"), tensor)
 
 
 def all_messages(message: Message, name: str) -> Iterator[Any]:
@@ -116,8 +117,8 @@ def all_messages(message: Message, name: str) -> Iterator[Any]:
         yield message
     for field, is_repeated in _fields_above(message.DESCRIPTOR, name):
         if is_repeated:
-            for each in getattr(message, field):
-                yield from all_messages(each, name)
+            for element in getattr(message, field):
+                yield from all_messages(element, name)
         elif message.HasField(field):
             yield from all_messages(getattr(message, field), name)
 
@@ -125,19 +126,19 @@ def all_messages(message: Message, name: str) -> Iterator[Any]:
 @functools.cache
 def _fields_above(kind: Descriptor, name: str) -> tuple[tuple[str, bool], ...]:
     """Return the fields that may hold a message of the type called ``name``, however deep; and which are repeated."""
-    above = (field for field in kind.fields if field.message_type is not None and name in _inside(field.message_type))
-    return tuple((field.name, field.is_repeated) for field in sorted(above, key=lambda field: field.number))
+    fields = (field for field in kind.fields if field.message_type is not None and name in _inside(field.message_type))
+    return tuple((field.name, field.is_repeated) for field in sorted(fields, key=lambda field: field.number))
 
 
 @functools.cache
 def _inside(kind: Descriptor) -> frozenset[str]:
     """Return the names of the types that a message may hold, however deep, its own included."""
-    found, pending = {kind.name: kind}, [kind]
+    kinds, pending = {kind.name: kind}, [kind]
     while pending:
-        below = [field.message_type for field in pending.pop().fields if field.message_type is not None]
-        pending += [each for each in below if each.name not in found]
-        found |= {each.name: each for each in below}
-    return frozenset(found)
+        inner_kinds = [field.message_type for field in pending.pop().fields if field.message_type is not None]
+        pending += [inner for inner in inner_kinds if inner.name not in kinds]
+        kinds |= {inner.name: inner for inner in inner_kinds}
+    return frozenset(kinds)
 
 
 def _present(message: Message, field: FieldDescriptor) -> bool:
@@ -148,11 +149,11 @@ def _label(element: Any, index: int) -> str | None:
     """Return what a reader calls an element of a repeated field of messages, or ``None`` for a number or text."""
     if not isinstance(element, Message):
         return None
-    given = (getattr(element, name, None) for name in _NAMES)
-    return next((str(name) for name in given if name), str(index))
+    candidates = (getattr(element, name, None) for name in _NAMES)
+    return next((str(name) for name in candidates if name), str(index))
 
 
-def _shown(field: FieldDescriptor, value: Any) -> str:
+def _text_of(field: FieldDescriptor, value: Any) -> str:
     if value is None:
         return "nothing"
     if field.enum_type is not None:
@@ -160,10 +161,10 @@ def _shown(field: FieldDescriptor, value: Any) -> str:
     if isinstance(value, Message):
         return f"a {field.message_type.name}"
     text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value)} in all)"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}... ({len(value)} in all)"
 
 
 def _unknown(message: Message) -> str:
-    found = [f"number {each.field_number}: {each.data!r}" for each in UnknownFieldSet(message)]
-    text = ", ".join(found) or "nothing"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    texts = [f"number {field.field_number}: {field.data!r}" for field in UnknownFieldSet(message)]
+    text = ", ".join(texts) or "nothing"
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."

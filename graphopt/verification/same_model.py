@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _INSIDE = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 _STORAGE = (*_INSIDE, "data_location", "external_data")
-_PLACE = ["location", "offset", "length"]
+_LOCATION_KEYS = ["location", "offset", "length"]
 # A writer may let large tensors begin at a page or at an allocation block; what lies between is zeros.
 _ALIGNMENT = 1 << 16
 _REMEDY = "was it changed after it was made, or made with other versions? see `versions` in its manifest"
@@ -39,11 +39,11 @@ class Extent:
     rounded: int
 
 
-def confirm_model(made: ir.Model, folder: Path, *, rounding_proved: bool = False) -> Extent:
-    """Confirm that the model file in ``folder`` holds ``made`` and nothing else.
+def confirm_model(model: ir.Model, folder: Path, *, rounding_proved: bool = False) -> Extent:
+    """Confirm that the model file in ``folder`` holds ``model`` and nothing else.
 
     Args:
-        made: what the recipe makes; its weights are evaluated one by one. It is not changed.
+        model: what the recipe makes; its weights are evaluated one by one. It is not changed.
         folder: the artifact. That its external data is there in full was checked when it was read.
         rounding_proved: whether a certificate holds for the floating-point weights of the file. Another processor
             rounds them differently, so they need not be equal to the last bit then.
@@ -52,26 +52,26 @@ def confirm_model(made: ir.Model, folder: Path, *, rounding_proved: bool = False
         VerificationError: something differs; names the first place, what was made and what is stored.
     """
     file = folder / MODEL
-    stored = onnx.ModelProto.FromString(file.read_bytes())
-    found = _initializers(stored)
-    for tensor in found:
-        _check_place(tensor, file)
-    outside = {tensor.name for tensor in found if tensor.data_location == onnx.TensorProto.EXTERNAL}
-    expected, tensors = _serialized(made, outside)
-    bare = _numbered(stored)
-    theirs = [int(tensor.external_data[0].value) for tensor in _initializers(bare)]
-    ours = [int(tensor.external_data[0].value) for tensor in _initializers(expected)]
-    difference = first_difference(_without_numbers(expected), _without_numbers(bare))
+    proto = onnx.ModelProto.FromString(file.read_bytes())
+    initializers = _initializers(proto)
+    for tensor in initializers:
+        _check_location(tensor, file)
+    outside = {tensor.name for tensor in initializers if tensor.data_location == onnx.TensorProto.EXTERNAL}
+    new, tensors = _serialize(model, outside)
+    bare = _number_initializers(proto)
+    stored_indices = [int(tensor.external_data[0].value) for tensor in _initializers(bare)]
+    new_indices = [int(tensor.external_data[0].value) for tensor in _initializers(new)]
+    difference = first_difference(_without_numbers(new), _without_numbers(bare))
     if difference is not None:
         raise as_error(difference, file)
-    rounded = sum(
-        _same_numbers(tensors[mine], found[other], folder, rounding_proved)
-        for mine, other in zip(ours, theirs, strict=True)
+    rounded_count = sum(
+        _same_numbers(tensors[new_index], initializers[stored_index], folder, rounding_proved)
+        for new_index, stored_index in zip(new_indices, stored_indices, strict=True)
     )
-    for name in {DATA, *(each.name for each in folder.iterdir() if is_data(each.name))}:
-        _check_layout(found, folder / name)
+    for name in {DATA, *(file_beside.name for file_beside in folder.iterdir() if is_data(file_beside.name))}:
+        _check_layout(initializers, folder / name)
     nodes = sum(1 for _ in all_messages(bare, "NodeProto"))
-    return Extent(nodes, len(bare.functions), len(theirs), rounded)
+    return Extent(nodes, len(bare.functions), len(stored_indices), rounded_count)
 
 
 def as_error(difference: Difference, file: Path) -> VerificationError:
@@ -86,16 +86,16 @@ def as_error(difference: Difference, file: Path) -> VerificationError:
     )
 
 
-def _serialized(made: ir.Model, outside: set[str]) -> tuple[onnx.ModelProto, list[ir.TensorProtocol]]:
-    """Return what the writer of artifacts makes of ``made``, with places in a list instead of numbers, and that list.
+def _serialize(model: ir.Model, outside: set[str]) -> tuple[onnx.ModelProto, list[ir.TensorProtocol]]:
+    """Return what the writer of artifacts makes of ``model``, with places in a list instead of numbers, and that list.
 
     Args:
-        made: the model.
+        model: the model.
         outside: names of initializers that the file stores as external data: of those it keeps no more than name, type
             and shape.
     """
     values = [
-        value for graph in _graphs(made) for value in graph.initializers.values() if value.const_value is not None
+        value for graph in _graphs(model) for value in graph.initializers.values() if value.const_value is not None
     ]
     tensors = [value.const_value for value in values if value.const_value is not None]
     try:
@@ -113,7 +113,7 @@ def _serialized(made: ir.Model, outside: set[str]) -> tuple[onnx.ModelProto, lis
                 metadata_props=dict(tensor.metadata_props) if keeps_words else None,
                 base_dir="",
             )
-        proto = ir.to_proto(made)
+        proto = ir.to_proto(model)
     finally:
         for value, tensor in zip(values, tensors, strict=True):
             value.const_value = tensor
@@ -130,7 +130,7 @@ def _initializers(proto: onnx.ModelProto) -> list[onnx.TensorProto]:
     return [tensor for graph in all_messages(proto, "GraphProto") for tensor in graph.initializer]
 
 
-def _numbered(proto: onnx.ModelProto) -> onnx.ModelProto:
+def _number_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy that has, instead of the numbers of each initializer, its place among all of them."""
     copy = _without_numbers(proto)
     for index, tensor in enumerate(_initializers(copy)):
@@ -147,46 +147,53 @@ def _without_numbers(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def _check_place(tensor: onnx.TensorProto, file: Path) -> None:
+def _check_location(tensor: onnx.TensorProto, file: Path) -> None:
     """Refuse a tensor whose numbers may be read from two places: two programs could read two models."""
-    inside = [field for field in _INSIDE if len(getattr(tensor, field))]
-    keys = [entry.key for entry in tensor.external_data]
-    plain = [onnx.StringStringEntryProto(key=entry.key, value=entry.value) for entry in tensor.external_data]
-    outside = tensor.data_location == onnx.TensorProto.EXTERNAL
-    locations = {entry.value for entry in tensor.external_data if entry.key == "location"}
-    wrong = (
-        f"in {' and '.join([*inside, *(['external data'] if keys else [])])}"
-        if len(inside) + bool(keys) > 1 or bool(keys) != outside
-        else f"with the keys {', '.join(keys)}"
-        if outside and (keys != _PLACE or list(tensor.external_data) != plain)
-        else "at a place that is no number"
-        if not all(entry.value.isdecimal() for entry in tensor.external_data if entry.key != "location")
-        else f"in {', '.join(locations) or 'no file'} instead of {DATA}"
-        if outside and not all(map(is_data, locations or [""]))
-        else None
-    )
-    if wrong is not None:
-        raise VerificationError(f"the numbers of this tensor are stored {wrong}", file=file, tensor=tensor.name)
+    fault = _storage_fault(tensor) or (_external_fault(tensor) if tensor.external_data else None)
+    if fault is not None:
+        raise VerificationError(f"the numbers of this tensor are stored {fault}", file=file, tensor=tensor.name)
 
 
-def _same_numbers(made: ir.TensorProtocol, stored: onnx.TensorProto, folder: Path, rounding_proved: bool) -> bool:
+def _storage_fault(tensor: onnx.TensorProto) -> str | None:
+    """Return where the numbers of a tensor lie, if that is more than one place or another than it says."""
+    fields = [field for field in _INSIDE if len(getattr(tensor, field))]
+    has_external = bool(tensor.external_data)
+    if len(fields) + has_external > 1 or has_external != (tensor.data_location == onnx.TensorProto.EXTERNAL):
+        return f"in {' and '.join([*fields, *(['external data'] if has_external else [])])}"
+    return None
+
+
+def _external_fault(tensor: onnx.TensorProto) -> str | None:
+    """Return what is wrong with the location of external data."""
+    entries = [(entry.key, entry.value) for entry in tensor.external_data]
+    keys = [key for key, _ in entries]
+    plain = [onnx.StringStringEntryProto(key=key, value=value) for key, value in entries]
+    if keys != _LOCATION_KEYS or list(tensor.external_data) != plain:
+        return f"with the keys {', '.join(keys)}"
+    location, *numbers = [value for _, value in entries]
+    if not all(number.isdecimal() for number in numbers):
+        return "at a place that is no number"
+    return None if is_data(location) else f"in {location or 'no file'} instead of {DATA}"
+
+
+def _same_numbers(new: ir.TensorProtocol, proto: onnx.TensorProto, folder: Path, rounding_proved: bool) -> bool:
     """Refuse other numbers than were made; return whether they are the same up to rounding only."""
     try:
-        tensor = ir.serde.deserialize_tensor(stored, str(folder))
-        same = _content(tensor) == _content(made)
+        tensor = ir.serde.deserialize_tensor(proto, str(folder))
+        is_same = _content(tensor) == _content(new)
     except Exception as error:  # whatever a library raises where a tensor has another size than its type and shape say
         raise VerificationError(
-            f"its numbers cannot be read ({error})", file=folder / MODEL, tensor=stored.name
+            f"its numbers cannot be read ({error})", file=folder / MODEL, tensor=proto.name
         ) from error
-    if same:
+    if is_same:
         return False
-    if rounding_proved and tensor.dtype.is_floating_point() and tensor.nbytes == made.nbytes:
+    if rounding_proved and tensor.dtype.is_floating_point() and tensor.nbytes == new.nbytes:
         return True
     raise VerificationError(
         "the recipe, run again, makes other numbers of this weight",
         file=folder / MODEL,
-        tensor=stored.name,
-        shape=list(stored.dims),
+        tensor=proto.name,
+        shape=list(proto.dims),
         remedy=_REMEDY,
     )
 
@@ -200,11 +207,11 @@ def _check_layout(tensors: list[onnx.TensorProto], data: Path) -> None:
 
     Two tensors may be the same bytes, as the codes of a tied embedding are; each is compared with what is made for it.
     """
-    places = [{entry.key: entry.value for entry in tensor.external_data} for tensor in tensors]
+    locations = [{entry.key: entry.value for entry in tensor.external_data} for tensor in tensors]
     regions = {
-        (int(place["offset"]), int(place["length"])): tensor.name
-        for tensor, place in zip(tensors, places, strict=True)
-        if place and place["location"] == data.name
+        (int(location["offset"]), int(location["length"])): tensor.name
+        for tensor, location in zip(tensors, locations, strict=True)
+        if location and location["location"] == data.name
     }
     if not data.is_file():
         return

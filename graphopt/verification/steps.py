@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import onnx_ir as ir
 
 from graphopt.passes.phases import breaches, confirm
-from graphopt.verification.proofs import Claimed, Proofs
+from graphopt.verification.proofs import PendingClaim, Proofs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -69,9 +69,9 @@ def run_passes(
     runs = Counter(report.name for report in earlier)
     for step in passes:
         on_pass(step)
-        there, before = breaches(model, step.phase()), model.clone()
+        known_breaches, before = breaches(model, step.phase()), model.clone()
         report = step(model, context).report
-        confirm(model, step.name, step.phase(), there)
+        confirm(model, step.name, step.phase(), known_breaches)
         runs[step.name] += 1
         report.run = runs[step.name]
         yield PassRun(step, before, model, report)
@@ -80,11 +80,11 @@ def run_passes(
 def by_run(reports: Iterable[PassReport]) -> dict[tuple[str, int], PassReport]:
     """Return reports by pass and number of its run, counted from 1: those of an older graphopt are not numbered."""
     runs: Counter[str] = Counter()
-    found = {}
+    numbered_reports = {}
     for report in reports:
         runs[report.name] += 1
-        found[report.name, runs[report.name]] = report
-    return found
+        numbered_reports[report.name, runs[report.name]] = report
+    return numbered_reports
 
 
 class Checks:
@@ -110,9 +110,9 @@ class Checks:
     def __exit__(self, *error: object) -> None:
         self._proofs.__exit__(*error)
 
-    def skip(self, ran: PassRun) -> None:
+    def skip(self, run: PassRun) -> None:
         """Leave a pass that has just run unchecked."""
-        self._proofs.begin(ran.before)
+        self._proofs.begin(run.before)
 
     def before(self, step: Pass, model: ir.Model) -> None:
         """Run the exact passes so far where ``step`` may be lossy; ``model`` is the one in front of it.
@@ -123,11 +123,11 @@ class Checks:
         if step.effect == "lossy":
             self._run(model)
 
-    def behind(self, ran: PassRun, claims: Claims | None, against: ir.Model | None = None) -> None:
+    def behind(self, run: PassRun, claims: Claims | None, against: ir.Model | None = None) -> None:
         """Take what a pass that has just run claims, to be proved, and run the model behind it unless it is exact.
 
         Args:
-            ran: the pass.
+            run: the pass.
             claims: what it claims to have done; ``None`` for nothing that could be proved.
             against: the model that is to fit the claims, if not the one behind the pass.
 
@@ -135,20 +135,20 @@ class Checks:
             VerificationError: a check failed.
         """
         # Passes work in place: the model behind one stays what it is in the copy that was made in front of the next.
-        self._proofs.begin(ran.before)
-        found: list[Check] = []
-        self._found.append(found)
-        name, effect = ran.step.name, ran.report.effect
+        self._proofs.begin(run.before)
+        checks: list[Check] = []
+        self._found.append(checks)
+        name, effect = run.step.name, run.report.effect
         if claims is not None:
             # A proof stands in front of the run of the same pass.
-            take = partial(self._add, found, ran, place=0)
-            self._proofs.add(Claimed(name, claims, ran.before, against, take))
+            take = partial(self._add, checks, run, index=0)
+            self._proofs.add(PendingClaim(name, claims, run.before, against, take))
         if effect == "exact":
-            self._waiting.append((ran, found))
+            self._waiting.append((run, checks))
         else:
-            self._run(ran.before)
+            self._run(run.before)
             self._on_stage(f"checking {name}")
-            self._add(found, ran, self._or_disproved(ran.after, lambda: self._verifier.check(ran.after, name, effect)))
+            self._add(checks, run, self._or_disproved(run.after, lambda: self._verifier.check(run.after, name, effect)))
 
     def finish(self, model: ir.Model) -> list[Check]:
         """Run the exact passes that are left, behind which is ``model``, and return all checks pass by pass.
@@ -158,35 +158,35 @@ class Checks:
         """
         self._run(model)
         self._proofs.confirm(model)
-        return [check for found in self._found for check in found]
+        return [check for checks in self._found for check in checks]
 
-    def _or_disproved(self, behind: ir.Model, run: Callable[[], Result]) -> Result:
+    def _or_disproved(self, model: ir.Model, run: Callable[[], Result]) -> Result:
         """Return what ``run`` returns; where it fails, a proof that fails says more, and is raised instead."""
         try:
             return run()
         except Exception:
-            self._proofs.confirm(behind)
+            self._proofs.confirm(model)
             raise
 
     def _run(self, model: ir.Model) -> None:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        passes = [ran for ran, _ in waiting]
-        names = [ran.step.name for ran in passes]
+        passes = [run for run, _ in waiting]
+        names = [run.step.name for run in passes]
         if is_same_graph(passes[0].before, model):
             checks = [self._verifier.unchanged(model, name) for name in names]
         else:
             self._on_stage(f"checking {', '.join(names)}")
             # Passes work in place: the model behind one is what was copied in front of the next.
-            behind = [*(ran.before for ran in passes[1:]), model]
-            pairs = list(zip(names, behind, strict=True))
+            models = [*(run.before for run in passes[1:]), model]
+            pairs = list(zip(names, models, strict=True))
             checks = self._or_disproved(model, lambda: self._verifier.check_together(pairs))
-        for (ran, found), check in zip(waiting, checks, strict=True):
-            self._add(found, ran, check)
+        for (run, pass_checks), check in zip(waiting, checks, strict=True):
+            self._add(pass_checks, run, check)
 
-    def _add(self, found: list[Check], ran: PassRun, check: Check, place: int | None = None) -> None:
-        found.insert(len(found) if place is None else place, check.model_copy(update={"run": ran.report.run}))
+    def _add(self, checks: list[Check], run: PassRun, check: Check, index: int | None = None) -> None:
+        checks.insert(len(checks) if index is None else index, check.model_copy(update={"run": run.report.run}))
 
 
 def is_same_graph(before: ir.Model, after: ir.Model) -> bool:
@@ -196,11 +196,12 @@ def is_same_graph(before: ir.Model, after: ir.Model) -> bool:
     inside attributes that are graphs is not compared: nodes with such an attribute count as different.
     """
     return all(
-        one == other for one, other in itertools.zip_longest(_described(before), _described(after), fillvalue=object())
+        first == second
+        for first, second in itertools.zip_longest(_describe(before), _describe(after), fillvalue=object())
     )
 
 
-def _described(model: ir.Model) -> Iterator[object]:
+def _describe(model: ir.Model) -> Iterator[object]:
     graph = model.graph
     yield model.opset_imports, list(model.functions)
     for port in (*graph.inputs, *graph.outputs):

@@ -59,10 +59,10 @@ def test_losses_are_located_where_steps_need_statistics(shipped_artifact: Path, 
 def test_a_recipe_is_fitted_to_the_graph_but_one_of_a_manifest_is_not(llama_artifact: Path, tmp_path: Path) -> None:
     source = artifact.read(llama_artifact)
     fitted = Compilation(source, "int4-rtn", work=tmp_path)
-    assert [step.name for step in fitted.requested.steps] != [step.name for step in fitted.recipe.steps]
+    assert [step.name for step in fitted.recipe_for_target.steps] != [step.name for step in fitted.recipe.steps]
     assert fitted.recipe.steps[-1].step in ("lower", "compact_scales")
-    recorded = Compilation(source, fitted.requested.model_dump(mode="json"), work=tmp_path)
-    assert recorded.recipe == fitted.requested
+    recorded = Compilation(source, fitted.recipe_for_target.model_dump(mode="json"), work=tmp_path)
+    assert recorded.recipe == fitted.recipe_for_target
 
 
 def test_a_target_is_that_of_the_recipe_and_of_its_passes(llama_artifact: Path, tmp_path: Path) -> None:

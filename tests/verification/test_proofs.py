@@ -15,8 +15,8 @@ from graphopt.graph.diagnostics import TEXT, Check, PassReport
 from graphopt.numerics.rotations.claims import Claims
 from graphopt.verification import proofs
 from graphopt.verification.equivalence import Verifier
-from graphopt.verification.proofs import Claimed, Proofs
-from graphopt.verification.steps import Checks, Ran
+from graphopt.verification.proofs import PendingClaim, Proofs
+from graphopt.verification.steps import Checks, PassRun
 from tests.graphs import residual_model
 from tests.verification.test_steps import Rename, scale_head
 
@@ -43,7 +43,7 @@ def test_a_proof_is_of_the_copy_in_front_of_the_next_pass(proved: list[Any]) -> 
     with Proofs(stages.append) as beside:
         for number, against in ((0, None), (1, models[3])):
             beside.begin(models[number])  # nothing waits the first time
-            beside.add(Claimed(str(number), CLAIMS, models[number], against, taken.append))
+            beside.add(PendingClaim(str(number), CLAIMS, models[number], against, taken.append))
         beside.confirm(models[2])
     assert [(name, after) for name, after, _ in proved] == [("0", models[1]), ("1", models[3])]
     assert all(thread.startswith("proof") for _, _, thread in proved)
@@ -59,14 +59,14 @@ def checks(tmp_path: Path) -> Iterator[Checks]:
         yield made
 
 
-def ran(name: str, factor: float) -> Ran:
+def ran(name: str, factor: float) -> PassRun:
     """Return the run of a pass that says that it is exact, and scales logits."""
     step, model = scale_head(factor, name), residual_model()
     report = step(model.clone()).report if factor == 1 else PassReport(name=name, effect="exact")
     after = model.clone()
     if factor != 1:
         step(after)
-    return Ran(step, model, after, report.model_copy(update={"run": 1}))
+    return PassRun(step, model, after, report.model_copy(update={"run": 1}))
 
 
 def test_a_proof_that_fails_is_told_rather_than_the_run_that_fails_too(checks: Checks, proved: list[Any]) -> None:
@@ -90,6 +90,6 @@ def test_a_proof_stands_in_front_of_the_run_of_its_pass(checks: Checks, proved: 
     models = [residual_model() for _ in range(3)]
     for number, (step, claims) in enumerate(((first, CLAIMS), (second, None))):
         report = PassReport(name=f"{number}", effect="exact", run=1)
-        checks.behind(Ran(step, models[number], models[number + 1], report), claims)
+        checks.behind(PassRun(step, models[number], models[number + 1], report), claims)
     found = checks.finish(models[2])
     assert [check.name for check in found] == ["certificate", "logits", "logits"]

@@ -69,8 +69,8 @@ def test_a_fault_of_each_kind_at_each_part_is_refused(
 ) -> None:
     artifact, folder = made
     # The faults are in the file; what it is compared with is serialized once for all of them.
-    serialized = functools.cache(same_model._serialized)
-    monkeypatch.setattr(same_model, "_serialized", lambda made, outside: serialized(made, frozenset(outside)))
+    serialized = functools.cache(same_model._serialize)
+    monkeypatch.setattr(same_model, "_serialize", lambda made, outside: serialized(made, frozenset(outside)))
     copy = shutil.copytree(folder, tmp_path / "copy")
     stored = onnx.ModelProto.FromString((folder / MODEL).read_bytes())
     planted: list[Fault] = list(faults(stored))

@@ -19,7 +19,7 @@ from graphopt.passes.base import Pass
 from graphopt.passes.context import Context, make_context
 from graphopt.passes.phases import Phase
 from graphopt.tasks import task_of
-from graphopt.verification.equivalence import TOGETHER, TOLERANCE, UNCHANGED, Verifier
+from graphopt.verification.equivalence import RAN_TOGETHER, SAME_GRAPH, TOLERANCE, Verifier
 from graphopt.verification.steps import Checks, by_run, is_same_graph, run_passes
 from tests.graphs import residual_model
 
@@ -96,7 +96,7 @@ def test_exact_passes_in_a_row_are_run_once_and_the_record_says_so(runs: Runs) -
     assert {check.status for check in checks} == {"measured"}
     # before, behind two exact passes, behind the lossy one, behind the last two
     assert runs.opened == 4
-    assert [check.reason.code == TOGETHER.code for check in checks] == [True, True, False, True, True]
+    assert [check.reason.code == RAN_TOGETHER.code for check in checks] == [True, True, False, True, True]
     assert checks[0].reason.figures["passes"] == ["first", "rename"]
     assert [check.figures["largest_change"] for check in checks] == pytest.approx(
         [1e-5, 1e-5, 0.5, 1e-5, 1e-5], rel=0.1
@@ -141,7 +141,7 @@ def test_roundings_that_add_up_to_more_than_one_are_judged_pass_by_pass(runs: Ru
 def test_what_was_left_as_it_was_is_not_run_again(runs: Runs) -> None:
     checks = runs.check([scale_head(1.5, "lossy", "lossy"), scale_head(1, "nothing"), scale_head(1, "to do", "lossy")])
     assert runs.opened == 2
-    assert [check.reason.code for check in checks[1:]] == [UNCHANGED.code] * 2
+    assert [check.reason.code for check in checks[1:]] == [SAME_GRAPH.code] * 2
     assert [check.figures["largest_change"] for check in checks[1:]] == [0, 0]
     # figures from the start are those of the model that was run
     assert checks[2].figures["largest_change_from_start"] == checks[0].figures["largest_change_from_start"]

@@ -20,8 +20,8 @@ from graphopt.analysis.structure.heads import Calibration, HeadFigures, LayerFig
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact, origin_of
 from graphopt.artifact.tokens import beginning_of, tokenizer_among
-from graphopt.compile.calibration.mass import kept
-from graphopt.compile.calibration.razor import REPEATS, Repeated, echo_and_induction
+from graphopt.compile.calibration.mass import policy_shares
+from graphopt.compile.calibration.razor import REPEATS, Repetition, echo_and_induction
 from graphopt.compile.calibration.tap import Tap, tap
 from graphopt.errors import InputError
 from graphopt.passes.cache.sparse_kv import SparseKV, node_attributes
@@ -75,7 +75,9 @@ def calibrate(
     streaming = SparseKV(policy="streaming") if streaming is None else streaming
     retrieval = SparseKV(policy="retrieval") if retrieval is None else retrieval
     options = {"streaming": streaming}
-    options |= {f"retrieval, {by}": retrieval.model_copy(update={"summary": by}) for by in ("bounds", "mean")}
+    options |= {
+        f"retrieval, {summary}": retrieval.model_copy(update={"summary": summary}) for summary in ("bounds", "mean")
+    }
     tokenizer = tokenizer_among(source.companions)
     ids = np.array(tokenizer.encode(text).ids, np.int64)
     positions = source.manifest.model.max_positions or _UNKNOWN_POSITIONS
@@ -87,32 +89,35 @@ def calibrate(
             remedy="give a longer text, or another window",
         )
     on_stage("opening the model")
-    with tap(source) as opened:
-        vocabulary = opened.interface.vocabulary or tokenizer.get_vocab_size()
+    with tap(source) as tapped_model:
+        vocabulary = tapped_model.interface.vocabulary or tokenizer.get_vocab_size()
         if ids.max() >= vocabulary:
             raise InputError(
                 f"there is no token {ids.max()} in a vocabulary of {vocabulary}",
                 remedy="is this the tokenizer that the model was trained with?",
             )
         starts = np.unique(np.linspace(0, len(ids) - window, windows).astype(np.int64))
-        asked = np.unique(np.linspace(window // 2, window - 1, queries).astype(np.int64))
+        query_positions = np.unique(np.linspace(window // 2, window - 1, queries).astype(np.int64))
         parts = [ids[start : start + window] for start in starts]
-        shares = _shares(opened, parts, asked, options, on_stage)
+        shares = _shares(tapped_model, parts, query_positions, options, on_stage)
         on_stage("reading random tokens that repeat", len(parts), len(parts) + 1)
-        repeated = Repeated.of(beginning_of(tokenizer), vocabulary, min(positions, LARGEST_WINDOW), seed)
-        scores = _scores(opened, repeated, queries)
-        layers, windowed = [each.layer for each in opened.layers], opened.windowed
+        repetition = Repetition.of(beginning_of(tokenizer), vocabulary, min(positions, LARGEST_WINDOW), seed)
+        scores = _scores(tapped_model, repetition, queries)
+        layers, windowed_layers = (
+            [tapped_layer.layer for tapped_layer in tapped_model.layers],
+            tapped_model.windowed_layers,
+        )
     return Calibration(
         origin=origin_of(source),
         model=source.manifest.source.name,
         tokens=window * len(parts),
         window=window,
-        queries=len(parts) * len(asked),
-        block=repeated.block,
+        queries=len(parts) * len(query_positions),
+        block=repetition.block,
         repeats=REPEATS,
-        policies={name: _policy(options[name], of) for name, of in shares.items()},
+        policies={name: _policy(options[name], policy_shares) for name, policy_shares in shares.items()},
         layers=tuple(_figures(layer, shares, scores) for layer in layers),
-        windowed=windowed,
+        windowed=windowed_layers,
     )
 
 
@@ -128,28 +133,32 @@ def attributes_of(layer: PagedLayer, options: SparseKV) -> KVAttributes:
 
 
 def _shares(
-    opened: Tap, parts: list[IntArray], asked: IntArray, options: Mapping[str, SparseKV], on_stage: Progress
+    tapped_model: Tap,
+    parts: list[IntArray],
+    query_positions: IntArray,
+    options: Mapping[str, SparseKV],
+    on_stage: Progress,
 ) -> Shares:
     """Return the means over the windows of text."""
     sums: Shares = {name: {} for name in options}
-    for done, part in enumerate(parts):
-        on_stage("reading the text", done, len(parts) + 1)
-        for heads in opened.run(part):
-            layer = heads.tapped.layer
-            attributes = {name: attributes_of(layer, each) for name, each in options.items()}
-            for head, of_head in enumerate(kept(heads, asked, attributes)):
-                for name, found in of_head.items():
-                    mass, read = sums[name].get((layer.number, head), (0.0, 0.0))
-                    mean = found.mass.mean(axis=0) / len(parts), float(found.read.mean()) / len(parts)
-                    sums[name][layer.number, head] = (mass + mean[0], read + mean[1])
+    for number, part in enumerate(parts):
+        on_stage("reading the text", number, len(parts) + 1)
+        for heads in tapped_model.run(part):
+            layer = heads.tapped_layer.layer
+            attributes = {name: attributes_of(layer, policy) for name, policy in options.items()}
+            for head, of_head in enumerate(policy_shares(heads, query_positions, attributes)):
+                for name, share in of_head.items():
+                    mass, read_share = sums[name].get((layer.number, head), (0.0, 0.0))
+                    mean = share.mass.mean(axis=0) / len(parts), float(share.read.mean()) / len(parts)
+                    sums[name][layer.number, head] = (mass + mean[0], read_share + mean[1])
     return sums
 
 
-def _scores(opened: Tap, repeated: Repeated, queries: int) -> dict[tuple[int, int], np.ndarray[Any, Any]]:
-    asked = repeated.asked(queries)
+def _scores(tapped_model: Tap, repetition: Repetition, queries: int) -> dict[tuple[int, int], np.ndarray[Any, Any]]:
+    query_positions = repetition.query_positions(queries)
     return {
-        (heads.tapped.layer.number, head): echo_and_induction(heads, head, repeated, asked)
-        for heads in opened.run(repeated.ids)
+        (heads.tapped_layer.layer.number, head): echo_and_induction(heads, head, repetition, query_positions)
+        for heads in tapped_model.run(repetition.ids)
         for head in range(len(heads.keys))
     }
 
@@ -159,17 +168,17 @@ def _policy(options: SparseKV, shares: Mapping[tuple[int, int], tuple[np.ndarray
     policy = POLICIES[options.policy].of_options(dict(options))
     if policy.chooses:
         names |= {"page", *(parameter.name for parameter in policy.parameters())}
-    named = options.model_dump(include=names, exclude_none=True)
-    read = [each[1] for each in shares.values()]
-    mass = np.concatenate([each[0] for each in shares.values()])  # heads of a model have groups of one size
-    return ReadPolicy(attributes=named, read=float(np.mean(read)), kept=float(mass.mean()))
+    attributes = options.model_dump(include=names, exclude_none=True)
+    read_shares = [share[1] for share in shares.values()]
+    mass = np.concatenate([share[0] for share in shares.values()])  # heads of a model have groups of one size
+    return ReadPolicy(attributes=attributes, read=float(np.mean(read_shares)), kept=float(mass.mean()))
 
 
 def _figures(layer: PagedLayer, shares: Shares, scores: Mapping[tuple[int, int], np.ndarray[Any, Any]]) -> LayerFigures:
     heads = []
     for head in range(layer.attributes.kv_heads):
-        place = (layer.number, head)
-        echo, induction = scores[place].tolist()
-        masses = {name: tuple(of[place][0].tolist()) for name, of in shares.items()}
+        key = (layer.number, head)
+        echo, induction = scores[key].tolist()
+        masses = {name: tuple(policy_shares[key][0].tolist()) for name, policy_shares in shares.items()}
         heads.append(HeadFigures(induction=induction, echo=echo, kept=masses))
     return LayerFigures(number=layer.number, heads=tuple(heads))

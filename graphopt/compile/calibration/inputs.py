@@ -39,10 +39,10 @@ def collect(
     compilation = Compilation(model, recipe, work=Path(folder), statistics=folder, on_stage=on_stage)
     compilation.check_weights()
     compilation.apply_unchecked(compilation.before_phase("lower"), lambda step: on_stage(step.name))
-    collected = compilation.calibration.found
-    if not collected:
+    inputs = compilation.calibration.found
+    if not inputs:
         raise InputError(
             f"the recipe {compilation.recipe.name} needs no statistics",
             remedy="choose a rounding method that does, such as --set quantize_weights.rounding=gptq",
         )
-    return list(collected.values())
+    return list(inputs.values())

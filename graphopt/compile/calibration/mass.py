@@ -21,7 +21,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Kept:
+class PolicyShare:
     """What a policy keeps of one KV head.
 
     Attributes:
@@ -33,7 +33,9 @@ class Kept:
     read: Doubles
 
 
-def kept(heads: Heads, asked: Integers, policies: Mapping[str, KVAttributes]) -> list[dict[str, Kept]]:
+def policy_shares(
+    heads: Heads, query_positions: Integers, policies: Mapping[str, KVAttributes]
+) -> list[dict[str, PolicyShare]]:
     """Return what each policy keeps, for each KV head, by the operator's own reference.
 
     Summaries of pages are those of the whole sequence. In decoding the newest page is not full yet; that matters only
@@ -41,37 +43,37 @@ def kept(heads: Heads, asked: Integers, policies: Mapping[str, KVAttributes]) ->
 
     Args:
         heads: what the layer multiplied.
-        asked: positions whose queries are measured, [n].
+        query_positions: positions whose queries are measured, [n].
         policies: attributes of the operator, in floats and with the layer's own number of heads, scale and window.
     """
     of_pages = {name: summaries(attrs, heads.keys) for name, attrs in policies.items()}
-    positions, found = np.arange(heads.keys.shape[1]), []
+    positions, shares_by_head = np.arange(heads.keys.shape[1]), []
     for head in range(len(heads.keys)):
-        weights, visible = attention(heads, head, asked)
-        queries, of_head = heads.queries[head, asked].astype(np.float64), {}
+        weights, visible = attention(heads, head, query_positions)
+        queries, of_head = heads.queries[head, query_positions].astype(np.float64), {}
         for name, attrs in policies.items():
-            is_read = read_mask(attrs, head, of_pages[name], queries, asked, positions)
+            is_read = read_mask(attrs, head, of_pages[name], queries, query_positions, positions)
             mass = (weights * is_read[:, None]).sum(axis=-1) / weights.sum(axis=-1)
-            of_head[name] = Kept(np.minimum(mass, 1), is_read.sum(axis=-1) / visible.sum(axis=-1))
-        found.append(of_head)
-    return found
+            of_head[name] = PolicyShare(np.minimum(mass, 1), is_read.sum(axis=-1) / visible.sum(axis=-1))
+        shares_by_head.append(of_head)
+    return shares_by_head
 
 
-def attention(heads: Heads, head: int, asked: Integers) -> tuple[Doubles, npt.NDArray[np.bool_]]:
-    """Return the attention of a KV head's queries at ``asked`` with nothing left out, and what they see.
+def attention(heads: Heads, head: int, query_positions: Integers) -> tuple[Doubles, npt.NDArray[np.bool_]]:
+    """Return the attention of a KV head's queries at ``query_positions`` with nothing left out, and what they see.
 
     Returns:
         float64 [n, G, m] and bool [n, m], m the tokens of the sequence. Rows sum to 1, less what a sink logit takes.
     """
-    attrs, keys = replace(heads.tapped.layer.attributes, policies=(DENSE,)), heads.keys[head].astype(np.float64)
-    positions, q = np.arange(len(keys)), heads.queries[head, asked].astype(np.float64)
-    visible = read_mask(attrs, head, np.zeros((attrs.kv_heads, 0, 0), np.float32), q, asked, positions)
+    attrs, keys = replace(heads.tapped_layer.layer.attributes, policies=(DENSE,)), heads.keys[head].astype(np.float64)
+    positions, q = np.arange(len(keys)), heads.queries[head, query_positions].astype(np.float64)
+    visible = read_mask(attrs, head, np.zeros((attrs.kv_heads, 0, 0), np.float32), q, query_positions, positions)
     scores = attrs.scale * (q @ keys.T)
     if attrs.softcap:
         scores = attrs.softcap * np.tanh(scores / attrs.softcap)
     scores = np.where(visible[:, None], scores, -np.inf)
     largest, group = scores.max(axis=-1, keepdims=True), q.shape[1]
-    sinks = heads.tapped.sink_logits
+    sinks = heads.tapped_layer.sink_logits
     logit = np.full((group, 1), -np.inf) if sinks is None else sinks.reshape(-1, group, 1)[head].astype(np.float64)
     largest = np.maximum(largest, logit)
     weights = np.exp(scores - largest)
@@ -86,5 +88,5 @@ def summaries(attrs: KVAttributes, keys: Singles) -> Singles:
     state = attrs.state(1, -(-tokens // attrs.page), size).zeros()
     rows = np.ascontiguousarray(keys.transpose(1, 0, 2))[None]
     after = append(attrs, state, rows, rows, np.zeros(1, np.int64), np.full(1, tokens))
-    made: Singles = after["summaries"][0]
-    return made
+    page_summaries: Singles = after["summaries"][0]
+    return page_summaries

@@ -54,12 +54,12 @@ class Heads:
     """What one layer multiplied in one run.
 
     Attributes:
-        tapped: the layer.
+        tapped_layer: the layer.
         queries: float32 [Hk, length, G, D]; the G query heads of a KV head stand together.
         keys: float32 [Hk, length, D].
     """
 
-    tapped: TappedLayer
+    tapped_layer: TappedLayer
     queries: Singles
     keys: Singles
 
@@ -72,13 +72,13 @@ class Tap:
         session: of onnxruntime.
         interface: of the model as it was.
         layers: those that see all tokens before them.
-        windowed: the numbers of those that have a window of their own.
+        windowed_layers: the numbers of those that have a window of their own.
     """
 
     session: onnxruntime.InferenceSession
     interface: Interface
     layers: tuple[TappedLayer, ...]
-    windowed: tuple[int, ...]
+    windowed_layers: tuple[int, ...]
 
     def run(self, ids: IntArray) -> Iterator[Heads]:
         """Run a sequence, int64 [length], and yield what each layer multiplied.
@@ -89,15 +89,19 @@ class Tap:
         tokens = ids[None]
         room = self.interface.empty_past(1, len(ids))
         feeds = self.interface.feeds(tokens, np.ones_like(tokens), room)
-        names = list(dict.fromkeys(name for each in self.layers for name in (each.query, each.key)))
+        names = list(
+            dict.fromkeys(name for tapped_layer in self.layers for name in (tapped_layer.query, tapped_layer.key))
+        )
         try:
-            made = dict(zip(names, self.session.run(names, feeds), strict=True))
+            values = dict(zip(names, self.session.run(names, feeds), strict=True))
         except Exception as error:
             raise InputError(f"onnxruntime cannot run the model on {len(ids)} tokens: {error}") from error
-        for each in self.layers:
-            heads, size = each.layer.attributes.kv_heads, each.layer.head_size
-            queries = made[each.query].reshape(len(ids), heads, -1, size).transpose(1, 0, 2, 3)
-            yield Heads(each, queries, made[each.key].reshape(len(ids), heads, size).transpose(1, 0, 2))
+        for tapped_layer in self.layers:
+            heads, size = tapped_layer.layer.attributes.kv_heads, tapped_layer.layer.head_size
+            queries = values[tapped_layer.query].reshape(len(ids), heads, -1, size).transpose(1, 0, 2, 3)
+            yield Heads(
+                tapped_layer, queries, values[tapped_layer.key].reshape(len(ids), heads, size).transpose(1, 0, 2)
+            )
 
 
 @contextlib.contextmanager
@@ -113,7 +117,7 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     nodes = kv_nodes(model.graph)
     if not nodes:
         raise InputError(f"the attention of this model cannot be measured: {_reason(report)}")
-    windowed = tuple(layer_of(node).number for node in nodes if layer_of(node).attributes.window)
+    windowed_layers = tuple(layer_of(node).number for node in nodes if layer_of(node).attributes.window)
     nodes = [node for node in nodes if not layer_of(node).attributes.window]
     if not nodes:
         raise InputError("every layer of this model has a window of its own: there are no heads to choose among")
@@ -125,9 +129,9 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
                 remedy="give the model as it was before the step sparse_kv",
             )
     interface = Interface.of_graph(model.graph)
-    layers = tuple(_tapped(node) for node in nodes)
-    tapped = [port(node, name) for node in nodes for name in ("query", "key")]
-    values = {value.name: value for value in tapped if value is not None}
+    layers = tuple(_tap_layer(node) for node in nodes)
+    ports = [port(node, name) for node in nodes for name in ("query", "key")]
+    values = {value.name: value for value in ports if value is not None}
     for value in values.values():
         value.type = ir.TensorType(ir.DataType.FLOAT)
     model.graph.outputs.clear()
@@ -135,10 +139,10 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     with bodies_aside(model):
         RemoveUnusedNodesPass()(model)
     with compilation.context.runner.opened(model) as session:
-        yield Tap(session, interface, layers, windowed)
+        yield Tap(session, interface, layers, windowed_layers)
 
 
-def _tapped(node: ir.Node) -> TappedLayer:
+def _tap_layer(node: ir.Node) -> TappedLayer:
     query, key, sinks = (port(node, name) for name in ("query", "key", "sink_logits"))
     assert query is not None and key is not None
     logits = None if sinks is None or sinks.const_value is None else sinks.const_value.numpy()

@@ -12,7 +12,7 @@ lines.py      what was measured, in a file: a search that was cut off goes on
 
 from graphopt.compile.search.choices import CHOICES, Choice
 from graphopt.compile.search.evolution import Evolution
-from graphopt.compile.search.formats import Found, search
+from graphopt.compile.search.formats import SearchResult, search
 from graphopt.compile.search.rotary import FoundFactors, search_rope
 
-__all__ = ["CHOICES", "Choice", "Evolution", "Found", "FoundFactors", "search", "search_rope"]
+__all__ = ["CHOICES", "Choice", "Evolution", "FoundFactors", "SearchResult", "search", "search_rope"]

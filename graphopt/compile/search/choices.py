@@ -37,19 +37,20 @@ def name_of(choice: Choice) -> str:
     return f"{choice.format}:{choice.group or 'column'}"
 
 
-def stored_bytes(choice: Choice, rows: int, columns: int, *, leveled: bool = False) -> int:
+def stored_bytes(choice: Choice, rows: int, columns: int, *, has_level_scales: bool = False) -> int:
     """Return the bytes of a matrix [rows, columns]: packed codes, and scales and zero points in float16.
 
     Args:
         choice: its format and group.
         rows: numbers of a column.
         columns: how many.
-        leveled: whether the recipe has the step ``level_scales``: scales of codes of no ONNX type are bytes then.
+        has_level_scales: whether the recipe has the step ``level_scales``: scales of codes of no ONNX type are bytes
+            then.
     """
     format = format_of(choice.format)
     groups = -(-rows // (choice.group or rows))
     scales = _SCALE * groups
-    if leveled and format.onnx_type is None:
+    if has_level_scales and format.onnx_type is None:
         scales = min(scales, groups + _STEP)
     codes = math.ceil(format.bits_per_weight * rows * columns / 8)
     return codes + (scales + (_SCALE * groups if format.zero_point else 0)) * columns

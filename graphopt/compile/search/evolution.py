@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FIRSTS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """How many first tokens may be left as they were: the paper's table 4."""
 
-_BEYOND = 1.25
+_LARGEST_SHARE = 1.25
 _TRIES = 100
 
 
@@ -78,51 +78,51 @@ class Breeder:
         attention_factors: what a candidate may choose from.
     """
 
-    def __init__(self, how: Evolution, factor: float, attention_factors: Sequence[float]) -> None:
-        self._how, self._largest = how, _BEYOND * factor
+    def __init__(self, settings: Evolution, factor: float, attention_factors: Sequence[float]) -> None:
+        self._settings, self._largest = settings, _LARGEST_SHARE * factor
         self._attention_factors = list(attention_factors)
-        self._random = random.Random(how.seed)
+        self._random = random.Random(settings.seed)
 
-    def settled(self, candidate: Candidate) -> Candidate:
+    def clip(self, candidate: Candidate) -> Candidate:
         """Return the candidate with factors in range, in steps of 0.01, that never decrease."""
-        factors, least = [], 1.0
+        factors, smallest = [], 1.0
         for factor in candidate.factors:
-            least = round(max(least, min(factor, self._largest)), 2)
-            factors.append(least)
+            smallest = round(max(smallest, min(factor, self._largest)), 2)
+            factors.append(smallest)
         return candidate.model_copy(update={"factors": tuple(factors)})
 
-    def mutated(self, candidate: Candidate) -> Candidate:
+    def mutate(self, candidate: Candidate) -> Candidate:
         """Return a copy in which each number was drawn anew with some chance, factors between their neighbours."""
         draw, factors = self._random, list(candidate.factors)
-        for place in range(len(factors)):
-            if draw.random() < self._how.chance:
-                below = factors[place - 1] if place else 1.0
-                above = factors[place + 1] if place + 1 < len(factors) else self._largest
-                factors[place] = draw.uniform(below, above)
+        for pair in range(len(factors)):
+            if draw.random() < self._settings.chance:
+                low = factors[pair - 1] if pair else 1.0
+                high = factors[pair + 1] if pair + 1 < len(factors) else self._largest
+                factors[pair] = draw.uniform(low, high)
         first, scale = candidate.first, candidate.attention_factor
-        if draw.random() < self._how.chance:
+        if draw.random() < self._settings.chance:
             first = draw.choice(FIRSTS)
-        if draw.random() < self._how.chance:
+        if draw.random() < self._settings.chance:
             scale = draw.choice(self._attention_factors)
-        return self.settled(Candidate(factors=tuple(factors), first=first, attention_factor=scale))
+        return self.clip(Candidate(factors=tuple(factors), first=first, attention_factor=scale))
 
-    def crossed(self, parents: Sequence[Candidate]) -> Candidate:
+    def cross(self, parents: Sequence[Candidate]) -> Candidate:
         """Return a candidate that has each number from one of two parents; a factor below the one before is raised."""
-        one, other = self._random.sample(list(parents), 2)
-        mixed = [self._random.choice(pair) for pair in zip(one.factors, other.factors, strict=True)]
-        first = self._random.choice((one.first, other.first))
-        scale = self._random.choice((one.attention_factor, other.attention_factor))
-        return self.settled(Candidate(factors=tuple(mixed), first=first, attention_factor=scale))
+        parent, partner = self._random.sample(list(parents), 2)
+        factors = [self._random.choice(pair) for pair in zip(parent.factors, partner.factors, strict=True)]
+        first = self._random.choice((parent.first, partner.first))
+        scale = self._random.choice((parent.attention_factor, partner.attention_factor))
+        return self.clip(Candidate(factors=tuple(factors), first=first, attention_factor=scale))
 
     def mutation_of_one(self, parents: Sequence[Candidate]) -> Candidate:
         """Return a mutated copy of one of ``parents``."""
-        return self.mutated(self._random.choice(list(parents)))
+        return self.mutate(self._random.choice(list(parents)))
 
 
 def evolve(
     starts: Sequence[Candidate],
     factor: float,
-    how: Evolution,
+    settings: Evolution,
     measure: Callable[[Candidate], float],
     on_stage: Progress = silent,
 ) -> tuple[Candidate, float]:
@@ -134,37 +134,37 @@ def evolve(
     Args:
         starts: candidates to begin with; the rest of the first generation are mutations of them.
         factor: by which the context grows.
-        how: the settings.
+        settings: the settings.
         measure: of a candidate.
         on_stage: called for each candidate.
     """
-    breeder = Breeder(how, factor, sorted({1.0, *(start.attention_factor for start in starts)}))
-    measured: dict[Candidate, float] = {}
+    breeder = Breeder(settings, factor, sorted({1.0, *(start.attention_factor for start in starts)}))
+    losses: dict[Candidate, float] = {}
 
     def add(draw: Callable[[], Candidate], stage: str) -> None:
         """Measure a candidate that was not measured yet, if drawing finds one."""
         for _ in range(_TRIES):
-            made = draw()
-            if made not in measured:
-                best = f", best {min(measured.values()):.4f} nats" if measured else ""
-                on_stage(stage + best, len(measured), how.candidates)
-                measured[made] = measure(made)
+            candidate = draw()
+            if candidate not in losses:
+                best = f", best {min(losses.values()):.4f} nats" if losses else ""
+                on_stage(stage + best, len(losses), settings.candidates)
+                losses[candidate] = measure(candidate)
                 return
 
-    settled = [breeder.settled(start) for start in starts]
-    for start in settled:
+    clipped_starts = [breeder.clip(start) for start in starts]
+    for start in clipped_starts:
         add(lambda start=start: start, "first generation")  # type: ignore[misc]
-    while len(measured) < how.population:
-        there = len(measured)
-        add(lambda: breeder.mutation_of_one(settled), "first generation")
-        if len(measured) == there:  # nothing new can be drawn
+    while len(losses) < settings.population:
+        count_before = len(losses)
+        add(lambda: breeder.mutation_of_one(clipped_starts), "first generation")
+        if len(losses) == count_before:  # nothing new can be drawn
             break
-    for generation in range(how.generations):
-        parents = sorted(measured, key=lambda each: measured[each])[: how.parents]
-        stage = f"generation {generation + 1} of {how.generations}"
-        for _ in range(how.mutations):
+    for generation in range(settings.generations):
+        parents = sorted(losses, key=lambda candidate: losses[candidate])[: settings.parents]
+        stage = f"generation {generation + 1} of {settings.generations}"
+        for _ in range(settings.mutations):
             add(lambda: breeder.mutation_of_one(parents), stage)  # noqa: B023 (called at once)
-        for _ in range(how.crossovers):
-            add(lambda: breeder.crossed(parents), stage)  # noqa: B023
-    best = min(measured, key=lambda each: measured[each])
-    return best, measured[best]
+        for _ in range(settings.crossovers):
+            add(lambda: breeder.cross(parents), stage)  # noqa: B023
+    best = min(losses, key=lambda candidate: losses[candidate])
+    return best, losses[best]

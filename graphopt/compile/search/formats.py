@@ -13,7 +13,7 @@ from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_
 from graphopt.compile.compilation import Compilation
 from graphopt.compile.search.choices import CHOICES, Choice, choice_of, name_of
 from graphopt.compile.search.losses import Database, Matrix, Replaceable, Rounder
-from graphopt.compile.search.program import solved
+from graphopt.compile.search.program import solve
 from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of, weight_of
 from graphopt.ort.runner import Runner
@@ -35,7 +35,7 @@ TOKENS, _WINDOW = 512, 256
 """Tokens of the calibration text that divergences are measured on, and tokens that are seen at once."""
 
 
-class Found(BaseModel):
+class SearchResult(BaseModel):
     """What the search ends with.
 
     Attributes:
@@ -62,7 +62,7 @@ def search(
     choices: Sequence[Choice] = CHOICES,
     tokens: int = TOKENS,
     on_stage: Progress = silent,
-) -> Found:
+) -> SearchResult:
     """Choose a format for each matrix so that the model diverges least and its weights take at most ``size`` bytes.
 
     Args:
@@ -82,7 +82,7 @@ def search(
     """
     compilation = Compilation(model, recipe, work=Path(folder), statistics=folder, on_stage=on_stage)
     # The recipe that is found serves other machines, too.
-    recipe = compilation.requested.fitting(compilation.source.model.graph)
+    recipe = compilation.recipe_for_target.fitting(compilation.source.model.graph)
     names = [step.name for step in compilation.recipe.steps]
     step = next((step for step in recipe.steps if isinstance(step, QuantizeWeights)), None)
     if step is None:
@@ -91,41 +91,41 @@ def search(
     compilation.apply_unchecked(compilation.passes[: names.index("quantize_weights")])
     graph, calibration = compilation.model, compilation.calibration
     matrices = _matrices(graph.graph)
-    leveled = any(step.name == "level_scales" for step in recipe.steps)
-    settings = f"{calibration.place(graph).name} {step.rounding!r} {step.scale} {tokens} {leveled}"
+    has_level_scales = any(step.name == "level_scales" for step in recipe.steps)
+    settings = f"{calibration.place(graph).name} {step.rounding!r} {step.scale} {tokens} {has_level_scales}"
     key = hashlib.sha256(settings.encode())
     key.update(" ".join(map(name_of, choices)).encode())
     database = Database(Path(folder) / f"search-{key.hexdigest()[:16]}.jsonl")
-    rounder = Rounder(step.rounding, step.scale, leveled)
+    rounder = Rounder(step.rounding, step.scale, has_level_scales)
     _measure(graph, matrices, database, choices, rounder, calibration, tokens, on_stage)
     rows = [database.rows[name] for name in matrices]
-    rest = _other_bytes(graph.graph, step, set(matrices))
+    other_bytes = _other_bytes(graph.graph, step, set(matrices))
     names = [name_of(choice) for choice in choices]
-    picked = solved(
+    choice_numbers = solve(
         [[row.losses[name] for name in names] for row in rows],
         [[row.bytes[name] for name in names] for row in rows],
-        size - rest,
+        size - other_bytes,
     )
-    chosen = {row.weight: names[number] for row, number in zip(rows, picked, strict=True)}
-    return Found(
-        recipe=_pinned(recipe, step, chosen, size),
-        bytes=rest + sum(row.bytes[chosen[row.weight]] for row in rows),
-        loss=sum(row.losses[chosen[row.weight]] for row in rows),
-        chosen={name: choice_of(choice) for name, choice in chosen.items()},
+    choice_names = {row.weight: names[number] for row, number in zip(rows, choice_numbers, strict=True)}
+    return SearchResult(
+        recipe=_pin_formats(recipe, step, choice_names, size),
+        bytes=other_bytes + sum(row.bytes[choice_names[row.weight]] for row in rows),
+        loss=sum(row.losses[choice_names[row.weight]] for row in rows),
+        chosen={name: choice_of(choice) for name, choice in choice_names.items()},
     )
 
 
 def _matrices(graph: ir.Graph) -> dict[str, ir.Node]:
     """Return a product of each matrix that the step would round, by the name of its weight."""
     routers = router_nodes(graph) - lm_head_nodes(graph)
-    found: dict[str, ir.Node] = {}
+    nodes_by_weight: dict[str, ir.Node] = {}
     for node in linear_nodes(graph):
         weight = weight_of(node, 1)
         if weight is not None and node not in routers and not is_thin(weight):
-            found.setdefault(weight.name or "", node)
-    if not found:
+            nodes_by_weight.setdefault(weight.name or "", node)
+    if not nodes_by_weight:
         raise InputError("the model has no product with a matrix", remedy="search the model as it was exported")
-    return found
+    return nodes_by_weight
 
 
 def _measure(
@@ -138,8 +138,8 @@ def _measure(
     tokens: int,
     on_stage: Progress,
 ) -> None:
-    left = [name for name in matrices if name not in database.rows]
-    if not left:
+    remaining = [name for name in matrices if name not in database.rows]
+    if not remaining:
         return
     statistics = calibration.inputs(graph, matrices.values())
     weights: dict[str, Matrix] = {}
@@ -152,8 +152,8 @@ def _measure(
     texts = [text[: size + 1] for text in calibration.texts[: max(1, tokens // size)]]
     with Runner().opened(model.model) as session:
         model.open(session, [(feeds(graph.graph, text[None, :-1]), text[1:]) for text in texts])
-        for number, name in enumerate(left):
-            on_stage(f"rounding {name}", len(matrices) - len(left) + number, len(matrices))
+        for number, name in enumerate(remaining):
+            on_stage(f"rounding {name}", len(matrices) - len(remaining) + number, len(matrices))
             hessian = statistics[matrices[name]].hessian().numpy()
             database.add(rounder.row(name, weights[name], hessian, choices, model))
 
@@ -176,8 +176,10 @@ def _other_bytes(graph: ir.Graph, step: QuantizeWeights, matrices: set[str]) -> 
     return total
 
 
-def _pinned(recipe: Recipe, step: QuantizeWeights, chosen: Mapping[str, str], size: int) -> Recipe:
-    pinned = recipe.setting("quantize_weights", matrices={n: choice_of(c).model_dump() for n, c in chosen.items()})
-    counts = [f"{list(chosen.values()).count(each)} as {each}" for each in sorted(set(chosen.values()))]
+def _pin_formats(recipe: Recipe, step: QuantizeWeights, choice_names: Mapping[str, str], size: int) -> Recipe:
+    pinned_recipe = recipe.setting(
+        "quantize_weights", matrices={n: choice_of(c).model_dump() for n, c in choice_names.items()}
+    )
+    counts = [f"{list(choice_names.values()).count(name)} as {name}" for name in sorted(set(choice_names.values()))]
     text = f"for one model in {size:,} bytes: matrices {', '.join(counts)}; made by graphopt search"
-    return pinned.model_copy(update={"name": f"{recipe.name}-searched", "description": text})
+    return pinned_recipe.model_copy(update={"name": f"{recipe.name}-searched", "description": text})

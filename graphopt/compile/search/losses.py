@@ -76,39 +76,41 @@ class Rounder:
     Attributes:
         method: the rounding method of the recipe.
         scale: how it chooses scales.
-        leveled: whether scales are stored as bytes.
+        has_level_scales: whether scales are stored as bytes.
     """
 
     method: RoundingMethod
     scale: Scale
-    leveled: bool = False
+    has_level_scales: bool = False
 
     def error(self, matrix: Matrix, hessian: Array, choice: Choice) -> tuple[Matrix, float]:
         """Return the rounded matrix, and its loss trace (W - Q)^T H (W - Q)."""
         group = min(choice.group or len(matrix), len(matrix))
         statistics = hessian if self.method.needs is not None else None
-        made: Quantized = self.method.round(
+        codes: Quantized = self.method.round(
             matrix, format_of(choice.format), group, self.scale, scale_type=np.float16, statistics=statistics
         )
-        rounded = made.dequantize().astype(np.float32)
-        error = matrix.astype(np.float64) - rounded
-        return rounded, float((error * (hessian.astype(np.float64) @ error)).sum())
+        rounded_matrix = codes.dequantize().astype(np.float32)
+        error = matrix.astype(np.float64) - rounded_matrix
+        return rounded_matrix, float((error * (hessian.astype(np.float64) @ error)).sum())
 
     def row(self, name: str, matrix: Matrix, hessian: Array, choices: Sequence[Choice], model: Replaceable) -> Row:
         """Return what each choice for a matrix costs."""
-        sizes = {choice: stored_bytes(choice, *matrix.shape, leveled=self.leveled) for choice in choices}
-        ordered = sorted(choices, key=sizes.__getitem__)
-        coarsest, _ = self.error(matrix, hessian, ordered[0])
-        measured = model.divergence({name: coarsest})
+        sizes = {
+            choice: stored_bytes(choice, *matrix.shape, has_level_scales=self.has_level_scales) for choice in choices
+        }
+        by_size = sorted(choices, key=sizes.__getitem__)
+        coarsest, _ = self.error(matrix, hessian, by_size[0])
+        divergence = model.divergence({name: coarsest})
         sample = np.ascontiguousarray(matrix[:, :: max(1, matrix.shape[1] // _COLUMNS)])
-        losses = [self.error(sample, hessian, choice)[1] for choice in ordered]
+        losses = [self.error(sample, hessian, choice)[1] for choice in by_size]
         first = losses[0] or 1.0
         return Row(
             weight=name,
             rows=matrix.shape[0],
             columns=matrix.shape[1],
-            bytes={name_of(choice): sizes[choice] for choice in ordered},
-            losses={name_of(c): measured * loss / first for c, loss in zip(ordered, losses, strict=True)},
+            bytes={name_of(choice): sizes[choice] for choice in by_size},
+            losses={name_of(c): divergence * loss / first for c, loss in zip(by_size, losses, strict=True)},
         )
 
 
@@ -123,23 +125,25 @@ class Replaceable:
     def __init__(self, model: ir.Model, weights: Mapping[str, Matrix]) -> None:
         self.model, self._weights = with_inputs(model, weights), {n: ort_value(w) for n, w in weights.items()}
         self._texts: list[tuple[Mapping[str, Array], IntArray]] = []
-        self._said: list[npt.NDArray[np.float32]] = []
+        self._reference: list[npt.NDArray[np.float32]] = []
         self._session: object = None
 
     def open(self, session: object, texts: Sequence[tuple[Mapping[str, Array], IntArray]]) -> None:
         """Take a session of :attr:`model`, and what it is fed: inputs, and the tokens that come after each position."""
         self._session, self._texts = session, list(texts)
-        self._said = [log_probabilities(logits) for logits in self._logits({})]
+        self._reference = [log_probabilities(logits) for logits in self._logits({})]
 
-    def divergence(self, replaced: Mapping[str, Matrix]) -> float:
+    def divergence(self, replacements: Mapping[str, Matrix]) -> float:
         """Return the mean divergence from the model as it came, in nats per token, with some matrices replaced."""
-        found = Comparison()
-        for said, logits, (_, targets) in zip(self._said, self._logits(replaced), self._texts, strict=True):
-            found.add(said, logits, targets)
-        return float(found.columns()[2].mean())
+        comparison = Comparison()
+        for reference, logits, (_, targets) in zip(
+            self._reference, self._logits(replacements), self._texts, strict=True
+        ):
+            comparison.add(reference, logits, targets)
+        return float(comparison.columns()[2].mean())
 
-    def _logits(self, replaced: Mapping[str, Matrix]) -> Iterator[Array]:
-        weights = self._weights | {name: ort_value(np.ascontiguousarray(w)) for name, w in replaced.items()}
+    def _logits(self, replacements: Mapping[str, Matrix]) -> Iterator[Array]:
+        weights = self._weights | {name: ort_value(np.ascontiguousarray(w)) for name, w in replacements.items()}
         for feeds, targets in self._texts:
             values = {name: ort_value(np.ascontiguousarray(array)) for name, array in feeds.items()}
             (logits,) = self._session.run_with_ort_values(["logits"], weights | values)  # type: ignore[attr-defined]

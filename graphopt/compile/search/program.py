@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def solved(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], room: int) -> list[int]:
+def solve(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], room: int) -> list[int]:
     """Return the choice for each matrix that minimizes the sum of losses, with a sum of sizes of at most ``room``.
 
     Args:
@@ -31,24 +31,24 @@ def solved(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], ro
         raise MissingDependencyError(
             f"the search needs scipy ({error})", remedy='pip install "graphopt[search]"'
         ) from error
-    least = sum(min(row) for row in sizes)
-    if least > room:
+    smallest = sum(min(row) for row in sizes)
+    if smallest > room:
         raise InputError(
-            f"the matrices take {least:,} bytes in the smallest formats, and there is room for {room:,}",
+            f"the matrices take {smallest:,} bytes in the smallest formats, and there is room for {room:,}",
             remedy="give more bytes, or smaller formats with --format",
         )
     cost = np.concatenate([np.asarray(row, float) for row in losses])
     weight = np.concatenate([np.asarray(row, float) for row in sizes])
     one_each = LinearConstraint(block_diag([np.ones((1, len(row))) for row in losses]), 1, 1)
     # Both are scaled to about 1: the solver's tolerances are absolute.
-    found = milp(
+    solution = milp(
         cost / (cost.max() or 1.0),
         integrality=np.ones(len(cost)),
         bounds=Bounds(0, 1),
         constraints=[one_each, LinearConstraint(weight[None] / max(room, 1), -np.inf, 1)],
         options={"mip_rel_gap": 1e-4},
     )
-    if found.x is None:
-        raise InputError(f"the integer program was not solved: {found.message}")
+    if solution.x is None:
+        raise InputError(f"the integer program was not solve: {solution.message}")
     ends = np.cumsum([len(row) for row in losses])
-    return [int(part.argmax()) for part in np.split(found.x, ends[:-1])]
+    return [int(part.argmax()) for part in np.split(solution.x, ends[:-1])]

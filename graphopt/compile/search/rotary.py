@@ -30,7 +30,7 @@ PAPER = Evolution()
 _STARTS: tuple[Method, ...] = ("linear", "ntk", "yarn")
 
 
-class Measured(BaseModel):
+class Measurement(BaseModel):
     """A candidate and the nats per token that the model needs with it, beyond its trained length."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -84,40 +84,42 @@ def search_rope(
     # Caches in pages need less memory.
     compilation = Compilation.of_pages(model, Path(folder))
     source = compilation.source
-    trained = source.manifest.model.max_positions
-    if trained is None or factor <= 1:
+    trained_length = source.manifest.model.max_positions
+    if trained_length is None or factor <= 1:
         raise InputError(
-            f"there is nothing to search: the model has {trained} positions, and the factor is {factor:g}",
+            f"there is nothing to search: the model has {trained_length} positions, and the factor is {factor:g}",
             file=source.place,
             remedy="give a model whose config.json states its positions, and a factor above 1",
         )
-    sequences = _sequences(source, int(trained * factor), texts, text)
+    sequences = _sequences(source, int(trained_length * factor), texts, text)
     turnable = Turnable(compilation.model)
-    starts = _starts(turnable, factor, trained)
+    starts = _starts(turnable, factor, trained_length)
     key = hashlib.sha256(compilation.origin.encode())
     for ids in sequences:
         key.update(ids.tobytes())
-    kept = Lines(
-        Path(folder) / f"rope-{key.hexdigest()[:16]}.jsonl", Measured, lambda row: row.candidate.model_dump_json()
+    measurements = Lines(
+        Path(folder) / f"rope-{key.hexdigest()[:16]}.jsonl", Measurement, lambda row: row.candidate.model_dump_json()
     )
     with compilation.context.runner.opened(turnable.model) as session:
 
         def measure(candidate: Candidate) -> float:
             name = candidate.model_dump_json()
-            if name not in kept.rows:
-                nats = turnable.nats(session, candidate, sequences, trained)
+            if name not in measurements.rows:
+                nats = turnable.nats(session, candidate, sequences, trained_length)
                 # A model that falls apart is the least fit, and JSON knows no infinity.
-                kept.add(Measured(candidate=candidate, nats=nats if np.isfinite(nats) else 1e9))
-            return kept.rows[name].nats
+                measurements.add(Measurement(candidate=candidate, nats=nats if np.isfinite(nats) else 1e9))
+            return measurements.rows[name].nats
 
-        began = {name: measure(candidate) for name, candidate in starts.items()}
+        start_nats = {name: measure(candidate) for name, candidate in starts.items()}
         best, nats = evolve(list(starts.values()), factor, how, measure, on_stage)
-    return FoundFactors(recipe=_recipe(best, factor, trained), nats=nats, starts=began, measured=len(kept.rows))
+    return FoundFactors(
+        recipe=_recipe(best, factor, trained_length), nats=nats, starts=start_nats, measured=len(measurements.rows)
+    )
 
 
 def _sequences(source: Artifact, length: int, texts: int, text: Path | None) -> list[IntArray]:
-    found = texts_of(source.companions, CalibrationOptions(text=text, window=length + 1, windows=texts), None)
-    long_enough = [ids for ids in found if len(ids) == length + 1]
+    sequences = texts_of(source.companions, CalibrationOptions(text=text, window=length + 1, windows=texts), None)
+    long_enough = [ids for ids in sequences if len(ids) == length + 1]
     if not long_enough:
         raise InputError(
             f"the text has no sequence of {length + 1} tokens",
@@ -127,28 +129,28 @@ def _sequences(source: Artifact, length: int, texts: int, text: Path | None) -> 
     return long_enough
 
 
-def _starts(turnable: Turnable, factor: float, trained: int) -> dict[str, Candidate]:
+def _starts(turnable: Turnable, factor: float, trained_length: int) -> dict[str, Candidate]:
     """Return the candidates that known methods mean; yarn is left out where there is no single base."""
-    found: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     for method in _STARTS:
-        options = RescaleRope(method=method, factor=factor, trained=trained)
+        options = RescaleRope(method=method, factor=factor, trained=trained_length)
         try:
-            radians = METHODS[method](turnable.radians, options, trained)
+            radians = METHODS[method](turnable.radians, options, trained_length)
         except InputError:
             continue
         factors = tuple((turnable.radians / radians).tolist())
-        found[method] = Candidate(factors=factors, attention_factor=attention_factor(options, trained))
-    return found
+        candidates[method] = Candidate(factors=factors, attention_factor=attention_factor(options, trained_length))
+    return candidates
 
 
-def _recipe(best: Candidate, factor: float, trained: int) -> Recipe:
+def _recipe(best: Candidate, factor: float, trained_length: int) -> Recipe:
     step = RescaleRope(
         method="longrope",
         factor=factor,
-        trained=trained,
+        trained=trained_length,
         factors=best.factors,
         first=best.first,
         attention_factor=best.attention_factor,
     )
-    description = f"for one model and {factor:g} times its {trained} positions; made by graphopt search-rope"
+    description = f"for one model and {factor:g} times its {trained_length} positions; made by graphopt search-rope"
     return Recipe(name=f"longrope-{factor:g}", description=description, steps=(Canonicalize(), step))

@@ -43,20 +43,20 @@ class Turnable:
         self.model = model.clone()
         graph = self.model.graph
         self._interface = Interface.of_graph(graph)
-        found = rotary_angles(graph)
-        if isinstance(found, Skip):
-            raise InputError(f"there are no rotary factors to search: {found.reason}", node=found.where)
-        pairs = sorted({len(angles.radians) for angles in found})
+        rotary = rotary_angles(graph)
+        if isinstance(rotary, Skip):
+            raise InputError(f"there are no rotary factors to search: {rotary.reason}", node=rotary.where)
+        pairs = sorted({len(angles.radians) for angles in rotary})
         if len(pairs) != 1:
             raise InputError(
                 f"its heads turn {' and '.join(map(str, pairs))} pairs, and one set of factors fits one number",
-                node=found[1].product.name,
+                node=rotary[1].product.name,
             )
-        self.radians = found[0].radians
+        self.radians = rotary[0].radians
         self._sets: list[tuple[ir.Value, ir.Value, npt.NDArray[np.float64]]] = []
-        scale = ir.val(_SCALE, found[0].waves[0].outputs[0].dtype or ir.DataType.FLOAT, [])
-        waves = dict.fromkeys(wave for angles in found for wave in angles.waves)
-        for number, angles in enumerate(found):
+        scale = ir.val(_SCALE, rotary[0].waves[0].outputs[0].dtype or ir.DataType.FLOAT, [])
+        waves = dict.fromkeys(wave for angles in rotary for wave in angles.waves)
+        for number, angles in enumerate(rotary):
             weight = angles.frequencies
             assert weight.const_value is not None
             frequencies = ir.val(
@@ -73,13 +73,13 @@ class Turnable:
 
     def feeds(self, candidate: Candidate) -> dict[str, Array]:
         """Return the inputs that a candidate means."""
-        fed: dict[str, Array] = {_SCALE: np.array(candidate.attention_factor, _numpy(self._scale))}
+        feeds: dict[str, Array] = {_SCALE: np.array(candidate.attention_factor, _numpy(self._scale))}
         for frequencies, first, radians in self._sets:
             assert frequencies.shape is not None
-            turned = (radians / np.asarray(candidate.factors)).astype(_numpy(frequencies))
-            fed[frequencies.name or ""] = turned.reshape(frequencies.shape.numpy())
-            fed[first.name or ""] = np.array(candidate.first, _numpy(first))
-        return fed
+            scaled_radians = (radians / np.asarray(candidate.factors)).astype(_numpy(frequencies))
+            feeds[frequencies.name or ""] = scaled_radians.reshape(frequencies.shape.numpy())
+            feeds[first.name or ""] = np.array(candidate.first, _numpy(first))
+        return feeds
 
     def nats(self, session: object, candidate: Candidate, texts: Sequence[IntArray], begin: int) -> float:
         """Return the mean nats of the tokens from ``begin`` on, of texts that are each fed as one sequence.
@@ -90,15 +90,15 @@ class Turnable:
             texts: tokens, with the one behind the last position.
             begin: the first position of which the next token counts.
         """
-        fed, scored = self.feeds(candidate), []
+        candidate_feeds, token_nats = self.feeds(candidate), []
         for ids in texts:
             row = ids[None, :-1]
             plain: Mapping[str, Array] = self._interface.feeds(
                 row, np.ones_like(row), self._interface.empty_past(1, row.shape[1])
             )
-            logits = run(session, ["logits"], {**plain, **fed})[0]
-            scored.append(negative_log_likelihood(logits[0, begin:], ids[begin + 1 :]))
-        return float(np.concatenate(scored).mean())
+            logits = run(session, ["logits"], {**plain, **candidate_feeds})[0]
+            token_nats.append(negative_log_likelihood(logits[0, begin:], ids[begin + 1 :]))
+        return float(np.concatenate(token_nats).mean())
 
 
 def _numpy(value: ir.Value) -> np.dtype[np.generic]:

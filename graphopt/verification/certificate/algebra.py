@@ -29,7 +29,7 @@ from graphopt.verification.certificate.reasons import (
     SUM_DIFFERENT,
 )
 from graphopt.verification.certificate.site import Rule, Site, static
-from graphopt.verification.certificate.weights import read
+from graphopt.verification.certificate.weights import apply_to_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 def add(site: Site) -> list[Tag]:
     """``a + b``: a Q + b Q = (a + b) Q; a constant b that is added to rotated coordinates is b M."""
-    labelled = [tag for tag in site.tags if tag is not None]
+    rotated_tags = [tag for tag in site.tags if tag is not None]
     shape = np.broadcast_shapes(
-        *(tag.shape for tag in labelled), *(c[0].shape.numpy() for c in site.constants.values())
+        *(tag.shape for tag in rotated_tags), *(c[0].shape.numpy() for c in site.constants.values())
     )
-    if not labelled:
+    if not rotated_tags:
         return [None]
-    wide = [tag.spread(shape) for tag in labelled]
+    wide = [tag.spread(shape) for tag in rotated_tags]
     for index, tag in enumerate(site.tags):
         if index in site.constants:
             _add_constant(site, index, wide[0])
@@ -54,18 +54,18 @@ def add(site: Site) -> list[Tag]:
 
 def scale(site: Site) -> list[Tag]:
     """``x c``, ``x / c``: c (x Q) = (c x) Q for one number c for all coordinates that a copy of Q mixes."""
-    which = 0 if site.tags[0] is not None else 1
-    x, factor = site.tags[which], site.input_dims(1 - which)
-    if x is None or site.tags[1 - which] is not None or (site.node.op_type == "Div" and which == 1):
+    index = 0 if site.tags[0] is not None else 1
+    x, factor = site.tags[index], site.input_dims(1 - index)
+    if x is None or site.tags[1 - index] is not None or (site.node.op_type == "Div" and index == 1):
         site.refuse(SINGLE_COORDINATES(op=site.node.op_type))
     if factor is None:
-        site.refuse(SHAPE_UNKNOWN(tensor=site.name(1 - which)))
+        site.refuse(SHAPE_UNKNOWN(tensor=site.name(1 - index)))
     lead = (1,) * (len(x.shape) - len(factor)) + tuple(factor)
-    more = len(lead) - len(x.shape)
-    if any(lead[axis + more] != 1 for axis in x.spanned()):
+    new_axes = len(lead) - len(x.shape)
+    if any(lead[axis + new_axes] != 1 for axis in x.spanned()):
         site.refuse(
-            SCALES_MIXED(tensor=site.name(1 - which)),
-            site.name(1 - which),
+            SCALES_MIXED(tensor=site.name(1 - index)),
+            site.name(1 - index),
         )
     return [x.spread(np.broadcast_shapes(x.shape, static(lead)))]
 
@@ -76,7 +76,7 @@ def root_mean_square(site: Site) -> list[Tag]:
     if x is None or not _within_rows(x) or site.attribute("axis", -1) not in (-1, len(x.shape) - 1):
         site.refuse(OTHER_AXIS())
     gain = site.constants.get(1)
-    if gain is None or not read(gain[0], lambda numbers: bool(np.all(numbers == numbers.flat[0]))):
+    if gain is None or not apply_to_array(gain[0], lambda numbers: bool(np.all(numbers == numbers.flat[0]))):
         site.refuse(GAIN(), site.name(1))
     return [x]
 
@@ -90,18 +90,18 @@ def select(site: Site) -> list[Tag]:
     """``Where``: one condition for all coordinates that a rotation mixes; zero is zero in any coordinates."""
     condition, rank = site.input_dims(0), len(site.output_dims())
     shape = site.output_shape()
-    labelled = [tag.spread(shape) for tag in site.tags[1:] if tag is not None]
-    zeros = [i in site.constants and not read(site.constants[i][0], np.any) for i in (1, 2)]
-    if condition is None or not labelled or site.tags[0] is not None:
+    rotated_tags = [tag.spread(shape) for tag in site.tags[1:] if tag is not None]
+    zeros = [i in site.constants and not apply_to_array(site.constants[i][0], np.any) for i in (1, 2)]
+    if condition is None or not rotated_tags or site.tags[0] is not None:
         site.refuse(CONDITION())
     lead = (1,) * (rank - len(condition)) + tuple(condition)
-    if any(lead[axis] != 1 for axis in labelled[0].spanned()):
+    if any(lead[axis] != 1 for axis in rotated_tags[0].spanned()):
         site.refuse(CHOOSES_AMONG())
     for index in (1, 2):
         tag = site.tags[index]
-        if not zeros[index - 1] and (tag is None or not same(tag.spread(shape), labelled[0])):
+        if not zeros[index - 1] and (tag is None or not same(tag.spread(shape), rotated_tags[0])):
             site.refuse(CHOOSES_BETWEEN(), site.name(index))
-    return [labelled[0]]
+    return [rotated_tags[0]]
 
 
 def total(site: Site) -> list[Tag]:
@@ -109,12 +109,12 @@ def total(site: Site) -> list[Tag]:
     x, axes = site.tags[0], site.constants.get(1)
     if x is None or axes is None or not axes[0].size:
         site.refuse(SUM_AXES())
-    over = {int(axis) % len(x.shape) for axis in read(axes[0], lambda numbers: numbers.tolist())}
-    row = x.reduced(sorted(over))
+    sum_axes = {int(axis) % len(x.shape) for axis in apply_to_array(axes[0], lambda numbers: numbers.tolist())}
+    row = x.reduced(sorted(sum_axes))
     if row is None:
         site.refuse(SUM_DIFFERENT())
-    kept = bool(site.attribute("keepdims", 1))
-    return [row.moved(lambda plane: plane if kept else plane.squeeze(tuple(over)))]
+    keeps_axes = bool(site.attribute("keepdims", 1))
+    return [row.moved(lambda plane: plane if keeps_axes else plane.squeeze(tuple(sum_axes)))]
 
 
 def no_values(site: Site) -> list[Tag]:

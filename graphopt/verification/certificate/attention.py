@@ -43,12 +43,12 @@ def attention(site: Site) -> list[Tag]:
                 HEADS_DIFFER(query=head, key=head // group, queries=site.name(0), keys=site.name(1)),
                 site.name(0) if keys is not None else site.name(1),
             )
-    for past, now, what in ((4, keys, "keys"), (5, values, "values")):
-        given = past < len(site.node.inputs) and site.node.inputs[past] is not None
-        if given and not same(_heads(site, past), now):
-            site.refuse(PAST_DIFFERS(what=what, past=site.name(past)), site.name(past))
-    outputs: list[Tag] = [_repeated(site, values, group)]
-    outputs += [None if now is None else _in_cache(site, now, index) for index, now in ((1, keys), (2, values))]
+    for past, tag, role in ((4, keys, "keys"), (5, values, "values")):
+        has_past = past < len(site.node.inputs) and site.node.inputs[past] is not None
+        if has_past and not same(_heads(site, past), tag):
+            site.refuse(PAST_DIFFERS(what=role, past=site.name(past)), site.name(past))
+    outputs: list[Tag] = [_repeat_heads(site, values, group)]
+    outputs += [None if tag is None else _in_cache(site, tag, index) for index, tag in ((1, keys), (2, values))]
     return [*outputs, None][: len(site.node.outputs)]
 
 
@@ -58,8 +58,8 @@ def _heads(site: Site, index: int) -> Tag:
     if tag is None:
         return None
     rank = len(tag.shape)
-    folded = rank == 3
-    row = tag.reduced([0, 1] if folded else [0, 2])
+    is_flat = rank == 3
+    row = tag.reduced([0, 1] if is_flat else [0, 2])
     if rank not in (3, 4) or row is None:
         site.refuse(TOKENS_DIFFER(tensor=site.name(index)), site.name(index))
     heads = Coordinates(row.labels.reshape(3, _count(site, index), -1))
@@ -84,7 +84,7 @@ def _head(heads: Tag, head: int) -> Tag:
     return None if heads is None else canonical(heads.labels[:, head])
 
 
-def _repeated(site: Site, values: Tag, group: int) -> Tag:
+def _repeat_heads(site: Site, values: Tag, group: int) -> Tag:
     """Return the coordinates of the output: query head h has those of value head h // group."""
     if values is None:
         return None
@@ -93,16 +93,16 @@ def _repeated(site: Site, values: Tag, group: int) -> Tag:
     heads[1] = np.where(heads[1] > 0, heads[1] * group + np.arange(heads.shape[1])[:, None] % group, 0)
     shape = site.output_shape()
     if len(shape) == 3:
-        return _fitted(site, heads.reshape(3, 1, 1, -1), shape)
-    return _fitted(site, heads[:, None, :, None, :], shape)
+        return _broadcast(site, heads.reshape(3, 1, 1, -1), shape)
+    return _broadcast(site, heads[:, None, :, None, :], shape)
 
 
 def _in_cache(site: Site, heads: Coordinates, output: int) -> Tag:
     if output >= len(site.node.outputs) or not site.node.outputs[output].name:
         return None
-    return _fitted(site, heads.labels[:, None, :, None, :], static(site.output_dims(output)))
+    return _broadcast(site, heads.labels[:, None, :, None, :], static(site.output_dims(output)))
 
 
-def _fitted(site: Site, labels: np.typing.NDArray[np.int64], shape: Sequence[int]) -> Tag:
+def _broadcast(site: Site, labels: np.typing.NDArray[np.int64], shape: Sequence[int]) -> Tag:
     tag = canonical(labels)
     return None if tag is None else tag.spread(shape)

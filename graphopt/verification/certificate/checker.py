@@ -27,10 +27,10 @@ import time
 from typing import TYPE_CHECKING
 
 from graphopt.graph.diagnostics import Finding
-from graphopt.verification.certificate.claim_labels import Claimed
+from graphopt.verification.certificate.claim_labels import ClaimedTags
 from graphopt.verification.certificate.constants import Constants
 from graphopt.verification.certificate.coordinates import same
-from graphopt.verification.certificate.correspondence import constant, foreign_body, model_difference, needed
+from graphopt.verification.certificate.correspondence import constant, foreign_body, live_nodes, model_difference
 from graphopt.verification.certificate.reasons import (
     CACHE_TURNED,
     CLAIM_OF_NOTHING,
@@ -46,7 +46,7 @@ from graphopt.verification.certificate.reasons import (
     OUTPUT_OTHER,
     OUTPUT_ROTATED,
 )
-from graphopt.verification.certificate.report import Certificate, listed, overall
+from graphopt.verification.certificate.report import Certificate, overall, shorten_failures
 from graphopt.verification.certificate.rotations import Rotations
 from graphopt.verification.certificate.site import dims_of
 from graphopt.verification.certificate.walk import Walk
@@ -73,15 +73,15 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
     Returns:
         The certificate. A wrong graph is a finding in it, never an error.
     """
-    started = time.perf_counter()
+    start = time.perf_counter()
     findings: list[Finding] = []
     rotations = Rotations()
-    claimed = Claimed(claims, rotations)
+    claimed_tags = ClaimedTags(claims, rotations)
     with Constants(findings, rotations, vectors, seed) as constants:
-        walk = Walk(before.graph, claimed, rotations, constants, findings)
-        changed = model_difference(before, after)
-        if changed is not None:
-            findings.append(Finding(node="model", tensor=None, status="failed", reason=changed))
+        walk = Walk(before.graph, claimed_tags, rotations, constants, findings)
+        reason = model_difference(before, after)
+        if reason is not None:
+            findings.append(Finding(node="model", tensor=None, status="failed", reason=reason))
         if foreign_body(after):
             findings.append(
                 Finding(node="ai.graphopt::Hadamard", tensor=None, status="not covered", reason=FOREIGN_BODY())
@@ -90,10 +90,10 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
         for node in after.graph:
             walk.follow(node)
         _confirm_outputs(before.graph, after.graph, walk, constants)
-        for node in needed(before.graph):
+        for node in live_nodes(before.graph):
             if node not in walk.found and constant(node.outputs[0]) is None:
                 walk.fail(node, None, NODE_GONE())
-        for name in sorted(claimed.unseen):
+        for name in sorted(claimed_tags.unseen):
             findings.append(Finding(node="claims", tensor=name, status="failed", reason=CLAIM_OF_NOTHING()))
     return Certificate(
         status=overall(findings),
@@ -103,8 +103,8 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
         unchanged=constants.unchanged,
         largest_error_ratio=constants.largest_ratio,
         vectors=vectors,
-        seconds=time.perf_counter() - started,
-        findings=listed(findings),
+        seconds=time.perf_counter() - start,
+        findings=shorten_failures(findings),
     )
 
 
@@ -136,17 +136,17 @@ def _confirm_outputs(before: ir.Graph, after: ir.Graph, walk: Walk, constants: C
     caches = {_present(value.name): walk.tags.get(value) for value in after.inputs}
     names = {value.name: value for value in before.outputs}
     for value in after.outputs:
-        place, old = value.producer() or value, names.pop(value.name, None)
+        producer, old = value.producer() or value, names.pop(value.name, None)
         new_tensor, old_tensor = constant(value), constant(old)
         if old is None:
-            walk.fail(place, value, OUTPUT_NEW())
+            walk.fail(producer, value, OUTPUT_NEW())
         elif new_tensor is not None and old_tensor is not None:
-            constants.same(place, value.name or "?", old_tensor, new_tensor)
+            constants.same(producer, value.name or "?", old_tensor, new_tensor)
         elif walk.stands_for.get(value) is not old:
-            walk.fail(place, value, OUTPUT_OTHER())
+            walk.fail(producer, value, OUTPUT_OTHER())
         if not same(walk.tags.get(value), caches.get(value.name)):
-            fed = value.name in caches and _PRESENT.fullmatch(value.name or "")
-            walk.fail(place, value, CACHE_TURNED() if fed else OUTPUT_ROTATED())
+            is_cache = value.name in caches and _PRESENT.fullmatch(value.name or "")
+            walk.fail(producer, value, CACHE_TURNED() if is_cache else OUTPUT_ROTATED())
     for old in names.values():
         walk.fail(old.producer() or old, old, OUTPUT_GONE())
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from graphopt.numerics.rotations.claims import Claims, TensorClaim
 
 
-class Claimed:
+class ClaimedTags:
     """The coordinates claimed of each tensor, built when they are asked for.
 
     Args:

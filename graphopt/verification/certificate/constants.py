@@ -14,13 +14,13 @@ import onnx_ir as ir
 from graphopt.graph.diagnostics import Fact, Finding
 from graphopt.util.processors import processors
 from graphopt.verification.certificate.reasons import (
-    CHANGED,
+    CONSTANT_CHANGED,
     ENTRIES_HOLD,
     MATRIX_HOLDS,
     NOT_ITS_ORIGINAL,
+    NOT_ROTATED,
     OTHER_TENSOR,
     ROUNDING_UNKNOWN,
-    UNCHANGED,
 )
 from graphopt.verification.certificate.site import Site
 from graphopt.verification.certificate.weights import (
@@ -79,8 +79,8 @@ class Constants:
         if kind is None:
             while self._waiting:
                 self._settle_oldest()
-            for place, finding in reversed(self._late):
-                self._findings.insert(place, finding)
+            for position, finding in reversed(self._late):
+                self._findings.insert(position, finding)
         self._threads.shutdown(cancel_futures=True)
 
     def same(self, node: ir.Node | ir.Value, name: str, before: ir.TensorProtocol, after: ir.TensorProtocol) -> None:
@@ -88,11 +88,11 @@ class Constants:
         if not self._first((id(before), id(after))):
             return
         with self._reading(before, after):
-            alike = is_same(before, after)
-        if alike:
+            is_equal = is_same(before, after)
+        if is_equal:
             self.unchanged += 1
         else:
-            self._add(node, name, CHANGED())
+            self._add(node, name, CONSTANT_CHANGED())
 
     def matrix(self, site: Site, index: int, rows: Tag, columns: Tag) -> None:
         """Compare input ``index`` with M_in^T W M_out."""
@@ -104,7 +104,7 @@ class Constants:
         locks = self._locks_of(before, after)
 
         def compare() -> Comparison:
-            with _held(locks):
+            with _hold(locks):
                 return compare_matrix(before, after, (rows, columns), self._rotations, vectors)
 
         self.fused += 1
@@ -114,10 +114,10 @@ class Constants:
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        place, site, index, future = self._waiting.popleft()
-        found = future.result()
-        reason = MATRIX_HOLDS(vectors=self._vectors, ratio=found.ratio, visible=found.visible)
-        self._late.append((place, self._judged(site, index, found, reason)))
+        position, site, index, future = self._waiting.popleft()
+        comparison = future.result()
+        reason = MATRIX_HOLDS(vectors=self._vectors, ratio=comparison.ratio, visible=comparison.visible)
+        self._late.append((position, self._judged(site, index, comparison, reason)))
 
     def entries(self, site: Site, index: int, labels: Tag) -> None:
         """Compare input ``index``, a constant in other coordinates, entry by entry."""
@@ -125,9 +125,9 @@ class Constants:
         if not self._fits(site, index) or not self._first((id(before), id(after), labels and labels.key())):
             return
         with self._reading(before, after):
-            found = compare_entries(before, after, labels, self._rotations)
+            comparison = compare_entries(before, after, labels, self._rotations)
         self.fused += 1
-        self._findings.append(self._judged(site, index, found, ENTRIES_HOLD(ratio=found.ratio)))
+        self._findings.append(self._judged(site, index, comparison, ENTRIES_HOLD(ratio=comparison.ratio)))
 
     def _fits(self, site: Site, index: int) -> bool:
         before, after = site.constants[index]
@@ -147,23 +147,23 @@ class Constants:
             return True
         return False
 
-    def _judged(self, site: Site, index: int, found: Comparison, reason: Fact) -> Finding:
-        self.largest_ratio = max(self.largest_ratio, found.ratio)
-        figures = {"largest_error_ratio": found.ratio, "visible_row_error": found.visible}
-        where, name = site.node.name or site.node.op_type, site.name(index)
-        if found.ratio <= 1:
-            return Finding(node=where, tensor=name, status="proved", reason=reason, figures=figures)
+    def _judged(self, site: Site, index: int, comparison: Comparison, reason: Fact) -> Finding:
+        self.largest_ratio = max(self.largest_ratio, comparison.ratio)
+        figures = {"largest_error_ratio": comparison.ratio, "visible_row_error": comparison.visible}
+        node_name, name = site.node.name or site.node.op_type, site.name(index)
+        if comparison.ratio <= 1:
+            return Finding(node=node_name, tensor=name, status="proved", reason=reason, figures=figures)
         with self._reading(*site.constants[index]):
-            off = UNCHANGED if is_same(*site.constants[index]) else NOT_ITS_ORIGINAL
-        said = off(row=found.row, ratio=found.ratio)
-        return Finding(node=where, tensor=name, status="failed", reason=said, figures=figures)
+            rule = NOT_ROTATED if is_same(*site.constants[index]) else NOT_ITS_ORIGINAL
+        reason_of_failure = rule(row=comparison.row, ratio=comparison.ratio)
+        return Finding(node=node_name, tensor=name, status="failed", reason=reason_of_failure, figures=figures)
 
     def _reading(self, before: ir.TensorProtocol, after: ir.TensorProtocol) -> contextlib.AbstractContextManager[None]:
-        return _held(self._locks_of(before, after))
+        return _hold(self._locks_of(before, after))
 
     def _locks_of(self, before: ir.TensorProtocol, after: ir.TensorProtocol) -> list[threading.Lock]:
         # In one order, so that two threads cannot wait for one another.
-        return [self._locks[each] for each in sorted({id(before), id(after)})]
+        return [self._locks[identity] for identity in sorted({id(before), id(after)})]
 
     def _first(self, key: tuple[object, ...]) -> bool:
         new = key not in self._done
@@ -171,12 +171,12 @@ class Constants:
         return new
 
     def _add(self, node: ir.Node | ir.Value, name: str, reason: Fact) -> None:
-        where = node.name or (node.op_type if isinstance(node, ir.Node) else "?")
-        self._findings.append(Finding(node=where, tensor=name, status="failed", reason=reason, figures={}))
+        node_name = node.name or (node.op_type if isinstance(node, ir.Node) else "?")
+        self._findings.append(Finding(node=node_name, tensor=name, status="failed", reason=reason, figures={}))
 
 
 @contextlib.contextmanager
-def _held(locks: list[threading.Lock]) -> Iterator[None]:
+def _hold(locks: list[threading.Lock]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for lock in locks:
             stack.enter_context(lock)

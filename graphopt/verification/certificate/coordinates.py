@@ -45,12 +45,12 @@ class Coordinates:
     def spanned(self) -> set[int]:
         """Return the axes along which some copy has more than one position."""
         copies = self.labels[1]
-        _, first, which = np.unique(copies, return_index=True, return_inverse=True)
+        _, first, inverse = np.unique(copies, return_index=True, return_inverse=True)
         axes = set()
         for axis, size in enumerate(self.shape):
-            along = np.arange(size).reshape([-1 if a == axis else 1 for a in range(copies.ndim)])
-            position = np.broadcast_to(along, self.shape).ravel()
-            if np.any((position != position[first[which.ravel()]]) & (copies.ravel() > 0)):
+            positions = np.arange(size).reshape([-1 if a == axis else 1 for a in range(copies.ndim)])
+            position = np.broadcast_to(positions, self.shape).ravel()
+            if np.any((position != position[first[inverse.ravel()]]) & (copies.ravel() > 0)):
                 axes.add(axis)
         return axes
 
@@ -79,9 +79,9 @@ class Coordinates:
         new = [size if lead[axis] == 1 else 1 for axis, size in enumerate(shape)]
         position = np.arange(prod(new)).reshape(new)
         rotation, copy, index = (np.broadcast_to(plane.reshape(lead), shape) for plane in self.labels)
-        made = canonical(np.stack([rotation, np.where(copy > 0, copy * prod(new) + position, 0), index]))
-        assert made is not None
-        return made
+        tag = canonical(np.stack([rotation, np.where(copy > 0, copy * prod(new) + position, 0), index]))
+        assert tag is not None
+        return tag
 
     def along_last(self) -> Coordinates | None:
         """Return the labels [n] of the last axis if they are the same, with copies of its own, in each row."""
@@ -97,18 +97,18 @@ class Coordinates:
         count = np.diff(start, append=len(copy))
         width = np.array([rotations[number].width for number in rotation[start]])
         ranks = np.arange(len(copy)) - np.repeat(start, count)
-        one = np.array_equal(rotation, np.repeat(rotation[start], count))
-        return one and np.array_equal(count, width) and np.array_equal(index, ranks)
+        is_uniform = np.array_equal(rotation, np.repeat(rotation[start], count))
+        return is_uniform and np.array_equal(count, width) and np.array_equal(index, ranks)
 
     def apply(self, values: Doubles, rotations: Rotations, *, inverse: bool = False) -> Doubles:
         """Return x' for x, or x for x' where ``inverse``; ``values`` is [coordinates, vectors], one column a tensor."""
         rotation, copy, index = (plane.ravel() for plane in self.labels)
         result = values.copy()
         for number in np.unique(rotation[rotation > 0]):
-            where = np.flatnonzero(rotation == number)
-            where = where[np.lexsort((index[where], copy[where]))]
-            rows = values[where].T.reshape(values.shape[1], -1, rotations[int(number)].width)
-            result[where] = rotations[int(number)].apply(rows, inverse=inverse).reshape(values.shape[1], -1).T
+            positions = np.flatnonzero(rotation == number)
+            positions = positions[np.lexsort((index[positions], copy[positions]))]
+            rows = values[positions].T.reshape(values.shape[1], -1, rotations[int(number)].width)
+            result[positions] = rotations[int(number)].apply(rows, inverse=inverse).reshape(values.shape[1], -1).T
         return result
 
     def key(self) -> tuple[object, ...]:
@@ -123,22 +123,22 @@ Tag = Coordinates | None
 def canonical(labels: Plane) -> Tag:
     """Return ``labels`` [3, *shape] with copies numbered from 1 as they first occur."""
     rotation, copy, index = labels
-    rotated = rotation > 0
-    if not rotated.any():
+    is_rotated = rotation > 0
+    if not is_rotated.any():
         return None
-    _, first, which = np.unique(np.where(rotated, copy, -1), return_index=True, return_inverse=True)
+    _, first, inverse = np.unique(np.where(is_rotated, copy, -1), return_index=True, return_inverse=True)
     # The unrotated coordinates are one group; it must not take a number.
     number = np.empty(len(first), np.int64)
-    number[np.argsort(np.where(rotated.ravel()[first], first, rotated.size))] = np.arange(1, len(first) + 1)
-    renumbered = np.where(rotated, number[which].reshape(copy.shape), 0)
-    return Coordinates(np.stack([rotation, renumbered, np.where(rotated, index, 0)]))
+    number[np.argsort(np.where(is_rotated.ravel()[first], first, is_rotated.size))] = np.arange(1, len(first) + 1)
+    copy_numbers = np.where(is_rotated, number[inverse].reshape(copy.shape), 0)
+    return Coordinates(np.stack([rotation, copy_numbers, np.where(is_rotated, index, 0)]))
 
 
-def same(one: Tag, other: Tag) -> bool:
+def same(first: Tag, second: Tag) -> bool:
     """Return whether two tags are the same coordinates of tensors of the same shape."""
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and np.array_equal(one.labels, other.labels)
+    if first is None or second is None:
+        return first is second
+    return first.shape == second.shape and np.array_equal(first.labels, second.labels)
 
 
 def planes(tag: Tag, shape: Sequence[int]) -> Plane:
@@ -149,6 +149,6 @@ def planes(tag: Tag, shape: Sequence[int]) -> Plane:
 def in_blocks(number: int, width: int, size: int) -> Coordinates:
     """Return the labels [size] of copies of a rotation side by side; ``width`` divides ``size``."""
     position = np.arange(size)
-    made = canonical(np.stack([np.full(size, number), position // width + 1, position % width]))
-    assert made is not None
-    return made
+    tag = canonical(np.stack([np.full(size, number), position // width + 1, position % width]))
+    assert tag is not None
+    return tag

@@ -38,8 +38,8 @@ def difference(node: ir.Node, before: ir.Node) -> Fact | None:
     if len(node.outputs) != len(before.outputs):
         return OUTPUTS(outputs=len(node.outputs), before=len(before.outputs))
     for name in sorted({*node.attributes, *before.attributes}):
-        one, other = node.attributes.get(name), before.attributes.get(name)
-        if one is None or other is None or _bytes(one) != _bytes(other):
+        attribute, old_attribute = node.attributes.get(name), before.attributes.get(name)
+        if attribute is None or old_attribute is None or _bytes(attribute) != _bytes(old_attribute):
             return ATTRIBUTE(attribute=name)
     return None
 
@@ -51,10 +51,10 @@ def inputs_of(node: ir.Node) -> list[ir.Value | None]:
         inputs.pop()
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
-            inputs.extend(_captured(attribute.as_graph()))
+            inputs.extend(_captured_values(attribute.as_graph()))
         elif attribute.type == ir.AttributeType.GRAPHS:
             for graph in attribute.as_graphs():
-                inputs.extend(_captured(graph))
+                inputs.extend(_captured_values(graph))
     return inputs
 
 
@@ -65,12 +65,12 @@ def model_difference(before: ir.Model, after: ir.Model) -> Fact | None:
         if old != new and not (old is None and domain == HADAMARD[0]):
             return VERSION(old=old, domain=domain or "ONNX", new=new)
     for key in sorted({*before.functions, *after.functions}):
-        body, other = before.functions.get(key), after.functions.get(key)
+        body, new_body = before.functions.get(key), after.functions.get(key)
         if body is None and key[:2] == HADAMARD:
             continue
-        if body is not None and body is other:
+        if body is not None and body is new_body:
             continue
-        if body is None or other is None or _function_bytes(body) != _function_bytes(other):
+        if body is None or new_body is None or _function_bytes(body) != _function_bytes(new_body):
             return BODY(domain=key[0], op=key[1])
     return None
 
@@ -83,26 +83,26 @@ def foreign_body(after: ir.Model) -> bool:
     return _function_bytes(body) != _function_bytes(OPERATORS[HADAMARD[1]].function(opset))
 
 
-def needed(graph: ir.Graph) -> list[ir.Node]:
+def live_nodes(graph: ir.Graph) -> list[ir.Node]:
     """Return the nodes that outputs of ``graph`` are computed from, in graph order."""
-    seen: set[ir.Node] = set()
+    live: set[ir.Node] = set()
     pending = [node for value in graph.outputs if (node := value.producer()) is not None]
     while pending:
         node = pending.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in live:
+            live.add(node)
             pending += [n for value in inputs_of(node) if value is not None and (n := value.producer()) is not None]
-    return [node for node in graph if node in seen]
+    return [node for node in graph if node in live]
 
 
-def _captured(graph: ir.Graph) -> Iterator[ir.Value]:
-    own: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+def _captured_values(graph: ir.Graph) -> Iterator[ir.Value]:
+    inner: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
     for node in graph:
         for value in inputs_of(node):
-            if value is not None and value not in own:
+            if value is not None and value not in inner:
                 yield value
-        own.update(node.outputs)
-    yield from (value for value in graph.outputs if value not in own)
+        inner.update(node.outputs)
+    yield from (value for value in graph.outputs if value not in inner)
 
 
 def _bytes(attribute: ir.Attr) -> bytes:

@@ -14,8 +14,8 @@ from graphopt.verification.certificate.reasons import (
     ROTATED_ALREADY,
 )
 from graphopt.verification.certificate.rotations import Orthogonal, Rotations, of_matrices
-from graphopt.verification.certificate.site import Dims, Refused, static, text_of
-from graphopt.verification.certificate.weights import read
+from graphopt.verification.certificate.site import Dims, RefusalError, static, text_of
+from graphopt.verification.certificate.weights import apply_to_array
 
 
 def matrices_of(node: ir.Node) -> tuple[Orthogonal, Orthogonal]:
@@ -25,17 +25,17 @@ def matrices_of(node: ir.Node) -> tuple[Orthogonal, Orthogonal]:
         Refused: it does not have one input and two constant Hadamard matrices, int8 [a, a] and [b, b].
     """
     if len(node.inputs) != 3 or len(node.outputs) != 1 or node.attributes:
-        raise Refused(HADAMARD_PORTS())
+        raise RefusalError(HADAMARD_PORTS())
     matrices = []
     for value in node.inputs[1:]:
         tensor, name = constant(value), None if value is None else value.name
         if tensor is None or tensor.dtype != ir.DataType.INT8:
-            raise Refused(HADAMARD_TYPE(), tensor=name)
-        matrices.append(read(tensor, lambda array: array.copy()))
+            raise RefusalError(HADAMARD_TYPE(), tensor=name)
+        matrices.append(apply_to_array(tensor, lambda array: array.copy()))
         try:
             of_matrices(matrices[-1:])
         except ValueError as error:
-            raise Refused(NO_HADAMARD(error=str(error)), tensor=name) from error
+            raise RefusalError(NO_HADAMARD(error=str(error)), tensor=name) from error
     return of_matrices(matrices), of_matrices([matrix.T for matrix in matrices])
 
 
@@ -49,11 +49,11 @@ def coordinates_behind(
     """
     width = matrices[0].width
     if not dims or not isinstance(dims[-1], int) or dims[-1] % width:
-        raise Refused(HADAMARD_WIDTH(width=width, shape=text_of(dims)))
+        raise RefusalError(HADAMARD_WIDTH(width=width, shape=text_of(dims)))
     size, shape = dims[-1], static(dims)
     if tag is not None and same(tag, in_blocks(rotations.number(matrices[1]), width, size).spread(shape)):
         return None
-    turned = in_blocks(rotations.number(matrices[0]), width, size).spread(shape)
+    rotated_tag = in_blocks(rotations.number(matrices[0]), width, size).spread(shape)
     if tag is not None:
-        raise Refused(ROTATED_ALREADY(), [turned])
-    return turned
+        raise RefusalError(ROTATED_ALREADY(), [rotated_tag])
+    return rotated_tag

@@ -23,7 +23,7 @@ from graphopt.verification.certificate.reasons import (
 )
 from graphopt.verification.certificate.reshape import only_rotated, reshape
 from graphopt.verification.certificate.site import Rule, Site, static, text_of
-from graphopt.verification.certificate.weights import read
+from graphopt.verification.certificate.weights import apply_to_array
 
 
 def transpose(site: Site) -> list[Tag]:
@@ -59,8 +59,8 @@ def slice_(site: Site) -> list[Tag]:
             continue
         if starts is None or ends is None or (steps is None and len(site.node.inputs) > 4):
             site.refuse(SLICE_PLACES())
-        where = slice(starts[position], ends[position], steps[position] if steps else 1)
-        moved = canonical(x.labels[(slice(None),) * (axis + 1) + (where,)])
+        positions = slice(starts[position], ends[position], steps[position] if steps else 1)
+        moved = canonical(x.labels[(slice(None),) * (axis + 1) + (positions,)])
         if moved is None:
             return [None]
         x = moved
@@ -113,7 +113,7 @@ def same_elements(site: Site) -> list[Tag]:
 def _numbers(site: Site, index: int) -> list[int] | None:
     """Return the numbers of an input that is a constant vector."""
     pair = site.constants.get(index)
-    return None if pair is None else read(pair[0], lambda numbers: [int(number) for number in numbers])
+    return None if pair is None else apply_to_array(pair[0], lambda numbers: [int(number) for number in numbers])
 
 
 LAYOUT: dict[str, Rule] = {

@@ -17,7 +17,7 @@ from graphopt.verification.certificate.reasons import (
     SHAPE_UNKNOWN,
     SIDES_DIFFER,
     SIDES_NOT_SAME,
-    STACKED,
+    STACKED_WEIGHT,
     VECTOR,
 )
 from graphopt.verification.certificate.site import Dims, Site, static
@@ -29,7 +29,7 @@ def matmul(site: Site) -> list[Tag]:
         return product(site)
     shape = site.constants[1][0].shape.numpy()
     if len(shape) != 2:
-        site.refuse(STACKED(axes=len(shape)), site.name(1))
+        site.refuse(STACKED_WEIGHT(axes=len(shape)), site.name(1))
     return [_through_weight(site, 1, _row(site, site.tags[0], shape[0], "reads"), shape[1])]
 
 
@@ -44,7 +44,7 @@ def gather(site: Site) -> list[Tag]:
     ids, axis = site.input_dims(1), axis % len(x.shape)
     if ids is None:
         site.refuse(SHAPE_UNKNOWN(tensor=site.name(1)))
-    return [_picked(site, x, axis, 1, ids)]
+    return [_pick_rows(site, x, axis, 1, ids)]
 
 
 def gather_rows(site: Site) -> list[Tag]:
@@ -55,7 +55,7 @@ def gather_rows(site: Site) -> list[Tag]:
         site.refuse(LOOKS_UP_BY())
     if site.attribute("batch_dims", 0):
         site.refuse(BATCH_DIMS())
-    return [_picked(site, x, 0, depth, ids[:-1])]
+    return [_pick_rows(site, x, 0, depth, ids[:-1])]
 
 
 def product(site: Site) -> list[Tag]:
@@ -64,12 +64,15 @@ def product(site: Site) -> list[Tag]:
     shape = site.output_shape()
     if len(shape) < 2 or any(tag is not None and len(tag.shape) < 2 for tag in (a, b)):
         site.refuse(VECTOR())
-    contracts_a, contracts_b = (_contracted(tag, along, other) for tag, along, other in ((a, -1, -2), (b, -2, -1)))
+    contracts_a, contracts_b = (
+        _contraction_labels(tag, axis, reduced_axis) for tag, axis, reduced_axis in ((a, -1, -2), (b, -2, -1))
+    )
     if contracts_a is not None and contracts_b is not None:
         batch = np.broadcast_shapes(shape[:-2], contracts_a.shape[:-2], contracts_b.shape[:-2])
-        left, right = (tag.labels.reshape(3, *tag.shape[:-2], -1) for tag in (contracts_a, contracts_b))
+        labels_a, labels_b = (tag.labels.reshape(3, *tag.shape[:-2], -1) for tag in (contracts_a, contracts_b))
         if same(
-            Coordinates(left).spread((*batch, left.shape[-1])), Coordinates(right).spread((*batch, right.shape[-1]))
+            Coordinates(labels_a).spread((*batch, labels_a.shape[-1])),
+            Coordinates(labels_b).spread((*batch, labels_b.shape[-1])),
         ):
             return [None]
         site.refuse(SIDES_DIFFER())
@@ -80,14 +83,14 @@ def product(site: Site) -> list[Tag]:
     site.refuse(SIDES_NOT_SAME())
 
 
-def _picked(site: Site, x: Coordinates, axis: int, depth: int, ids: Dims) -> Tag:
+def _pick_rows(site: Site, x: Coordinates, axis: int, depth: int, ids: Dims) -> Tag:
     """Return the labels where ``depth`` axes from ``axis`` on are replaced by those of ``ids``."""
     row = x.reduced(range(axis, axis + depth))
     if row is None:
         site.refuse(POSITIONS_DIFFER())
     before, after = row.shape[:axis], row.shape[axis + depth :]
-    one = row.labels.reshape(3, *before, *(1 for _ in ids), *after)
-    return Coordinates(one).spread((*before, *static(ids), *after))
+    labels = row.labels.reshape(3, *before, *(1 for _ in ids), *after)
+    return Coordinates(labels).spread((*before, *static(ids), *after))
 
 
 def _through_weight(site: Site, index: int, rows: Tag, width: int) -> Tag:
@@ -97,18 +100,18 @@ def _through_weight(site: Site, index: int, rows: Tag, width: int) -> Tag:
     return claim
 
 
-def _row(site: Site, tag: Tag, width: int, what: str) -> Tag:
+def _row(site: Site, tag: Tag, width: int, verb: str) -> Tag:
     """Return the labels of the last axis, the same for each row, or nothing if there are none."""
     if tag is None:
         return None
     row = tag.along_last()
     if row is None or row.shape != (width,):
-        site.refuse(ROWS_DIFFER(verb=what, width=width))
+        site.refuse(ROWS_DIFFER(verb=verb, width=width))
     return row
 
 
-def _contracted(tag: Tag, along: int, other: int) -> Coordinates | None:
-    """Return labels that lie along axis ``along`` alone and are the same at each position of ``other``."""
-    if tag is None or not tag.spanned() <= {along % len(tag.shape)}:
+def _contraction_labels(tag: Tag, axis: int, reduced_axis: int) -> Coordinates | None:
+    """Return labels that lie along axis ``axis`` alone and are the same at each position of ``reduced_axis``."""
+    if tag is None or not tag.spanned() <= {axis % len(tag.shape)}:
         return None
-    return tag.reduced([other])
+    return tag.reduced([reduced_axis])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from graphopt.numerics.rotations.claims import Claims
 
-CERTIFIED = Rule(
+CERTIFICATE_HOLDS = Rule(
     "certificate.holds",
     "each of {nodes} nodes maps coordinates to coordinates, the outputs are in their own; {weights} fused weights are "
     "their originals times orthogonal maps up to rounding, tried with {vectors} random vectors each",
@@ -43,7 +43,7 @@ def prove(before: ir.Model, after: ir.Model, claims: Claims, name: str) -> Check
         "largest_share_of_rounding": certificate.largest_error_ratio,
         "seconds": certificate.seconds,
     }
-    reason = CERTIFIED(nodes=certificate.nodes, weights=certificate.weights, vectors=certificate.vectors)
+    reason = CERTIFICATE_HOLDS(nodes=certificate.nodes, weights=certificate.weights, vectors=certificate.vectors)
     return Check(
         name="certificate",
         after=name,

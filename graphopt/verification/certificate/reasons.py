@@ -60,9 +60,9 @@ ONE_HAS_INPUT = Rule("certificate.one-has-input", "input {input} is there in one
 ONE_CONSTANT = Rule("certificate.one-constant", "input {input} is a constant in one of the graphs only")
 
 # Constants.
-CHANGED = Rule("certificate.changed", "it is not what it was, and nothing says that it should be rotated here")
+CONSTANT_CHANGED = Rule("certificate.changed", "it is not what it was, and nothing says that it should be rotated here")
 OTHER_TENSOR = Rule("certificate.other-tensor", "it was {dtype} {shape!r} before")
-UNCHANGED = Rule(
+NOT_ROTATED = Rule(
     "certificate.unchanged",
     "it is unchanged, but it should be rotated: row {row} is off by {ratio:.1e} times what rounding explains",
 )
@@ -99,7 +99,7 @@ SUM_AXES = Rule("certificate.sum-axes", "it adds up along axes that are not cons
 SUM_DIFFERENT = Rule("certificate.sum-different", "it adds up what is in different coordinates")
 SPREAD = Rule("certificate.spread", "{tensor} is spread over rotated coordinates")
 
-STACKED = Rule("certificate.stacked", "its constant has {axes} axes, only matrices are followed")
+STACKED_WEIGHT = Rule("certificate.stacked", "its constant has {axes} axes, only matrices are followed")
 LOOKS_UP = Rule("certificate.looks-up", "it looks up coordinates that are rotated, or looks up by them")
 LOOKS_UP_BY = Rule("certificate.looks-up-by", "it looks up by rotated coordinates, or by indices of unknown shape")
 BATCH_DIMS = Rule("certificate.batch-dims", "it looks up batch by batch, which is not followed here")

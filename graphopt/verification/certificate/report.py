@@ -41,21 +41,21 @@ class Certificate(BaseModel):
 
 def overall(findings: list[Finding]) -> Status:
     """Return the worst status among ``findings``."""
-    found = {finding.status for finding in findings}
+    statuses = {finding.status for finding in findings}
     worst: tuple[Status, ...] = ("failed", "not covered", "measured")
-    return next((status for status in worst if status in found), "proved")
+    return next((status for status in worst if status in statuses), "proved")
 
 
-def listed(findings: list[Finding]) -> list[Finding]:
+def shorten_failures(findings: list[Finding]) -> list[Finding]:
     """Return ``findings`` with the first failures only: what follows a fault is mostly its consequence."""
     failures = [finding for finding in findings if finding.status == "failed"]
-    dropped = failures[_LISTED_FAILURES:]
-    if not dropped:
+    surplus = failures[_LISTED_FAILURES:]
+    if not surplus:
         return findings
-    more = Finding(
-        node=dropped[0].node,
+    summary = Finding(
+        node=surplus[0].node,
         tensor=None,
         status="failed",
-        reason=NOT_LISTED(failures=len(dropped)),
+        reason=NOT_LISTED(failures=len(surplus)),
     )
-    return [finding for finding in findings if not any(finding is other for other in dropped)] + [more]
+    return [finding for finding in findings if not any(finding is failure for failure in surplus)] + [summary]

@@ -44,12 +44,14 @@ def _follows(source: Dims, target: Dims) -> bool:
 
     The one that may differ is then equal too, since both shapes have the same number of elements.
     """
-    one, other = _runs(source), _runs(target)
-    if len(one) != len(other) or any(
-        isinstance(a, int) is not isinstance(b, int) for a, b in zip(one, other, strict=True)
+    source_runs, target_runs = _runs(source), _runs(target)
+    if len(source_runs) != len(target_runs) or any(
+        isinstance(a, int) is not isinstance(b, int) for a, b in zip(source_runs, target_runs, strict=True)
     ):
         return False
-    unequal = [(a, b) for a, b in zip(one, other, strict=True) if a != b or (isinstance(a, tuple) and None in a)]
+    unequal = [
+        (a, b) for a, b in zip(source_runs, target_runs, strict=True) if a != b or (isinstance(a, tuple) and None in a)
+    ]
     return not unequal or (len(unequal) == 1 and isinstance(unequal[0][0], tuple))
 
 

@@ -28,7 +28,7 @@ Bytes = npt.NDArray[np.int8]
 
 _SMALL = 64
 # Two lists of factors of up to this order are compared as the matrices that they multiply to.
-_EXPANDED = 2048
+_LARGEST_EXPANSION = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +51,15 @@ class Orthogonal:
         for axis, factor in enumerate(self.factors, start=1):
             matrix = factor.T if inverse else factor
             parts = np.moveaxis(np.moveaxis(parts, axis, -1) @ matrix.astype(np.float64), -1, axis)
-        turned: Doubles = parts.reshape(rows.shape) / np.sqrt(prod(orders))
-        return turned * self.signs if self.signs is not None and inverse else turned
+        result: Doubles = parts.reshape(rows.shape) / np.sqrt(prod(orders))
+        return result * self.signs if self.signs is not None and inverse else result
 
     def key(self) -> tuple[object, ...]:
         """Return what is equal for equal Hadamard matrices; of large or dense ones, equal ones may differ in it."""
         if self.dense is not None:
             return ("dense", id(self.dense))
         factors = self.factors
-        if prod(len(factor) for factor in factors) <= _EXPANDED:
+        if prod(len(factor) for factor in factors) <= _LARGEST_EXPANSION:
             factors = (reduce(np.kron, factors, np.ones((1, 1), np.int8)),)
         signs_bytes = None if self.signs is None else self.signs.tobytes()
         return (self.width, signs_bytes, *((len(factor), factor.tobytes()) for factor in factors))
@@ -101,13 +101,13 @@ def of_claim(claim: RotationClaim) -> Orthogonal:
     order = prod(claim.factors)
     if not claim.factors or min(claim.factors) < 1 or claim.width < 1 or claim.width % order:
         raise ValueError(f"factors {list(claim.factors)} do not divide a width of {claim.width}")
-    factors = tuple(part for f in claim.factors for part in (sylvester(f) or checked(hadamard(f))))
+    factors = tuple(part for f in claim.factors for part in (sylvester(f) or check_hadamard(hadamard(f))))
     if claim.seed is None:
         return Orthogonal(order, factors)
-    drawn = np.asarray(signs(claim.width, claim.seed), np.float64)
-    if drawn.shape != (claim.width,) or not np.all(np.abs(drawn) == 1):
+    sign_vector = np.asarray(signs(claim.width, claim.seed), np.float64)
+    if sign_vector.shape != (claim.width,) or not np.all(np.abs(sign_vector) == 1):
         raise ValueError("the signs drawn from the seed are not +1 and -1")
-    return Orthogonal(claim.width, factors, drawn)
+    return Orthogonal(claim.width, factors, sign_vector)
 
 
 def of_matrices(matrices: Sequence[npt.NDArray[np.generic]]) -> Orthogonal:
@@ -116,11 +116,11 @@ def of_matrices(matrices: Sequence[npt.NDArray[np.generic]]) -> Orthogonal:
     Raises:
         ValueError: one of them is none.
     """
-    factors = tuple(part for matrix in matrices for part in checked(matrix))
+    factors = tuple(part for matrix in matrices for part in check_hadamard(matrix))
     return Orthogonal(prod(len(factor) for factor in factors), factors)
 
 
-def checked(matrix: npt.NDArray[np.generic]) -> tuple[Bytes, ...]:
+def check_hadamard(matrix: npt.NDArray[np.generic]) -> tuple[Bytes, ...]:
     """Return ``matrix`` [n, n] as int8 factors once it is seen to be a Hadamard matrix.
 
     Raises:
@@ -148,8 +148,8 @@ def sylvester(order: int) -> tuple[Bytes, ...]:
         return ()
     two = np.array([[1, 1], [1, -1]], np.int8)
     sizes = [_SMALL] * ((order.bit_length() - 1) // 6) + [order >> 6 * ((order.bit_length() - 1) // 6)]
-    one = np.ones((1, 1), np.int8)
-    return tuple(reduce(np.kron, [two] * (n.bit_length() - 1), one) for n in sizes if n > 1) or (one,)
+    identity = np.ones((1, 1), np.int8)
+    return tuple(reduce(np.kron, [two] * (n.bit_length() - 1), identity) for n in sizes if n > 1) or (identity,)
 
 
 def _dense(matrix: Doubles) -> Orthogonal:

@@ -20,7 +20,7 @@ Dims = tuple[int | str | None, ...]
 Pair = tuple[ir.TensorProtocol, ir.TensorProtocol]
 
 
-class Refused(Exception):  # noqa: N818 - it is a finding, not an error
+class RefusalError(Exception):
     """A node does not carry the coordinates at its inputs to coordinates at its outputs.
 
     Args:
@@ -92,13 +92,13 @@ class Site:
         return self.tags[index] if index < len(self.tags) else None
 
     def refuse(self, reason: Fact, tensor: str | None = None) -> NoReturn:
-        """Raise :class:`Refused`; guess that coordinates pass from the first input that has the outputs' shape."""
+        """Raise :class:`RefusalError`; guess that coordinates pass from the first input that has the outputs' shape."""
         guess: list[Tag] = []
         for output, claim in zip(self.before.outputs, self.claims, strict=True):
             dims = dims_of(output)
             fitting = (t for t in self.tags if t is not None and dims is not None and t.shape == static(dims))
             guess.append(claim if claim is not None else next(fitting, None))
-        raise Refused(reason, guess, tensor)
+        raise RefusalError(reason, guess, tensor)
 
 
 Rule = Callable[[Site], list[Tag]]

@@ -27,10 +27,10 @@ from graphopt.verification.certificate.reasons import (
     STANDS_FOR_NONE,
     STANDS_FOR_NOTHING,
 )
-from graphopt.verification.certificate.site import Pair, Refused, Site, dims_of
+from graphopt.verification.certificate.site import Pair, RefusalError, Site, dims_of
 
 if TYPE_CHECKING:
-    from graphopt.verification.certificate.claim_labels import Claimed
+    from graphopt.verification.certificate.claim_labels import ClaimedTags
     from graphopt.verification.certificate.constants import Constants
     from graphopt.verification.certificate.rotations import Rotations
 
@@ -55,9 +55,14 @@ class Walk:
     """
 
     def __init__(
-        self, before: ir.Graph, claimed: Claimed, rotations: Rotations, constants: Constants, findings: list[Finding]
+        self,
+        before: ir.Graph,
+        claimed_tags: ClaimedTags,
+        rotations: Rotations,
+        constants: Constants,
+        findings: list[Finding],
     ) -> None:
-        self._claimed, self._rotations, self._constants, self._findings = claimed, rotations, constants, findings
+        self._claimed, self._rotations, self._constants, self._findings = claimed_tags, rotations, constants, findings
         self._nodes: dict[str | None, list[ir.Node]] = {}
         for node in before:
             self._nodes.setdefault(node.name, []).append(node)
@@ -76,31 +81,31 @@ class Walk:
             self.fail(node, None, NODE_NEW())
             self._pass_through(node)
 
-    def fail(self, place: ir.Node | ir.Value, tensor: ir.Value | str | None, reason: Fact) -> None:
+    def fail(self, location: ir.Node | ir.Value, tensor: ir.Value | str | None, reason: Fact) -> None:
         """Add a failure."""
         name = tensor.name if isinstance(tensor, ir.Value) else tensor
-        where = place.name or (place.op_type if isinstance(place, ir.Node) else "?")
-        self._findings.append(Finding(node=where, tensor=name, status="failed", reason=reason))
+        node_name = location.name or (location.op_type if isinstance(location, ir.Node) else "?")
+        self._findings.append(Finding(node=node_name, tensor=name, status="failed", reason=reason))
 
-    def claim(self, place: ir.Node | ir.Value, value: ir.Value, before: ir.Value) -> Tag:
+    def claim(self, location: ir.Node | ir.Value, value: ir.Value, before: ir.Value) -> Tag:
         """Return the coordinates claimed of ``value``, nothing if the claim cannot be."""
         try:
             return self._claimed.tag(value.name, dims_of(before))
         except ValueError as error:
-            self.fail(place, value, CLAIM_REFUSED(error=str(error)))
+            self.fail(location, value, CLAIM_REFUSED(error=str(error)))
             return None
 
     def _counterpart(self, node: ir.Node) -> ir.Node | None:
         candidates = self._nodes.get(node.name, [])
         outputs = [value.name for value in node.outputs]
-        exact = (other for other in candidates if [value.name for value in other.outputs] == outputs)
+        exact = (candidate for candidate in candidates if [value.name for value in candidate.outputs] == outputs)
         return next(exact, candidates[0] if candidates else None)
 
     def _follow_beside(self, node: ir.Node, twin: ir.Node) -> None:
         self.found.add(twin)
-        changed = difference(node, twin)
-        if changed is not None:
-            self.fail(node, None, changed)
+        reason = difference(node, twin)
+        if reason is not None:
+            self.fail(node, None, reason)
         outputs = list(zip(node.outputs, twin.outputs, strict=False))
         for value, before in outputs:
             self.stands_for[value] = before
@@ -131,29 +136,29 @@ class Walk:
             elif new is not None or old is not None:
                 self.fail(node, value, ONE_CONSTANT(input=index))
             elif self.stands_for.get(value) is not before:
-                meant = self.stands_for.get(value)
-                known = None if meant is None else READS_OTHER(stands=meant.name, before=before.name)
-                self.fail(node, value, known or STANDS_FOR_NONE(before=before.name))
+                counterpart = self.stands_for.get(value)
+                reason = None if counterpart is None else READS_OTHER(stands=counterpart.name, before=before.name)
+                self.fail(node, value, reason or STANDS_FOR_NONE(before=before.name))
         return constants, tags
 
     def _outputs(self, site: Site) -> list[Tag]:
         """Return the coordinates of the outputs: the same function of the same inputs is the same, whatever it is."""
-        nothing: list[Tag] = [None] * len(site.node.outputs)
+        no_tags: list[Tag] = [None] * len(site.node.outputs)
         writes = site.claims[:1] != [None] and site.node.op_type in _WRITERS and site.constants
         if not any(site.tags) and not writes:
-            return nothing
+            return no_tags
         rule = RULES.get(site.node.op_type) if not site.node.domain else None
         try:
             if rule is None:
                 site.refuse(NOT_FOLLOWED(op=site.node.op_type))
             tags = rule(site)
             self._confirm(site, tags)
-        except Refused as refusal:
+        except RefusalError as refusal:
             self.fail(site.node, refusal.tensor or self._rotated_input(site), refusal.reason)
             return refusal.guess
         except (ValueError, IndexError) as error:
             self.fail(site.node, self._rotated_input(site), SHAPES_DO_NOT_FIT(error=str(error)))
-            return nothing
+            return no_tags
         return tags
 
     def _confirm(self, site: Site, tags: list[Tag]) -> None:
@@ -170,19 +175,19 @@ class Walk:
         """Follow a node that is not in the graph before and stands for its input, in other coordinates."""
         self._pass_through(node)
         value = node.inputs[0] if node.inputs else None
-        meant = None if value is None else self.stands_for.get(value)
+        counterpart = None if value is None else self.stands_for.get(value)
         try:
             matrices = matrices_of(node)
-            orders = [fixed for value in node.inputs[1:] if (fixed := _order(value)) is not None]
+            orders = [order for value in node.inputs[1:] if (order := _order(value)) is not None]
             names = ", ".join(value.name or "?" for value in node.inputs[1:] if value is not None)
             reason = HADAMARD_HOLDS(orders=orders)
             self._findings.append(Finding(node=node.name or "?", tensor=names, status="proved", reason=reason))
-            if value is None or meant is None:
-                raise Refused(STANDS_FOR_NOTHING())
+            if value is None or counterpart is None:
+                raise RefusalError(STANDS_FOR_NOTHING())
             self.tags[node.outputs[0]] = coordinates_behind(
-                self.tags.get(value), dims_of(meant), matrices, self._rotations
+                self.tags.get(value), dims_of(counterpart), matrices, self._rotations
             )
-        except Refused as refusal:
+        except RefusalError as refusal:
             self.fail(node, refusal.tensor or value, refusal.reason)
             for output, guess in zip(node.outputs, refusal.guess, strict=False):
                 self.tags[output] = guess

@@ -37,7 +37,7 @@ Array = npt.NDArray[Any]
 
 # Numbers that are compared at a time: in float64 they stay in a core's own cache, and BLAS uses no threads for them.
 _BLOCK = 1 << 16
-_MISSED = 1e-6
+_MISS_PROBABILITY = 1e-6
 # Unit roundoff and half the smallest number of each type that a weight may be stored in.
 _ROUNDING = {
     ir.DataType.DOUBLE: (2.0**-53, 0.0),
@@ -67,11 +67,11 @@ def rounding_is_known(tensor: ir.TensorProtocol) -> bool:
     return tensor.dtype in _ROUNDING
 
 
-def read(tensor: ir.TensorProtocol, function: Callable[[Array], Result]) -> Result:
+def apply_to_array(tensor: ir.TensorProtocol, function: Callable[[Array], Result]) -> Result:
     """Return ``function`` of the array, which it must not keep; a file that was not open before is closed again."""
-    opened = isinstance(tensor, ir.ExternalTensor) and tensor.raw is None
+    is_to_close = isinstance(tensor, ir.ExternalTensor) and tensor.raw is None
     result = function(tensor.numpy())
-    if opened:
+    if is_to_close:
         assert isinstance(tensor, ir.ExternalTensor)
         tensor.release()
     return result
@@ -86,10 +86,10 @@ def is_same(before: ir.TensorProtocol, after: ir.TensorProtocol) -> bool:
     if before.dtype == ir.DataType.STRING:
         return bool(np.array_equal(before.numpy(), after.numpy()))
     if isinstance(before, ir.ExternalTensor) and isinstance(after, ir.ExternalTensor):
-        places = [(str(t.path), t.offset or 0) for t in (before, after)]
-        if places[0] == places[1]:
+        locations = [(str(t.path), t.offset or 0) for t in (before, after)]
+        if locations[0] == locations[1]:
             return True
-    return read(before, lambda a: read(after, lambda b: _same_bits(a, b)))
+    return apply_to_array(before, lambda a: apply_to_array(after, lambda b: _same_bits(a, b)))
 
 
 # NaN and infinity are not warned of here: they come out as an infinite ratio.
@@ -113,30 +113,30 @@ def compare_matrix(
     rows, columns = maps
     m, n = prod(before.shape.numpy()[:-1]), len(vectors)
     r = vectors * (np.sqrt(n) / np.linalg.norm(vectors, axis=0))
-    mapped = r if columns is None else columns.apply(r, rotations, inverse=True)
-    expected, lengths = read(before, lambda w: _products(w, mapped))[::2]
-    found, sums, new_lengths = read(after, lambda w: _products(w, r))
+    mapped_vectors = r if columns is None else columns.apply(r, rotations, inverse=True)
+    products_before, lengths = apply_to_array(before, lambda w: _products(w, mapped_vectors))[::2]
+    products_after, sums, new_lengths = apply_to_array(after, lambda w: _products(w, r))
     if rows is not None:
-        expected = rows.apply(expected, rotations)
+        products_before = rows.apply(products_before, rotations)
         lengths = np.full(m, np.linalg.norm(lengths))
     u, smallest = _ROUNDING[after.dtype]
     arithmetic = 4 * (m + n + 64) * 2.0**-53 * lengths * np.sqrt(n)
     bound = u / (1 - u) * sums + smallest * np.abs(r).sum(0) + arithmetic[:, None]
     longest = (u / (1 - u) * new_lengths + smallest * np.sqrt(n)) * np.sqrt(n) + arithmetic
-    miss = np.sqrt(2 / np.pi) * _MISSED ** (-1 / r.shape[1])
+    miss = np.sqrt(2 / np.pi) * _MISS_PROBABILITY ** (-1 / r.shape[1])
     visible = np.divide(longest * miss, new_lengths, out=np.zeros(m), where=new_lengths > 0)
-    return _comparison(np.abs(found - expected), bound, float(visible.max(initial=0.0)))
+    return _comparison(np.abs(products_after - products_before), bound, float(visible.max(initial=0.0)))
 
 
 @np.errstate(all="ignore")
 def compare_entries(before: ir.TensorProtocol, after: ir.TensorProtocol, map_: Tag, rotations: Rotations) -> Comparison:
     """Compare each entry of ``after`` with that of ``before`` in other coordinates; the labels have their shape."""
-    old, new = (read(t, lambda a: a.astype(np.float64).reshape(-1, 1)) for t in (before, after))
-    expected = old if map_ is None else map_.apply(old, rotations)
+    old, new = (apply_to_array(t, lambda a: a.astype(np.float64).reshape(-1, 1)) for t in (before, after))
+    products_before = old if map_ is None else map_.apply(old, rotations)
     u, smallest = _ROUNDING[after.dtype]
     arithmetic = 4 * (len(old) + 64) * 2.0**-53 * np.linalg.norm(old)
     bound = u / (1 - u) * np.abs(new) + smallest + arithmetic
-    return _comparison(np.abs(new - expected), bound, 0.0)
+    return _comparison(np.abs(new - products_before), bound, 0.0)
 
 
 def _comparison(error: Doubles, bound: Doubles, visible: float) -> Comparison:

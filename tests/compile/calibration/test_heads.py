@@ -17,8 +17,8 @@ from graphopt.analysis.structure.paged_caches import PagedLayer, kv_nodes, layer
 from graphopt.artifact import artifact
 from graphopt.artifact.artifact import Artifact, origin_of
 from graphopt.compile.calibration.heads import calibrate
-from graphopt.compile.calibration.mass import attention, kept
-from graphopt.compile.calibration.razor import REPEATS, Repeated, echo_and_induction
+from graphopt.compile.calibration.mass import attention, policy_shares
+from graphopt.compile.calibration.razor import REPEATS, Repetition, echo_and_induction
 from graphopt.compile.calibration.tap import Heads, TappedLayer, tap
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
@@ -65,7 +65,7 @@ def test_queries_and_keys_give_the_attention_that_transformers_computes(
         expected = model(torch.tensor(ids[None]), output_attentions=True).attentions
     with tap(artifact.read(llama_artifact)) as opened:
         layers = list(opened.run(ids))
-    assert [heads.tapped.layer.number for heads in layers] == [0, 1]
+    assert [heads.tapped_layer.layer.number for heads in layers] == [0, 1]
     for heads, weights in zip(layers, expected, strict=True):
         found = np.concatenate([attention(heads, head, np.arange(40))[0].swapaxes(0, 1) for head in range(2)])
         # both multiply 64 and 16 float32 numbers a few layers deep
@@ -136,9 +136,9 @@ def test_streaming_keeps_the_mass_of_what_it_reads(
     heads = heads_of(
         random.standard_normal((2, 24, 3, 16)), random.standard_normal((2, 24, 16)), window=5 * window, softcap=softcap
     )
-    attrs = replace(heads.tapped.layer.attributes, policies=(STREAMING,), sinks=sinks, recent=recent)
+    attrs = replace(heads.tapped_layer.layer.attributes, policies=(STREAMING,), sinks=sinks, recent=recent)
     asked = np.array([0, 7, 23])
-    found = kept(heads, asked, {"streaming": attrs})
+    found = policy_shares(heads, asked, {"streaming": attrs})
     for head in range(2):
         for row, p in enumerate(asked):
             seen = [j for j in range(p + 1) if not window or j > p - 5 * window]
@@ -158,11 +158,13 @@ def test_retrieval_finds_a_page_that_has_all_the_mass(summary: str) -> None:
     keys = 0.1 * random.standard_normal((1, 96, 16))
     keys[0, 37] += 2
     heads = heads_of(np.full((1, 96, 2, 16), 2.0), keys)
-    attrs = replace(heads.tapped.layer.attributes, policies=(RETRIEVAL,), page=16, sinks=1, recent=4, summary=summary)
+    attrs = replace(
+        heads.tapped_layer.layer.attributes, policies=(RETRIEVAL,), page=16, sinks=1, recent=4, summary=summary
+    )
     asked = np.array([90, 95])
     policies = {f"{budget}": replace(attrs, budget=budget) for budget in (0, 1, 6)}
     policies["dense"] = replace(attrs, policies=(DENSE,))
-    (found,) = kept(heads, asked, policies)
+    (found,) = policy_shares(heads, asked, policies)
     # the score of key 37 is 64, of others about 0, and e^-64 of 96 is 6e-27
     assert (found["0"].mass < 1e-20).all()
     assert (found["1"].mass > 1 - 1e-12).all()
@@ -175,7 +177,7 @@ def test_a_sink_logit_takes_attention_and_keeps_its_share_out_of_the_mass() -> N
     random = np.random.default_rng(0)
     heads = heads_of(random.standard_normal((2, 20, 2, 16)), random.standard_normal((2, 20, 16)))
     logits = np.array([0.0, 1.0, 2.0, 30.0], np.float32)
-    with_sinks = replace(heads, tapped=replace(heads.tapped, sink_logits=logits))
+    with_sinks = replace(heads, tapped_layer=replace(heads.tapped_layer, sink_logits=logits))
     asked = np.array([19])
     for head in range(2):
         without, _ = attention(heads, head, asked)
@@ -193,16 +195,16 @@ def test_a_sink_logit_takes_attention_and_keeps_its_share_out_of_the_mass() -> N
 @pytest.mark.parametrize(("behind", "expected"), [(0, (0.75, 0.0)), (1, (0.0, 1.0))])
 def test_heads_that_look_for_their_token_or_for_what_follows_it(behind: int, expected: tuple[float, float]) -> None:
     """A key tells the token ``behind`` places before it; a query asks for its own token."""
-    repeated = Repeated.of((5,), 60, 64)
+    repeated = Repetition.of((5,), 60, 64)
     assert (repeated.block, len(repeated.ids)) == (15, 61)
     assert len(set(repeated.ids[1:16])) == 15
     tokens = np.eye(64)[repeated.ids]
     keys = 40 * np.roll(tokens, behind, axis=0)
-    found = echo_and_induction(heads_of(tokens[None, :, None], keys[None]), 0, repeated, repeated.asked(8))
+    found = echo_and_induction(heads_of(tokens[None, :, None], keys[None]), 0, repeated, repeated.query_positions(8))
     # Of 4 equal tokens the current one is no earlier occurrence, and it takes a quarter. Scores are 40 or 0.
     np.testing.assert_allclose(found[:, 0], expected, atol=1e-9)
     # the last token of all has no successor
-    assert repeated.asked(99).tolist() == list(range(1 + 15 * (REPEATS - 1), 60))
+    assert repeated.query_positions(99).tolist() == list(range(1 + 15 * (REPEATS - 1), 60))
 
 
 # On to a recipe

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.compile.search.program import solved
+from graphopt.compile.search.program import solve
 from graphopt.errors import InputError
 
 pytest.importorskip("scipy")  # of the extra `search`
@@ -23,7 +23,7 @@ def test_it_is_the_best_of_all_combinations(table: list[list[tuple[float, int]]]
     losses, sizes = [[each[0] for each in row] for row in table], [[each[1] for each in row] for row in table]
     least, most = (sum(extreme(row) for row in sizes) for extreme in (min, max))
     room = least + int(share * (most - least))
-    picked = solved(losses, sizes, room)
+    picked = solve(losses, sizes, room)
     assert sum(row[choice] for row, choice in zip(sizes, picked, strict=True)) <= room
     found = sum(row[choice] for row, choice in zip(losses, picked, strict=True))
     best = min(
@@ -37,4 +37,4 @@ def test_it_is_the_best_of_all_combinations(table: list[list[tuple[float, int]]]
 
 def test_too_few_bytes_are_refused() -> None:
     with pytest.raises(InputError, match="take 30 bytes in the smallest formats, and there is room for 29"):
-        solved([[1.0, 0.5], [1.0]], [[10, 20], [20]], 29)
+        solve([[1.0, 0.5], [1.0]], [[10, 20], [20]], 29)

@@ -28,12 +28,12 @@ PAIRS = 8
 @pytest.mark.parametrize("seed", range(5))
 def test_factors_stay_in_range_and_never_decrease(seed: int) -> None:
     breeder = Breeder(Evolution(seed=seed, chance=0.9), 4, [1.0, 1.1])
-    one = breeder.settled(Candidate(factors=(0.5, 2.0, 1.5, 9.0)))
+    one = breeder.clip(Candidate(factors=(0.5, 2.0, 1.5, 9.0)))
     assert one.factors == (1.0, 2.0, 2.0, 5.0)
-    other = breeder.settled(Candidate(factors=(1.0, 1.0, 4.0, 4.0)))
+    other = breeder.clip(Candidate(factors=(1.0, 1.0, 4.0, 4.0)))
     changed = set()
     for _ in range(50):
-        for made in (breeder.mutated(one), breeder.crossed([one, other])):
+        for made in (breeder.mutate(one), breeder.cross([one, other])):
             assert list(made.factors) == sorted(made.factors)
             assert 1 <= min(made.factors) <= max(made.factors) <= 5  # 1.25 times the factor of 4, where factors end
             assert made.attention_factor in (1.0, 1.1)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from graphopt.cli.commands import COMMANDS
 from graphopt.compile.pipeline import optimize
-from graphopt.compile.search import CHOICES, Found, search
+from graphopt.compile.search import CHOICES, SearchResult, search
 from graphopt.compile.search.choices import choice_of, name_of, stored_bytes
 from graphopt.compile.search.losses import Database, Row
 from graphopt.errors import InputError
@@ -29,7 +29,7 @@ def recipe() -> Recipe:
     return small.model_copy(update={"calibration": CalibrationOptions(windows=2, window=128)})
 
 
-def run(model: Path, size: int, work: Path, **given: Any) -> Found:
+def run(model: Path, size: int, work: Path, **given: Any) -> SearchResult:
     return search(model, size, work, **{"recipe": recipe(), "choices": FORMATS, "tokens": 64, **given})
 
 
@@ -39,11 +39,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(work: Path, shipped_artifact: Path) -> list[Found]:
+def found(work: Path, shipped_artifact: Path) -> list[SearchResult]:
     return [run(shipped_artifact, size, work) for size in SIZES]
 
 
-def test_more_bytes_diverge_less_and_both_are_kept_to(found: list[Found]) -> None:
+def test_more_bytes_diverge_less_and_both_are_kept_to(found: list[SearchResult]) -> None:
     assert all(each.bytes <= size for each, size in zip(found, SIZES, strict=True))
     # a step from one choice to the next is at most 1% of the model here
     assert all(each.bytes > 0.98 * size for each, size in zip(found, SIZES, strict=True))
@@ -52,7 +52,7 @@ def test_more_bytes_diverge_less_and_both_are_kept_to(found: list[Found]) -> Non
 
 
 def test_the_recipe_makes_what_was_promised(
-    found: list[Found], work: Path, shipped_artifact: Path, tmp_path: Path
+    found: list[SearchResult], work: Path, shipped_artifact: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(found[0].recipe.to_yaml(), encoding="utf-8")
     made = optimize(
@@ -63,7 +63,7 @@ def test_the_recipe_makes_what_was_promised(
     assert made.manifest.weights.bytes == pytest.approx(found[0].bytes, rel=0.01)
 
 
-def test_what_was_measured_is_not_measured_again(work: Path, shipped_artifact: Path, found: list[Found]) -> None:
+def test_what_was_measured_is_not_measured_again(work: Path, shipped_artifact: Path, found: list[SearchResult]) -> None:
     (file,) = work.glob("search-*.jsonl")
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     # cut off in the middle of the last line
@@ -77,7 +77,7 @@ def test_what_was_measured_is_not_measured_again(work: Path, shipped_artifact: P
     assert again == found[0]
 
 
-def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, found: list[Found]) -> None:
+def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, found: list[SearchResult]) -> None:
     with pytest.raises(InputError, match="in the smallest formats"):
         run(shipped_artifact, 1_000_000, work)
     with pytest.raises(InputError, match="has no step quantize_weights"):
@@ -93,9 +93,13 @@ def test_bytes_are_those_of_packed_codes_and_scales() -> None:
     assert stored_bytes(choice_of("nl4:64"), 128, 10) == 128 * 10 // 2 + 2 * 2 * 10
     assert stored_bytes(choice_of("uint4:32"), 128, 10) == 128 * 10 // 2 + (2 + 2) * 4 * 10
     # a byte for each scale and two for each column, where that is less, and codes are of no ONNX type
-    assert stored_bytes(choice_of("nl4:32"), 128, 10, leveled=True) == 128 * 10 // 2 + (4 + 2) * 10
-    assert stored_bytes(choice_of("nl4:128"), 128, 10, leveled=True) == stored_bytes(choice_of("nl4:128"), 128, 10)
-    assert stored_bytes(choice_of("uint4:32"), 128, 10, leveled=True) == stored_bytes(choice_of("uint4:32"), 128, 10)
+    assert stored_bytes(choice_of("nl4:32"), 128, 10, has_level_scales=True) == 128 * 10 // 2 + (4 + 2) * 10
+    assert stored_bytes(choice_of("nl4:128"), 128, 10, has_level_scales=True) == stored_bytes(
+        choice_of("nl4:128"), 128, 10
+    )
+    assert stored_bytes(choice_of("uint4:32"), 128, 10, has_level_scales=True) == stored_bytes(
+        choice_of("uint4:32"), 128, 10
+    )
     assert stored_bytes(choice_of("int3:column"), 128, 8) == 128 * 8 * 3 // 8 + 2 * 8
     assert name_of(choice_of("int3:column")) == "int3:column"
 
@@ -109,7 +113,9 @@ def test_the_database_refuses_what_is_no_row(tmp_path: Path) -> None:
         Database(database.file)
 
 
-def test_the_command_writes_a_recipe(work: Path, shipped_artifact: Path, found: list[Found], tmp_path: Path) -> None:
+def test_the_command_writes_a_recipe(
+    work: Path, shipped_artifact: Path, found: list[SearchResult], tmp_path: Path
+) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(recipe().to_yaml(), encoding="utf-8")
     formats = [name_of(choice) for choice in FORMATS]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphopt.numerics.rotations.claims import RotationClaim
 from graphopt.numerics.rotations.hadamard import hadamard
-from graphopt.verification.certificate.rotations import Rotations, checked, of_claim, of_matrices, sylvester
+from graphopt.verification.certificate.rotations import Rotations, check_hadamard, of_claim, of_matrices, sylvester
 from tests.verification.certificate.rotated import dense
 
 # Sums of at most 512 numbers of order 1 in float64.
@@ -49,20 +49,20 @@ def test_large_sylvester_matrices_are_products_of_small_ones(order: int) -> None
 @given(order=st.sampled_from([2, 4, 12, 16, 20, 28, 128]), data=st.data())
 def test_one_wrong_entry_is_no_hadamard_matrix(order: int, data: st.DataObject) -> None:
     matrix = hadamard(order).copy()
-    assert reduce(np.kron, checked(matrix)).tolist() == matrix.tolist()
+    assert reduce(np.kron, check_hadamard(matrix)).tolist() == matrix.tolist()
     where = data.draw(st.tuples(st.integers(0, order - 1), st.integers(0, order - 1)))
     for wrong in (-matrix[where], 0, 3):
         other = matrix.copy()
         other[where] = wrong
         with pytest.raises(ValueError, match=r"H H\^T is not|neither"):
-            checked(other)
+            check_hadamard(other)
 
 
 def test_other_integer_matrices_with_orthogonal_rows_are_no_hadamard_matrices() -> None:
     with pytest.raises(ValueError, match="neither"):
-        checked(2 * np.eye(4, dtype=np.int8))
+        check_hadamard(2 * np.eye(4, dtype=np.int8))
     with pytest.raises(ValueError, match="square"):
-        checked(hadamard(4)[:2])
+        check_hadamard(hadamard(4)[:2])
 
 
 def test_equal_matrices_have_one_number() -> None:

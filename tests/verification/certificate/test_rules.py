@@ -17,7 +17,7 @@ from graphopt.numerics.rotations.claims import RotationClaim
 from graphopt.verification.certificate.algebra import RULES
 from graphopt.verification.certificate.coordinates import Coordinates, Tag, canonical, in_blocks, same
 from graphopt.verification.certificate.rotations import Rotations, of_claim
-from graphopt.verification.certificate.site import Dims, Refused, Site, static
+from graphopt.verification.certificate.site import Dims, RefusalError, Site, static
 
 # What symbolic dimensions are at run time. They differ, so that a mix of two shows.
 SIZES = {"batch": 2, "length": 3, "batch*length": 6, "2*batch": 4, "2*length": 6, "4*length": 12}
@@ -82,7 +82,7 @@ def outcome(made: Site) -> list[Tag] | None:
     """Return what the rule says, or nothing where it refuses, or where what it says is refused by the walk."""
     try:
         tags = RULES[made.node.op_type](made)
-    except (Refused, ValueError, IndexError):
+    except (RefusalError, ValueError, IndexError):
         return None
     for index, tag in enumerate(tags):
         if tag is not None and (tag.shape != made.output_shape(index) or not tag.is_complete(ROTATIONS)):

@@ -13,7 +13,7 @@ from graphopt.numerics.rotations.claims import RotationClaim
 from graphopt.verification.certificate import weights
 from graphopt.verification.certificate.coordinates import Tag, in_blocks
 from graphopt.verification.certificate.rotations import Rotations, of_claim
-from graphopt.verification.certificate.weights import compare_entries, compare_matrix, is_same, read
+from graphopt.verification.certificate.weights import apply_to_array, compare_entries, compare_matrix, is_same
 from tests.verification.certificate.rotated import dense
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
@@ -145,8 +145,8 @@ def test_same_means_every_bit(one: np.ndarray, other: np.ndarray, same: bool) ->
 def test_a_file_is_closed_again_unless_it_was_open(tmp_path: Path) -> None:
     np.arange(6, dtype=np.float32).tofile(tmp_path / "w")
     tensor = ir.ExternalTensor("w", 0, 24, ir.DataType.FLOAT, shape=ir.Shape([2, 3]), name="w", base_dir=tmp_path)
-    assert read(tensor, np.sum) == 15
+    assert apply_to_array(tensor, np.sum) == 15
     assert tensor.raw is None
     tensor.numpy()
-    assert read(tensor, np.sum) == 15
+    assert apply_to_array(tensor, np.sum) == 15
     assert tensor.raw is not None
