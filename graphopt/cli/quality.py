@@ -5,13 +5,18 @@ from __future__ import annotations
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Json, out, print_json, progress, read_text, write_text
 from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.quality.losses import Losses
 
 Texts = Annotated[Path | None, typer.Option("--text", help="a UTF-8 file to read; by default what ships with Python")]
 Tokens = Annotated[int, typer.Option(min=2, help="tokens to score")]
@@ -38,8 +43,6 @@ def quality(
     from graphopt.artifact.manifest import read_manifest
     from graphopt.compile.losses import losses
     from graphopt.quality.judge import quality_figures
-    from graphopt.report.losses import errors_table, groups_table, spread_table, summary_lines
-    from graphopt.report.tables import quality_table
 
     if recipe is not None and not locate_losses:
         raise InputError("--recipe needs to know where quality was lost", remedy="add --where")
@@ -58,10 +61,18 @@ def quality(
             raise InputError("no better recipe: no layer and no kind of product brings back a tenth of the loss")
         write_text(recipe, reports[0].recipe.to_yaml())
     if as_json:
-        extras = [{"where": extra.model_dump(mode="json")} for extra in reports] or [{}] * len(rows)
+        extras = [{"where": report.model_dump(mode="json")} for report in reports] or [{}] * len(rows)
         return print_json(
             [{"model": name, **figures, **extra} for (name, figures), extra in zip(rows, extras, strict=True)]
         )
+    return _print_quality(rows, reports)
+
+
+def _print_quality(rows: Sequence[tuple[str, dict[str, float]]], reports: Sequence[Losses]) -> None:
+    """Print the figures of models, and where each lost quality if that was measured."""
+    from graphopt.report.losses import errors_table, groups_table, spread_table, summary_lines
+    from graphopt.report.tables import quality_table
+
     out.print(quality_table(rows))
     for (name, _), report in zip(rows, reports, strict=False):
         out.print(f"where {name} loses quality:", markup=False, highlight=False, soft_wrap=True)
@@ -70,7 +81,6 @@ def quality(
                 out.print(table)
         for line in summary_lines(report):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
-    return None
 
 
 @command("table")

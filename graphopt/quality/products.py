@@ -17,7 +17,7 @@ import numpy as np
 
 from graphopt.ort.session import Array, run
 from graphopt.quality.correspondence import Product, products_of
-from graphopt.quality.product_sessions import cut_out, expose_values, names_of, sessions
+from graphopt.quality.product_sessions import Open, cut_out, expose_values, names_of, sessions
 from graphopt.quality.spread import Moments
 from graphopt.tasks import TASKS
 
@@ -94,34 +94,35 @@ class Pair:
     def errors(self, texts: Sequence[IntArray], limit: int = LIMIT) -> Iterator[tuple[Product, dict[str, Any]]]:
         """Yield the errors of each product on some texts, int64 [length] each, and the spread of what it reads."""
         longest = max(len(ids) for ids in texts)
-        sources = _inputs(self.before.model)
         for chunk in _chunks(self.products, longest, limit):
-            first = {product.name: sources[name] for product in chunk if (name := product.floats[0].name) in sources}
             with sessions(self.folder) as open_model:
-                start = open_model(expose_values(self.before.model, first.values()), {}) if first else None
-                exact = open_model(expose_values(self.reference, _floats(chunk)), {})
-                inside = open_model(
-                    expose_values(self.after.model, [product.output for product in chunk]), self.entries
-                )
-                isolated = open_model(
-                    cut_out(self.after.model, [(product.data, product.output) for product in chunk]), self.entries
-                )
-                sums = {product.name: Sums() for product in chunk}
-                for ids in texts:
-                    source_values = {} if start is None else self._run(start, self.before.model, ids)
-                    exact_values = self._run(exact, self.reference, ids)
-                    inner_values = self._run(inside, self.after.model, ids)
-                    inputs = {product.data: exact_values[product.data] for product in chunk}
-                    local = dict(zip(names_of(isolated), run(isolated, None, inputs), strict=True))
-                    for product in chunk:
-                        parts = [exact_values[node.outputs[0].name or ""] for node in product.floats]
-                        sums[product.name].add(
-                            np.concatenate(parts, -1), local[product.output], inner_values[product.output]
-                        )
-                        sums[product.name].read.add(_behind_the_first(exact_values[product.float_input]))
-                        if product.name in first:
-                            sums[product.name].read_before.add(_behind_the_first(source_values[first[product.name]]))
+                sums = self._sums(chunk, texts, open_model)
                 yield from ((product, sums[product.name].figures()) for product in chunk)
+
+    def _sums(self, products: list[Product], texts: Sequence[IntArray], open_model: Open) -> dict[str, Sums]:
+        """Run both models and the products solo, and return the sums of each product by its name."""
+        sources = _inputs(self.before.model)
+        first = {product.name: sources[name] for product in products if (name := product.floats[0].name) in sources}
+        start = open_model(expose_values(self.before.model, first.values()), {}) if first else None
+        exact = open_model(expose_values(self.reference, _floats(products)), {})
+        inside = open_model(expose_values(self.after.model, [product.output for product in products]), self.entries)
+        ports = [(product.data, product.output) for product in products]
+        solo = open_model(cut_out(self.after.model, ports), self.entries)
+        sums = {product.name: Sums() for product in products}
+        for ids in texts:
+            source_values = {} if start is None else self._run(start, self.before.model, ids)
+            exact_values = self._run(exact, self.reference, ids)
+            inner_values = self._run(inside, self.after.model, ids)
+            inputs = {product.data: exact_values[product.data] for product in products}
+            local_values = dict(zip(names_of(solo), run(solo, None, inputs), strict=True))
+            for product in products:
+                parts = [exact_values[node.outputs[0].name or ""] for node in product.floats]
+                total, output = sums[product.name], product.output
+                total.add(np.concatenate(parts, -1), local_values[output], inner_values[output])
+                total.read.add(_behind_the_first(exact_values[product.float_input]))
+                if product.name in first:
+                    total.read_before.add(_behind_the_first(source_values[first[product.name]]))
+        return sums
 
     def _run(self, session: Any, model: ir.Model, ids: IntArray) -> dict[str, Array]:
         feeds = self.task.text_feeds(model.graph, ids[None])

@@ -55,6 +55,22 @@ class Row:
     passes: Counter[str] = field(default_factory=Counter)
     left: dict[tuple[str, Fact], list[int | None]] = field(default_factory=lambda: defaultdict(list))
 
+    def add_node(self, node: Node) -> None:
+        """Count a node, in what it computes, who runs it, and the passes that touched it or left it alone."""
+        self.nodes += 1
+        self.runners[node.runner] += 1
+        self.passes.update(node.passes)
+        self.computes.update([node.computes] if node.computes is not None else [])
+        for skip in node.left:
+            self.left[skip.by, skip.why].append(node.layer)
+
+    def add_formats(self, node: Node, formats: list[str]) -> None:
+        """Count a node at the format of its first weight."""
+        for name in formats[:1]:
+            self.formats[name] += 1
+            if node.layer is not None:
+                self.layers[name].append(node.layer)
+
     @property
     def odd(self) -> dict[str, list[int]]:
         """Of each format that is not that of most, the layers."""
@@ -74,31 +90,21 @@ def rows(trace: Trace, is_selected: Callable[[Node], bool] | None = None) -> lis
     figures: dict[str, dict[str, float]] = defaultdict(dict)
     for measure in trace.measures:
         figures[measure.subject][measure.metric] = measure.value
-    helps = {node.role for node in trace.nodes if node.weights}
+    # A node that only makes the matrix of a product is no product of its own.
+    product_roles = {node.role for node in trace.nodes if node.weights} - {OTHER_ROLE, SHARED_ROLE}
     for node in trace.nodes:
-        # A node that only makes the matrix of a product is no product of its own.
-        if (is_selected is not None and not is_selected(node)) or (
-            not node.weights and node.role in helps - {OTHER_ROLE, SHARED_ROLE}
-        ):
+        is_helper = not node.weights and node.role in product_roles
+        if is_helper or (is_selected is not None and not is_selected(node)):
             continue
         row = by_key.setdefault((node.fold, node.role), Row(node.fold, node.role))
-        row.nodes += 1
-        row.runners[node.runner] += 1
-        row.passes.update(node.passes)
-        row.computes.update([node.computes] if node.computes is not None else [])
+        row.add_node(node)
         row.operations += round(figures[node.name].get(OPERATIONS, 0))
         row.bytes_read += round(figures[node.name].get(BYTES, 0))
-        formats = [_format(trace, number) for number in node.weights if trace.weights[number].parameters]
-        for name in formats[:1]:
-            row.formats[name] += 1
-            if node.layer is not None:
-                row.layers[name].append(node.layer)
+        row.add_formats(node, [_format(trace, number) for number in node.weights if trace.weights[number].parameters])
         for number in {trace.weights[reference].same_as or reference for reference in node.weights} - counted_weights:
             counted_weights.add(number)
             row.parameters += trace.weights[number].parameters
             row.bytes += trace.weights[number].bytes
-        for reference in node.left:
-            row.left[reference.by, reference.why].append(node.layer)
     return sorted(
         by_key.values(), key=lambda row: (row.fold is None, row.fold or 0, row.role in (OTHER_ROLE, SHARED_ROLE))
     )

@@ -118,14 +118,17 @@ class Comparer:
                 return first.index() == second.index()
             if producer in self.edge_of and self.edge_of.get(partner) == self.edge_of[producer]:
                 return True
-        if not depth:
-            return False
-        if producer is not None and partner is not None and self._repeats(first, second, producer, partner, depth):
-            return True
+            if depth and self._repeats(first, second, producer, partner, depth):
+                return True
+        return depth > 0 and self._is_same_behind(first, second, depth - 1)
+
+    def _is_same_behind(self, first: ir.Value, second: ir.Value, depth: int) -> bool:
+        """Return whether two values are the same but for a node in front of one of them that has no partner."""
+        producer, partner = first.producer(), second.producer()
         if partner is not None and partner not in self.matching.back:
-            return any(self.is_same(first, value, depth - 1) for _, value in self.after.inputs(partner))
+            return any(self.is_same(first, value, depth) for _, value in self.after.inputs(partner))
         if producer is not None and producer not in self.matching.pairs:
-            return any(self.is_same(value, second, depth - 1) for _, value in self.before.inputs(producer))
+            return any(self.is_same(value, second, depth) for _, value in self.before.inputs(producer))
         return False
 
     def _repeats(self, first: ir.Value, second: ir.Value, producer: ir.Node, partner: ir.Node, depth: int) -> bool:

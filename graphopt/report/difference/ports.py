@@ -42,17 +42,10 @@ class Ports:
         yield from ((first[name], second[name]) for name in names)
         if names == first.keys() or names == second.keys():
             return
-        votes: Counter[tuple[ir.Value, ir.Value]] = Counter()
-        for node, partner in matching.pairs.items():
-            ports = dict(after.inputs(partner))
-            for index, value in before.inputs(node):
-                port = ports.get(index)
-                if port is not None and value.name in first and port.name in second and value.producer() is None:
-                    votes[value, port] += port.producer() is None
-        settled_values: set[ir.Value] = {first[name] for name in names} | {second[name] for name in names}
-        for (value, port), count in votes.most_common():
-            if count and not {value, port} & settled_values:
-                settled_values |= {value, port}
+        paired_values: set[ir.Value] = {first[name] for name in names} | {second[name] for name in names}
+        for (value, port), _ in _votes(before, after, matching).most_common():
+            if not {value, port} & paired_values:
+                paired_values |= {value, port}
                 yield value, port
 
     def changes(self, is_same: Callable[[ir.Value, ir.Value], bool]) -> Iterator[Change]:
@@ -72,6 +65,18 @@ class Ports:
         for value in [*self._after.inputs, *self._after.outputs]:
             if value not in partners:
                 yield _change("port", value, "absent", _port_text(value))
+
+
+def _votes(before: Side, after: Side, matching: Matching) -> Counter[tuple[ir.Value, ir.Value]]:
+    """Return how many pairs of nodes read a graph input of the first model and one of the second in the same place."""
+    votes: Counter[tuple[ir.Value, ir.Value]] = Counter()
+    for node, partner in matching.pairs.items():
+        ports = dict(after.inputs(partner))
+        for index, value in before.inputs(node):
+            port = ports.get(index)
+            if port is not None and value.is_graph_input() and port.is_graph_input():
+                votes[value, port] += 1
+    return votes
 
 
 def _by_name(values: object) -> dict[str, ir.Value]:
