@@ -39,7 +39,7 @@ def collect(
     compilation = Compilation(model, recipe, work=Path(folder), statistics=folder, on_stage=on_stage)
     compilation.check_weights()
     compilation.apply_unchecked(compilation.before_phase("lower"), lambda step: on_stage(step.name))
-    inputs = compilation.calibration.found
+    inputs = compilation.calibration.statistics
     if not inputs:
         raise InputError(
             f"the recipe {compilation.recipe.name} needs no statistics",

@@ -92,7 +92,7 @@ def search(
     graph, calibration = compilation.model, compilation.calibration
     matrices = _matrices(graph.graph)
     has_level_scales = any(step.name == "level_scales" for step in recipe.steps)
-    settings = f"{calibration.place(graph).name} {step.rounding!r} {step.scale} {tokens} {has_level_scales}"
+    settings = f"{calibration.model_folder(graph).name} {step.rounding!r} {step.scale} {tokens} {has_level_scales}"
     key = hashlib.sha256(settings.encode())
     key.update(" ".join(map(name_of, choices)).encode())
     database = Database(Path(folder) / f"search-{key.hexdigest()[:16]}.jsonl")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import onnx_ir as ir
 
-    from graphopt.quantization.rounding import Quantized, RoundingMethod
+    from graphopt.quantization.rounding import QuantizedMatrix, RoundingMethod
     from graphopt.quantization.rounding.scales import Scale
     from graphopt.tasks.ports import IntArray
 
@@ -87,7 +87,7 @@ class Rounder:
         """Return the rounded matrix, and its loss trace (W - Q)^T H (W - Q)."""
         group = min(choice.group or len(matrix), len(matrix))
         statistics = hessian if self.method.needs is not None else None
-        codes: Quantized = self.method.round(
+        codes: QuantizedMatrix = self.method.round(
             matrix, format_of(choice.format), group, self.scale, scale_type=np.float16, statistics=statistics
         )
         rounded_matrix = codes.dequantize().astype(np.float32)

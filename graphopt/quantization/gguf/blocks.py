@@ -71,10 +71,10 @@ class Ggml(Expression):
     def digest(self) -> str:
         """SHA-256 of type, dimensions and stored bytes, wherever the file lies."""
         digest = hashlib.sha256(f"ggml {self.kind} {list(self.dims)}".encode())
-        digest.update(self.stored().reshape(-1).data)
+        digest.update(self.stored_bytes().reshape(-1).data)
         return digest.hexdigest()
 
-    def stored(self) -> Array:
+    def stored_bytes(self) -> Array:
         """Map the stored bytes, uint8 [..., bytes of a row], read-only."""
         block, size = block_of(self.kind)
         rows = (*self.dims[:-1], self.dims[-1] // block * size)
@@ -82,8 +82,8 @@ class Ggml(Expression):
 
     def blocks(self) -> Array:
         """Map the stored blocks, uint8 [..., blocks of a row, bytes of a block], read-only."""
-        stored = self.stored()
-        return stored.reshape(*stored.shape[:-1], -1, block_of(self.kind)[1])
+        rows = self.stored_bytes()
+        return rows.reshape(*rows.shape[:-1], -1, block_of(self.kind)[1])
 
     def evaluate(self, region: Region) -> Array:
         """Decode the blocks that the region touches."""
@@ -91,8 +91,8 @@ class Ggml(Expression):
         *rows, columns = region
         first, last = columns.start // block, -(-columns.stop // block)
         blocks = np.ascontiguousarray(self.blocks()[(*rows, slice(first, last))])
-        decoded = decode(blocks, self.kind).reshape(*blocks.shape[:-2], (last - first) * block)
-        return decoded[..., columns.start - first * block : columns.stop - first * block]
+        numbers = decode(blocks, self.kind).reshape(*blocks.shape[:-2], (last - first) * block)
+        return numbers[..., columns.start - first * block : columns.stop - first * block]
 
     def __str__(self) -> str:
         return f"ggml({Path(self.path).name}, {self.offset}, {self.kind}{list(self.dims)})"
@@ -128,5 +128,5 @@ def decode(blocks: Array, kind: str) -> Array:
         return np.zeros((*blocks.shape[:-1], numbers), np.float32)
     flat = blocks.reshape(1, -1)  # one row: gguf decodes 16 rows at a time, in Python
     with np.errstate(over="ignore", invalid="ignore"):  # NaN and infinity are refused later, with the tensor's name
-        decoded = gguf.dequantize(flat, gguf.GGMLQuantizationType[kind])
-    return np.asarray(decoded, np.float32).reshape(*blocks.shape[:-1], numbers)
+        values = gguf.dequantize(flat, gguf.GGMLQuantizationType[kind])
+    return np.asarray(values, np.float32).reshape(*blocks.shape[:-1], numbers)

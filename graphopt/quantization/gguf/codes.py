@@ -99,8 +99,8 @@ class KeptCodes(Bundle):
             "codes": (kind or ir.DataType.UINT8, codes),
             "scales": (numbers, scales),
         }
-        more = "zero_points" if self.as_zero_points else "minimums"
-        return parts | {more: (numbers, scales)} if self.has_minimums else parts
+        minimums_part = "zero_points" if self.as_zero_points else "minimums"
+        return parts | {minimums_part: (numbers, scales)} if self.has_minimums else parts
 
     def evaluate(self) -> dict[str, Array]:
         """Return the parts.
@@ -113,27 +113,27 @@ class KeptCodes(Bundle):
         scales, minimums = scales_of(blocks, self.source.kind)
         # A group without a step is its minimum, everywhere.
         steps = np.where(scales == 0, 1, scales.astype(np.float64))
-        places = np.rint((numbers - minimums[..., None]) / steps[..., None])
+        indices = np.rint((numbers - minimums[..., None]) / steps[..., None])
         levels = self.format.levels
         assert levels is not None
-        if not ((levels.values[0] <= places) & (places <= levels.values[-1])).all():
+        if not ((levels.values[0] <= indices) & (indices <= levels.values[-1])).all():
             raise ValueError(f"{self.source} has numbers beyond its codes")
-        again = places.astype(np.float32) * scales[..., None] + minimums[..., None]
-        if not np.array_equal(again, numbers.astype(np.float32)):
+        products = indices.astype(np.float32) * scales[..., None] + minimums[..., None]
+        if not np.array_equal(products, numbers.astype(np.float32)):
             raise ValueError(f"{self.source} has numbers that are not codes times scales, and minimums")
         if self.has_minimums and self.as_zero_points:
-            made = {"scales": steps, "zero_points": -minimums.astype(np.float64) / steps}
+            parts = {"scales": steps, "zero_points": -minimums.astype(np.float64) / steps}
         else:
-            made = {"scales": scales, **({"minimums": minimums} if self.has_minimums else {})}
-        made["codes"] = places.reshape(len(self.order), -1)
-        return {name: self._stored(name, array) for name, array in made.items()}
+            parts = {"scales": scales, **({"minimums": minimums} if self.has_minimums else {})}
+        parts["codes"] = indices.reshape(len(self.order), -1)
+        return {name: self._in_stored_type(name, array) for name, array in parts.items()}
 
-    def _stored(self, name: str, array: Array) -> Array:
+    def _in_stored_type(self, name: str, array: Array) -> Array:
         kind, _ = self.parts[name]
-        turned = array if self.looked_up else array.T
+        matrix = array if self.looked_up else array.T
         if kind == ir.DataType.UINT8:  # two's complement, as places in the format's table
-            return np.ascontiguousarray((turned.astype(np.int16) & (2**self.format.bits - 1)).astype(np.uint8))
-        return np.ascontiguousarray(turned.astype(kind.numpy()))
+            return np.ascontiguousarray((matrix.astype(np.int16) & (2**self.format.bits - 1)).astype(np.uint8))
+        return np.ascontiguousarray(matrix.astype(kind.numpy()))
 
 
 def scales_of(blocks: Array, kind: str) -> tuple[Array, Array]:
@@ -146,8 +146,8 @@ def scales_of(blocks: Array, kind: str) -> tuple[Array, Array]:
     rows, size = len(blocks), block_of(kind)[1]
     flat = blocks.reshape(-1, size)
 
-    def half(at: int) -> Array:
-        return np.ascontiguousarray(flat[:, at : at + 2]).view(np.float16).astype(np.float32)
+    def half(offset: int) -> Array:
+        return np.ascontiguousarray(flat[:, offset : offset + 2]).view(np.float16).astype(np.float32)
 
     if kind == "Q6_K":
         scales = half(size - 2) * np.ascontiguousarray(flat[:, 192:208]).view(np.int8).astype(np.float32)

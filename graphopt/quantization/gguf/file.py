@@ -105,8 +105,8 @@ def read_once() -> Iterator[None]:
     if hasattr(names, "cache_info"):
         yield
         return
-    read = functools.cache(_reader_of(gguf))
-    gguf.GGUFReader = lambda path: read(os.path.realpath(path))
+    reader_of_path = functools.cache(_reader_of(gguf))
+    gguf.GGUFReader = lambda path: reader_of_path(os.path.realpath(path))
     gguf.get_tensor_name_map = functools.cache(names)
     try:
         yield
@@ -138,8 +138,8 @@ def _reader_of(gguf: Any) -> Any:
     def give(reader: Any) -> Any:
         return reader.__dict__["mapped"]
 
-    def take(reader: Any, mapped: Any) -> None:
-        reader.__dict__["mapped"] = mapped.view(np.ndarray)
+    def take(reader: Any, array: Any) -> None:
+        reader.__dict__["mapped"] = array.view(np.ndarray)
 
     return type("Reader", (gguf.GGUFReader,), {"data": property(give, take)})
 

@@ -16,12 +16,12 @@ from graphopt.quantization.rounding.methods.nearest import NEAREST
 if TYPE_CHECKING:
     from graphopt.numerics.formats.format import Format
     from graphopt.quantization.rounding.method import RoundingMethod
-    from graphopt.quantization.rounding.nearest import Quantized
+    from graphopt.quantization.rounding.nearest import QuantizedMatrix
     from graphopt.quantization.rounding.scales import Scale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rounded(Bundle):
+class MatrixRounding(Bundle):
     """What a rounding method makes of a matrix: ``codes``, ``scales``, ``zero_points``.
 
     Attributes:
@@ -63,27 +63,27 @@ class Rounded(Bundle):
 
     def evaluate(self) -> dict[str, Array]:
         """Round the matrix once."""
-        return self.promised(self.rounded()[1])
+        return self.tensors(self.round()[1])
 
-    def rounded(self) -> tuple[npt.NDArray[np.float32], Quantized]:
+    def round(self) -> tuple[npt.NDArray[np.float32], QuantizedMatrix]:
         """Return the matrix with groups along its rows, and what the method made of it."""
         matrix = np.asarray(self.source.numpy(), dtype=np.float32)
         matrix = matrix.T if self.axis else matrix
         half = self.half and fits_half(matrix, self.format, self.group)
-        stored = np.float16 if half else self.source.dtype.numpy()
+        scale_type = np.float16 if half else self.source.dtype.numpy()
         statistics = None if self.statistics is None else self.statistics.numpy()
         return matrix, self.method.round(
-            matrix, self.format, self.group, self.scale, scale_type=stored, statistics=statistics
+            matrix, self.format, self.group, self.scale, scale_type=scale_type, statistics=statistics
         )
 
-    def promised(self, rounded: Quantized) -> dict[str, Array]:
+    def tensors(self, matrix_codes: QuantizedMatrix) -> dict[str, Array]:
         """Return codes, scales and zero points in the types and shapes of :attr:`parts`."""
-        made: dict[str, npt.NDArray[Any]] = {"codes": rounded.codes, "scales": rounded.scales}
-        if rounded.zero_points is not None:
-            made["zero_points"] = rounded.zero_points
-        return {name: self._as_promised(name, array) for name, array in made.items()}
+        arrays: dict[str, npt.NDArray[Any]] = {"codes": matrix_codes.codes, "scales": matrix_codes.scales}
+        if matrix_codes.zero_points is not None:
+            arrays["zero_points"] = matrix_codes.zero_points
+        return {name: self._as_part(name, array) for name, array in arrays.items()}
 
-    def _as_promised(self, name: str, array: Array) -> Array:
+    def _as_part(self, name: str, array: Array) -> Array:
         if name == "scales":
             array = array.astype(self.source.dtype.numpy(), copy=False)
         elif self.standard:

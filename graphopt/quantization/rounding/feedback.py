@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.quantization.rounding.nearest import Quantized
+from graphopt.quantization.rounding.nearest import QuantizedMatrix
 from graphopt.quantization.rounding.row_rounding import Rows
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class Rule:
     static: bool
 
 
-def round_with_feedback(matrix: npt.NDArray[Any], upper: Doubles, order: npt.NDArray[np.intp], rule: Rule) -> Quantized:
+def round_with_feedback(
+    matrix: npt.NDArray[Any], upper: Doubles, order: npt.NDArray[np.intp], rule: Rule
+) -> QuantizedMatrix:
     """Round row after row, each plus the errors of those before it times ``upper``.
 
     A row is encoded as a whole, so neighbours in it may matter to its codes. A block of rows is corrected by one
@@ -66,13 +68,13 @@ def round_with_feedback(matrix: npt.NDArray[Any], upper: Doubles, order: npt.NDA
     for part in rule.format.blocks(columns, _COLUMNS):
         numbers = np.ascontiguousarray(matrix[:, part], np.float64)
         if rule.static:
-            for group, these in _groups(rows, rule.group):
-                _choose(numbers[these], these, group, rule, scales[:, part], zero_points[:, part])
+            for group, group_rows in _groups(rows, rule.group):
+                _choose(numbers[group_rows], group_rows, group, rule, scales[:, part], zero_points[:, part])
         _round(
             numbers, upper, order, rule, codes[:, rule.format.code_columns(part)], scales[:, part], zero_points[:, part]
         )
     points = zero_points if rule.format.zero_point else None
-    return Quantized(rule.format, rule.group, codes, scales.astype(rule.scale_type), points)
+    return QuantizedMatrix(rule.format, rule.group, codes, scales.astype(rule.scale_type), points)
 
 
 def _groups(rows: int, size: int) -> Iterator[tuple[int, slice]]:
@@ -81,11 +83,11 @@ def _groups(rows: int, size: int) -> Iterator[tuple[int, slice]]:
 
 
 def _choose(
-    numbers: Doubles, these: slice, group: int, rule: Rule, scales: Doubles, zero_points: npt.NDArray[np.uint8]
+    numbers: Doubles, rows: slice, group: int, rule: Rule, scales: Doubles, zero_points: npt.NDArray[np.uint8]
 ) -> None:
-    importance = None if rule.importance is None else rule.importance[None, these, None]
-    chosen = rule.search.scaling(numbers[None], rule.format, rule.scale, rule.scale_type, importance)
-    scales[group], zero_points[group] = chosen.scales[0], chosen.zero_points[0]
+    importance = None if rule.importance is None else rule.importance[None, rows, None]
+    scaling = rule.search.scaling(numbers[None], rule.format, rule.scale, rule.scale_type, importance)
+    scales[group], zero_points[group] = scaling.scales[0], scaling.zero_points[0]
 
 
 def _round(
@@ -98,27 +100,27 @@ def _round(
     zero_points: npt.NDArray[np.uint8],
 ) -> None:
     """Round some columns; ``scales`` and ``zero_points`` are given if static, else chosen where a group begins."""
-    rows, rounded = len(numbers), Rows(rule.format)
+    rows, round_row = len(numbers), Rows(rule.format)
     # A group's scale is chosen for all of its rows at once, so either block holds whole groups or lies within one.
     inner = min(rule.group, _ROWS)
     outer = rule.group if rule.group > _ROWS else _ROWS // rule.group * rule.group
     errors = np.empty_like(numbers)
     for begin in range(0, rows, outer):
         end = min(begin + outer, rows)
-        wanted = numbers[order[begin:end]]
-        wanted += upper[:begin, begin:end].T @ errors[:begin]
+        targets = numbers[order[begin:end]]
+        targets += upper[:begin, begin:end].T @ errors[:begin]
         if not rule.static and outer == rule.group:
-            _choose(wanted, slice(begin, end), begin // rule.group, rule, scales, zero_points)
+            _choose(targets, slice(begin, end), begin // rule.group, rule, scales, zero_points)
         for first in range(begin, end, inner):
             last = min(first + inner, end)
-            target = wanted[first - begin : last - begin]
+            target = targets[first - begin : last - begin]
             target += upper[begin:first, first:last].T @ errors[begin:first]
             if not rule.static and outer != rule.group:
                 _choose(target, slice(first, last), first // rule.group, rule, scales, zero_points)
             for row in range(first, last):
-                goal, place = target[row - first], order[row]
+                goal, index = target[row - first], order[row]
                 if row > first:
                     goal += upper[first:row, row] @ errors[first:row]
-                group = place // rule.group
-                value = rounded(goal, scales[group], zero_points[group], codes[place])
-                np.subtract(numbers[place], value, out=errors[row])
+                group = index // rule.group
+                value = round_row(goal, scales[group], zero_points[group], codes[index])
+                np.subtract(numbers[index], value, out=errors[row])

@@ -6,8 +6,8 @@ import functools
 from typing import TYPE_CHECKING
 
 from graphopt.graph.weights import Cast, Expression, WeightTensor, expression_of
-from graphopt.quantization.rounding.expressions import Rounded, parts_of
-from graphopt.quantization.rounding.low_rank import Corrected
+from graphopt.quantization.rounding.expressions import MatrixRounding, parts_of
+from graphopt.quantization.rounding.low_rank import LowRankRounding
 from graphopt.quantization.rounding.methods.nearest import NEAREST
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def quantized(
     Raises:
         ValueError: the standard form is asked for, and ONNX has no type for the format.
     """
-    kind = functools.partial(Corrected, rank=low_rank, inputs=inputs) if low_rank else Rounded
+    kind = functools.partial(LowRankRounding, rank=low_rank, inputs=inputs) if low_rank else MatrixRounding
     rounding = kind(
         expression_of(weight),
         format,

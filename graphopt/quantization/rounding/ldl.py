@@ -14,7 +14,7 @@ Doubles = npt.NDArray[np.float64]
 _MOST_DAMPING = 1.0
 
 
-def factored(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.intp]) -> tuple[Doubles, Doubles]:
+def factor(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.intp]) -> tuple[Doubles, Doubles]:
     """Return U + I, float64 [rows, rows], and D, float64 [rows], of a damped Hessian whose rows are put in ``order``.
 
     With damping d the condition number is at most 1 + rows / d, since no eigenvalue exceeds the sum of all; so for the
@@ -39,10 +39,10 @@ def factored(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.in
         )
     mean = float(diagonal.mean())
     # Reversed, the lower factor that LAPACK gives becomes an upper one. Large: as few copies as can be.
-    turned = hessian[np.ix_(order[::-1], order[::-1])].astype(np.float64)
-    turned /= mean or 1.0
-    lower = _cholesky(turned, damping if mean else 1.0)
-    del turned
+    reversed_hessian = hessian[np.ix_(order[::-1], order[::-1])].astype(np.float64)
+    reversed_hessian /= mean or 1.0
+    lower = _cholesky(reversed_hessian, damping if mean else 1.0)
+    del reversed_hessian
     # In memory by columns: that is how rows are corrected.
     upper = np.ascontiguousarray(lower[::-1, ::-1].T).T
     del lower
@@ -51,7 +51,7 @@ def factored(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.in
     return upper, roots**2
 
 
-def filtered(matrix: npt.NDArray[Any], hessian: npt.NDArray[Any], noise: float) -> npt.NDArray[np.float32]:
+def wiener_filter(matrix: npt.NDArray[Any], hessian: npt.NDArray[Any], noise: float) -> npt.NDArray[np.float32]:
     """Return (H + v)^-1 H W, the weight of least squared error for inputs with errors of mean square v.
 
     Args:
@@ -75,10 +75,10 @@ def _cholesky(hessian: Doubles, damping: float) -> Doubles:
 
     The Hessian itself is changed.
     """
-    diagonal, added = hessian.reshape(-1)[:: len(hessian) + 1], 0.0
+    diagonal, total = hessian.reshape(-1)[:: len(hessian) + 1], 0.0
     while True:
-        diagonal += damping - added
-        added = damping
+        diagonal += damping - total
+        total = damping
         try:
             return np.asarray(np.linalg.cholesky(hessian))
         except np.linalg.LinAlgError as error:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.quantization.rounding.expressions import Rounded
+from graphopt.quantization.rounding.expressions import MatrixRounding
 from graphopt.quantization.rounding.single_thread import one_thread
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ _DAMPING = 0.01
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Corrected(Rounded):
-    """What :class:`Rounded` makes, and ``left`` [rows, rank] and ``right`` [rank, columns] of the branch.
+class LowRankRounding(MatrixRounding):
+    """What :class:`MatrixRounding` makes, and ``left`` [rows, rank] and ``right`` [rank, columns] of the branch.
 
     Attributes:
         rank: directions of the branch.
@@ -39,7 +39,7 @@ class Corrected(Rounded):
 
     @property
     def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
-        """Beside those of :class:`Rounded` two matrices in float16."""
+        """Beside those of :class:`MatrixRounding` two matrices in float16."""
         rows, columns = self.source.shape
         half = ir.DataType.FLOAT16
         return super().parts | {"left": (half, (rows, self.rank)), "right": (half, (self.rank, columns))}
@@ -47,10 +47,10 @@ class Corrected(Rounded):
     def evaluate(self) -> dict[str, Array]:
         """Round the matrix, and find the branch for what was lost."""
         assert self.inputs is not None
-        matrix, rounded = self.rounded()
-        error = matrix.astype(np.float64) - rounded.dequantize()
-        left, right = low_rank(error, self.inputs.numpy(), self.rank)
-        return self.promised(rounded) | {"left": left, "right": right}
+        matrix, matrix_codes = self.round()
+        error = matrix.astype(np.float64) - matrix_codes.dequantize()
+        thin, right = low_rank(error, self.inputs.numpy(), self.rank)
+        return self.tensors(matrix_codes) | {"left": thin, "right": right}
 
 
 def low_rank(error: Doubles, hessian: npt.NDArray[Any], rank: int) -> tuple[Halves, Halves]:
@@ -84,10 +84,10 @@ def low_rank(error: Doubles, hessian: npt.NDArray[Any], rank: int) -> tuple[Halv
                 shape=hessian.shape,
                 remedy="remove the folder that holds them and calibrate again",
             ) from error_
-        seen = lower.T @ error
-        U = _strongest(seen, min(rank, *error.shape))
-        left, right = solve_triangular(lower.T, U), U.T @ seen
-    return _balanced(left, right, rank)
+        weighted_error = lower.T @ error
+        U = _strongest(weighted_error, min(rank, *error.shape))
+        A, B = solve_triangular(lower.T, U), U.T @ weighted_error
+    return _balance(A, B, rank)
 
 
 def _strongest(matrix: Doubles, rank: int) -> Doubles:
@@ -101,14 +101,14 @@ def _strongest(matrix: Doubles, rank: int) -> Doubles:
     return np.asarray(U @ turn[:, ::-1][:, :rank])
 
 
-def _balanced(left: Doubles, right: Doubles, rank: int) -> tuple[Halves, Halves]:
-    tall, wide = np.abs(left).max(0, initial=0.0), np.abs(right).max(1, initial=0.0)
+def _balance(tall_matrix: Doubles, wide_matrix: Doubles, rank: int) -> tuple[Halves, Halves]:
+    heights, widths = np.abs(tall_matrix).max(0, initial=0.0), np.abs(wide_matrix).max(1, initial=0.0)
     half = np.finfo(np.float16)
     # A direction that float16 has no numbers for is 0 on both sides.
-    there = np.sqrt(tall) * np.sqrt(wide) > float(half.smallest_subnormal)
-    factor = np.sqrt(np.divide(wide, tall, out=np.ones_like(wide), where=there))
-    made = np.zeros((len(left), rank), np.float16), np.zeros((rank, right.shape[1]), np.float16)
+    fits = np.sqrt(heights) * np.sqrt(widths) > float(half.smallest_subnormal)
+    factor = np.sqrt(np.divide(widths, heights, out=np.ones_like(widths), where=fits))
+    halves = np.zeros((len(tall_matrix), rank), np.float16), np.zeros((rank, wide_matrix.shape[1]), np.float16)
     limit = float(half.max)
-    made[0][:, : left.shape[1]] = np.clip(left * (factor * there), -limit, limit)
-    made[1][: len(right)] = np.clip(right * (there / factor)[:, None], -limit, limit)
-    return made
+    halves[0][:, : tall_matrix.shape[1]] = np.clip(tall_matrix * (factor * fits), -limit, limit)
+    halves[1][: len(wide_matrix)] = np.clip(wide_matrix * (fits / factor)[:, None], -limit, limit)
+    return halves

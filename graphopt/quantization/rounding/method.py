@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from graphopt.numerics.formats.format import Format
-    from graphopt.quantization.rounding.nearest import Quantized
+    from graphopt.quantization.rounding.nearest import QuantizedMatrix
     from graphopt.quantization.rounding.scales import Scale
 
 Need = Literal["hessian"]
@@ -47,7 +47,7 @@ class RoundingMethod(BaseModel, abc.ABC):
         *,
         scale_type: npt.DTypeLike,
         statistics: npt.NDArray[Any] | None,
-    ) -> Quantized:
+    ) -> QuantizedMatrix:
         """Choose codes, scales and zero points.
 
         Args:

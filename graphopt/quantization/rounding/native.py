@@ -67,7 +67,7 @@ class Search:
     per_unit: float
 
     @classmethod
-    def of(cls, halfway: Doubles) -> Search:
+    def from_halfway(cls, halfway: Doubles) -> Search:
         """Return cells for these halfway points, in order."""
         if len(halfway) < 2:
             return cls(np.zeros(1, np.int32), 0, 0.0, 0.0)
@@ -94,14 +94,14 @@ class _Levels:
 
     @classmethod
     @lru_cache(maxsize=64)
-    def of(cls, format: Format) -> _Levels:
+    def from_halfway(cls, format: Format) -> _Levels:
         levels = format.levels
         assert levels is not None
         return cls(
             np.ascontiguousarray(levels.values, np.float64),
             np.ascontiguousarray(levels.codes, np.uint8),
             np.ascontiguousarray(levels.ties, np.float64),
-            Search.of(levels.halfway),
+            Search.from_halfway(levels.halfway),
             levels.is_counting,
         )
 
@@ -125,12 +125,12 @@ def _library(path: str) -> _Functions | None:
     """Return the functions of a library, or ``None`` where it is of an older version that lacks one."""
     try:
         library = ctypes.CDLL(path)
-        found = _Functions(library.graphopt_round_groups, library.graphopt_search_groups)
+        functions = _Functions(library.graphopt_round_groups, library.graphopt_search_groups)
     except (OSError, AttributeError):
         return None
-    found.round.argtypes, found.round.restype = [ctypes.POINTER(_Work)], ctypes.c_int
-    found.search.argtypes, found.search.restype = [ctypes.POINTER(_Search)], ctypes.c_int
-    return found
+    functions.round.argtypes, functions.round.restype = [ctypes.POINTER(_Work)], ctypes.c_int
+    functions.search.argtypes, functions.search.restype = [ctypes.POINTER(_Search)], ctypes.c_int
+    return functions
 
 
 def _address(array: npt.NDArray[Any] | None) -> int | None:
@@ -149,7 +149,7 @@ def rounds(format: Format) -> bool:
     return format.levels is not None and available()
 
 
-class _Given:
+class _GroupWork:
     """The work on some groups; it keeps the arrays that the library reads."""
 
     def __init__(
@@ -162,26 +162,26 @@ class _Given:
         errors: Doubles | None = None,
         codes: Codes | None = None,
     ) -> None:
-        known = _Levels.of(format)
-        search = known.search
+        levels = _Levels.from_halfway(format)
+        search = levels.search
         shifts = None if zero_points is None else format.decode(zero_points)
-        self.arrays = [_doubles(each) for each in (groups, scales, shifts, importance)]
-        weights, factors, decoded, counts = (_address(array) for array in self.arrays)
+        self.arrays = [_doubles(array) for array in (groups, scales, shifts, importance)]
+        weights, factors, points, counts = (_address(array) for array in self.arrays)
         self.work = _Work(
             weights,
             *groups.shape,
             factors,
-            decoded,
+            points,
             counts,
-            _address(known.values),
-            _address(known.codes),
-            _address(known.ties),
+            _address(levels.values),
+            _address(levels.codes),
+            _address(levels.ties),
             _address(search.first),
-            len(known.values),
+            len(levels.values),
             search.cells,
             search.origin,
             search.per_unit,
-            known.is_counting,
+            levels.is_counting,
             _address(errors),
             _address(codes),
         )
@@ -229,11 +229,11 @@ def round_groups(
     Raises:
         InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
     """
-    found = np.empty(scales.shape) if errors else None
-    rounded = np.empty(groups.shape, np.uint8) if codes else None
-    given = _Given(groups, format, scales, zero_points, importance, found, rounded)
-    _call("round", given.work)
-    return found, rounded
+    squares = np.empty(scales.shape) if errors else None
+    nearest_codes = np.empty(groups.shape, np.uint8) if codes else None
+    work = _GroupWork(groups, format, scales, zero_points, importance, squares, nearest_codes)
+    _call("round", work.work)
+    return squares, nearest_codes
 
 
 class Row:
@@ -244,8 +244,8 @@ class Row:
     """
 
     def __init__(self, format: Format) -> None:
-        nothing = np.empty((1, 1, 0))
-        self._given = _Given(nothing, format, nothing[0], None, None)
+        empty = np.empty((1, 1, 0))
+        self._work = _GroupWork(empty, format, empty[0], None, None)
         self._call = _library_here().round
 
     def __call__(self, numbers: Doubles, scales: Doubles, shifts: Doubles | None, codes: Codes) -> None:
@@ -254,7 +254,7 @@ class Row:
         Raises:
             InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
         """
-        work = self._given.work
+        work = self._work.work
         work.columns = len(numbers)
         work.weights, work.scales, work.shifts = _address(numbers), _address(scales), _address(shifts)
         work.rounded = _address(codes)
@@ -281,7 +281,7 @@ def search_groups(
     Raises:
         InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
     """
-    chosen, rounded = np.empty(scales.shape[1:], np.uint32), np.empty(groups.shape, np.uint8)
-    given = _Given(groups, format, scales, zero_points, importance, None, rounded)
-    _call("search", _Search(given.work, len(scales), _address(chosen)))
-    return chosen, rounded
+    best_trials, codes = np.empty(scales.shape[1:], np.uint32), np.empty(groups.shape, np.uint8)
+    work = _GroupWork(groups, format, scales, zero_points, importance, None, codes)
+    _call("search", _Search(work.work, len(scales), _address(best_trials)))
+    return best_trials, codes

@@ -19,7 +19,7 @@ _NUMBERS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedMatrix:
     """Codes of a matrix [rows, columns], and per group of rows a scale and perhaps a zero point.
 
     Attributes:
@@ -50,7 +50,7 @@ def round_to_nearest(
     scale: Scale,
     *,
     scale_type: npt.DTypeLike = np.float32,
-) -> Quantized:
+) -> QuantizedMatrix:
     """Choose the code nearest to each weight.
 
     Without a zero point a group's scale maps its largest magnitude to the format's limit; with one, its range is mapped
@@ -84,11 +84,11 @@ def round_to_nearest(
     zero_points = np.empty(scales.shape, np.uint8)
     for block in format.blocks(columns, max(1, _NUMBERS // max(1, rows))):
         block_codes = format.code_columns(block)
-        for groups, these, size in parts:
-            numbers = np.asarray(matrix[these, block], np.float64)
+        for groups, rows_of_part, size in parts:
+            numbers = np.asarray(matrix[rows_of_part, block], np.float64)
             if numbers.size:
                 stack = numbers.reshape(-1, size, numbers.shape[1])
-                chosen = choose(stack, format, scale, scales.dtype)
-                codes[these, block_codes] = chosen.codes.reshape(len(numbers), -1)
-                scales[groups, block], zero_points[groups, block] = chosen.scales, chosen.zero_points
-    return Quantized(format, group, codes, scales, zero_points if format.zero_point else None)
+                choice = choose(stack, format, scale, scales.dtype)
+                codes[rows_of_part, block_codes] = choice.codes.reshape(len(numbers), -1)
+                scales[groups, block], zero_points[groups, block] = choice.scales, choice.zero_points
+    return QuantizedMatrix(format, group, codes, scales, zero_points if format.zero_point else None)

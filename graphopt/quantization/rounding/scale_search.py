@@ -9,14 +9,14 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from graphopt.quantization.rounding.scales import (
-    Chosen,
     Doubles,
+    GroupCodes,
     Scale,
     Scaling,
     extremes_of,
     nearest,
     scaling_at,
-    stored,
+    stored_scales,
 )
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ class Search(BaseModel):
 
     def choose(
         self, groups: Doubles, format: Format, scale: Scale, kind: np.dtype[Any], importance: Doubles | None
-    ) -> Chosen:
+    ) -> GroupCodes:
         """Choose scales and nearest codes; arguments as for :func:`graphopt.quantization.rounding.scales.choose`."""
-        found = self.scaling(groups, format, scale, kind, importance)
-        return Chosen(nearest(groups, format, found, importance), *found)
+        scaling = self.scaling(groups, format, scale, kind, importance)
+        return GroupCodes(nearest(groups, format, scaling, importance), *scaling)
 
     def scaling(
         self, groups: Doubles, format: Format, scale: Scale, kind: np.dtype[Any], importance: Doubles | None
@@ -65,14 +65,16 @@ class Search(BaseModel):
         best = _State(first.scales, first.zero_points, np.full(first.scales.shape, np.inf))
         for share in np.linspace(1.0, self.least, self.steps):
             trial = scaling_at(extremes, format, float(share), kind)
-            best = best.or_better(_tried(numbers, size, format, *trial, weights)[0])
+            best = best.or_better(_try_scales(numbers, size, format, *trial, weights)[0])
         for _ in range(self.fits):
-            state, values = _tried(numbers, size, format, best.scales, best.zero_points, weights)
-            weighted = values if weights is None else weights * values
-            above, below = (weighted * numbers).sum(1), (weighted * values).sum(1)
-            fitted = np.divide(above, below, out=np.zeros(above.shape, np.float32), where=below > 0)
-            scales = np.where(fitted > 0, stored(fitted.astype(np.float64) * size, 1.0, kind), state.scales)
-            best = best.or_better(_tried(numbers, size, format, scales, best.zero_points, weights)[0])
+            state, values = _try_scales(numbers, size, format, best.scales, best.zero_points, weights)
+            weighted_values = values if weights is None else weights * values
+            products, squares = (weighted_values * numbers).sum(1), (weighted_values * values).sum(1)
+            quotients = np.divide(products, squares, out=np.zeros(products.shape, np.float32), where=squares > 0)
+            scales = np.where(
+                quotients > 0, stored_scales(quotients.astype(np.float64) * size, 1.0, kind), state.scales
+            )
+            best = best.or_better(_try_scales(numbers, size, format, scales, best.zero_points, weights)[0])
         return Scaling(best.scales, best.zero_points)
 
 
@@ -82,16 +84,16 @@ class _State:
     def __init__(self, scales: Doubles, zero_points: Codes, errors: npt.NDArray[Any]) -> None:
         self.scales, self.zero_points, self.errors = scales, zero_points, errors
 
-    def or_better(self, other: _State) -> _State:
-        better = other.errors < self.errors
+    def or_better(self, candidate: _State) -> _State:
+        better = candidate.errors < self.errors
         return _State(
-            np.where(better, other.scales, self.scales),
-            np.where(better, other.zero_points, self.zero_points),
-            np.where(better, other.errors, self.errors),
+            np.where(better, candidate.scales, self.scales),
+            np.where(better, candidate.zero_points, self.zero_points),
+            np.where(better, candidate.errors, self.errors),
         )
 
 
-def _tried(
+def _try_scales(
     numbers: Singles, size: float, format: Format, scales: Doubles, zero_points: Codes, weights: Singles | None
 ) -> tuple[_State, Singles]:
     """Return what the scales lead to, and the values of the nearest codes, less the zero point."""

@@ -42,7 +42,7 @@ class Scaling(NamedTuple):
     zero_points: Codes
 
 
-class Chosen(NamedTuple):
+class GroupCodes(NamedTuple):
     """Codes of groups, and what is stored beside them.
 
     Attributes:
@@ -58,7 +58,7 @@ class Chosen(NamedTuple):
 
 def choose(
     groups: Doubles, format: Format, scale: Scale, scale_type: np.dtype[Any], importance: Doubles | None = None
-) -> Chosen:
+) -> GroupCodes:
     """Choose the scale of each group, and the codes nearest to its numbers.
 
     Args:
@@ -70,30 +70,31 @@ def choose(
     """
     shares = [1.0] if scale == "extreme" else [float(share) for share in _SHARES]
     if native.rounds(format):
-        return _searched_natively(groups, format, shares, scale_type, importance)
+        return _search_natively(groups, format, shares, scale_type, importance)
     at_once = max(1, _PIECE // max(1, groups.shape[1] * groups.shape[2]))
     pieces = [slice(begin, begin + at_once) for begin in range(0, len(groups), at_once)]
     parts = [
-        _searched(groups[p], format, shares, scale_type, None if importance is None else importance[p]) for p in pieces
+        _search_shares(groups[p], format, shares, scale_type, None if importance is None else importance[p])
+        for p in pieces
     ]
-    return Chosen(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    return GroupCodes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def _searched_natively(
+def _search_natively(
     groups: Doubles, format: Format, shares: Sequence[float], scale_type: np.dtype[Any], importance: Doubles | None
-) -> Chosen:
-    """Do what :func:`_searched` does, with all shares in one call of the library."""
+) -> GroupCodes:
+    """Do what :func:`_search_shares` does, with all shares in one call of the library."""
     extremes = extremes_of(groups, format)
     trials = scaling_at(extremes, format, np.array(shares)[:, None, None], scale_type)
     zero_points = trials.zero_points if format.zero_point else None
-    chosen, codes = native.search_groups(groups, format, trials.scales, zero_points, importance)
-    best = Scaling(*(np.take_along_axis(each, chosen[None].astype(np.intp), 0)[0] for each in trials))
-    return Chosen(codes, *best)
+    best_trials, codes = native.search_groups(groups, format, trials.scales, zero_points, importance)
+    best = Scaling(*(np.take_along_axis(trial, best_trials[None].astype(np.intp), 0)[0] for trial in trials))
+    return GroupCodes(codes, *best)
 
 
-def _searched(
+def _search_shares(
     groups: Doubles, format: Format, shares: Sequence[float], scale_type: np.dtype[Any], importance: Doubles | None
-) -> Chosen:
+) -> GroupCodes:
     extremes = extremes_of(groups, format)
     best = scaling_at(extremes, format, shares[0], scale_type)
     if len(shares) > 1:
@@ -103,15 +104,17 @@ def _searched(
             best, error = better(
                 best, error, trial, format.pool_errors(squared_error(groups, format, trial, importance))
             )
-    return Chosen(nearest(groups, format, best, importance), *best)
+    return GroupCodes(nearest(groups, format, best, importance), *best)
 
 
 def better(best: Scaling, error: Doubles, trial: Scaling, trial_error: Doubles) -> tuple[Scaling, Doubles]:
     """Return, group by group, the one of less error, and that error; of equal ones ``best``."""
-    improved = trial_error < error
+    is_better = trial_error < error
     return (
-        Scaling(np.where(improved, trial.scales, best.scales), np.where(improved, trial.zero_points, best.zero_points)),
-        np.where(improved, trial_error, error),
+        Scaling(
+            np.where(is_better, trial.scales, best.scales), np.where(is_better, trial.zero_points, best.zero_points)
+        ),
+        np.where(is_better, trial_error, error),
     )
 
 
@@ -132,7 +135,7 @@ def scaling_at(
     For several shares [n, 1, 1] they are [n, groups, columns].
     """
     low, high = (extreme * share for extreme in extremes)
-    scales = stored(high - low if format.zero_point else high, format.limit, scale_type)
+    scales = stored_scales(high - low if format.zero_point else high, format.limit, scale_type)
     return Scaling(scales, format.zero_points(-low, scales))
 
 
@@ -156,16 +159,16 @@ def squared_error(groups: Doubles, format: Format, scaling: Scaling, importance:
     points = None if zero_points is None else zero_points[:, None]
     codes = format.encode(groups, scales[:, None], points, importance)
     squares = (format.decode(codes, scales[:, None], points) - groups) ** 2
-    weighted = squares if importance is None else importance * squares
+    weighted_squares = squares if importance is None else importance * squares
     total = np.zeros(scales.shape)
     for row in range(groups.shape[1]):  # in this order for any number of columns, as native.py sums too
-        total += weighted[:, row]
+        total += weighted_squares[:, row]
     return total
 
 
-def stored(ranges: Doubles, limit: float, scale_type: np.dtype[Any]) -> Doubles:
+def stored_scales(ranges: Doubles, limit: float, scale_type: np.dtype[Any]) -> Doubles:
     """Return ``ranges / limit`` as they will be stored: within the range of their type and rounded to it; 1 for 0."""
     scales = ranges / limit
     limits = ml_dtypes.finfo(scale_type)  # type: ignore[no-untyped-call]
-    within = np.clip(scales, float(limits.smallest_subnormal), float(limits.max))
-    return np.where(scales > 0, within.astype(scale_type).astype(np.float64), 1.0)
+    bounded_scales = np.clip(scales, float(limits.smallest_subnormal), float(limits.max))
+    return np.where(scales > 0, bounded_scales.astype(scale_type).astype(np.float64), 1.0)

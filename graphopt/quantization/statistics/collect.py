@@ -53,7 +53,7 @@ class Calibration:
         on_stage: called for each piece and text.
 
     Attributes:
-        found: all that was asked for so far, by the name of the value.
+        statistics: all that was asked for so far, by the name of the value.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Calibration:
         self.folder, self._texts, self._runner = folder.absolute(), texts, runner
         self._limit, self._on_stage = limit, on_stage
         self._spare: list[Doubles] = []
-        self.found: dict[str, InputStatistics] = {}
+        self.statistics: dict[str, InputStatistics] = {}
 
     @cached_property
     def texts(self) -> list[IntArray]:
@@ -83,7 +83,7 @@ class Calibration:
             digest.update(f"{len(text)}:".encode() + np.ascontiguousarray(text, np.int64).tobytes())
         return digest.hexdigest()
 
-    def place(self, model: ir.Model) -> Path:
+    def model_folder(self, model: ir.Model) -> Path:
         """Return the folder for a model as it is now; reads the digests of its weights."""
         return self.folder / _content(model, self.text_digest)[:40]
 
@@ -95,14 +95,14 @@ class Calibration:
         """
         taps = {node: node.inputs[0] for node in nodes}
         values = list(dict.fromkeys(value for value in taps.values() if value is not None))
-        place = self.place(model)
-        index = read_index(place / "index.json")
+        folder = self.model_folder(model)
+        index = read_index(folder / "index.json")
         if index is None or any(value.name not in index.inputs for value in values):
-            index = self._collect(model, values, place)
-        self.found |= {value.name or "": index.inputs[value.name or ""] for value in values}
+            index = self._collect(model, values, folder)
+        self.statistics |= {value.name or "": index.inputs[value.name or ""] for value in values}
         return {node: index.inputs[value.name or ""] for node, value in taps.items() if value is not None}
 
-    def _collect(self, model: ir.Model, values: Sequence[ir.Value], place: Path) -> Index:
+    def _collect(self, model: ir.Model, values: Sequence[ir.Value], folder: Path) -> Index:
         if self._runner is None:
             raise InputError(
                 "the recipe needs statistics of the model as it is at this step, and they are not kept",
@@ -111,75 +111,80 @@ class Calibration:
                 "give --statistics FOLDER; or take a recipe that needs none, such as int4-rtn for int4",
             )
         pieces = pieces_of(model.graph, values, self._limit)
-        place.mkdir(parents=True, exist_ok=True)
-        found: dict[str, InputStatistics] = {}
-        state = task_of(model.graph).text_feeds
+        folder.mkdir(parents=True, exist_ok=True)
+        statistics: dict[str, InputStatistics] = {}
+        feeds_of_text = task_of(model.graph).text_feeds
         numbers = {value: number for number, value in enumerate(values)}
         for number, piece in enumerate(pieces):
-            done = read_index(place / f"piece-{number}.json")
-            if done is None or any(tap.name not in done.inputs for tap in piece.taps):
-                with _opened(self._runner, piece.part(model), place / "part") as session:
-                    made = self._run(session, piece, number, len(pieces), place, lambda ids: state(model.graph, ids))
-                done = Index(inputs=self._written(piece, made, place, numbers))
-                write_index(done, place / f"piece-{number}.json")
-            shutil.rmtree(_boundary(place, number - 1), ignore_errors=True)
-            found |= done.inputs
+            piece_index = read_index(folder / f"piece-{number}.json")
+            if piece_index is None or any(tap.name not in piece_index.inputs for tap in piece.taps):
+                with _open_part(self._runner, piece.part(model), folder / "part") as session:
+                    moments = self._run(
+                        session, piece, number, len(pieces), folder, lambda ids: feeds_of_text(model.graph, ids)
+                    )
+                piece_index = Index(inputs=self._write_sums(piece, moments, folder, numbers))
+                write_index(piece_index, folder / f"piece-{number}.json")
+            shutil.rmtree(_boundary(folder, number - 1), ignore_errors=True)
+            statistics |= piece_index.inputs
         self._spare.clear()
-        index = Index(inputs=found)
-        write_index(index, place / "index.json")
+        index = Index(inputs=statistics)
+        write_index(index, folder / "index.json")
         for number in range(len(pieces)):
-            (place / f"piece-{number}.json").unlink()
+            (folder / f"piece-{number}.json").unlink()
         return index
 
-    def _written(
-        self, piece: Piece, made: Mapping[ir.Value, Moments], place: Path, numbers: Mapping[ir.Value, int]
+    def _write_sums(
+        self, piece: Piece, moments: Mapping[ir.Value, Moments], folder: Path, numbers: Mapping[ir.Value, int]
     ) -> dict[str, InputStatistics]:
         """Write what a piece found, and take back the memory of its sums."""
 
         def write(tap: ir.Value) -> InputStatistics:
-            written = write_statistics(tap, made[tap], self.text_digest, place, numbers[tap])
-            made[tap].squares.release()
-            return written
+            statistics = write_statistics(tap, moments[tap], self.text_digest, folder, numbers[tap])
+            moments[tap].squares.release()
+            return statistics
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return {tap.name or "": each for tap, each in zip(piece.taps, threads.map(write, piece.taps), strict=True)}
+            return {
+                tap.name or "": statistics
+                for tap, statistics in zip(piece.taps, threads.map(write, piece.taps), strict=True)
+            }
 
     def _run(
         self,
         session: Any,
         piece: Piece,
         number: int,
-        of: int,
-        place: Path,
+        count: int,
+        folder: Path,
         feeds_of: Callable[[IntArray], Mapping[str, Array]],
     ) -> dict[ir.Value, Moments]:
         """Run a piece on every text; its boundary goes to the disk."""
-        asked = [each.name for each in session.get_inputs()]
-        outputs = [each.name for each in session.get_outputs()]
+        input_names = [port.name for port in session.get_inputs()]
+        outputs = [port.name for port in session.get_outputs()]
         moments: dict[ir.Value, Moments] = {}
-        before, behind = _boundary(place, number - 1), _boundary(place, number)
-        shutil.rmtree(behind, ignore_errors=True)
+        before, after = _boundary(folder, number - 1), _boundary(folder, number)
+        shutil.rmtree(after, ignore_errors=True)
         with one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
             for row, ids in enumerate(self.texts):
-                self._on_stage(f"collecting statistics, part {number + 1} of {of}", row, len(self.texts))
-                known = {**feeds_of(ids[None]), **_read(before / str(row), piece.before)}
+                self._on_stage(f"collecting statistics, part {number + 1} of {count}", row, len(self.texts))
+                values = {**feeds_of(ids[None]), **_load_boundary(before / str(row), piece.before)}
                 try:
-                    made = run(session, outputs, {name: known[name] for name in asked})
+                    results = run(session, outputs, {name: values[name] for name in input_names})
                 except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
                     raise InputError(f"onnxruntime cannot run the model on {len(ids)} tokens: {error}") from error
-                known |= dict(zip(outputs, made, strict=True))
-                inputs = [known[tap.name or ""] for tap in piece.taps]
+                values |= dict(zip(outputs, results, strict=True))
+                inputs = [values[tap.name or ""] for tap in piece.taps]
                 sums = [
                     moments.setdefault(tap, Moments(array.shape[-1], spare=self._spare))
                     for tap, array in zip(piece.taps, inputs, strict=True)
                 ]
                 list(threads.map(Moments.add, sums, inputs))
-                _write(behind / str(row), piece.boundary, known)
+                _save_boundary(after / str(row), piece.boundary, values)
         return moments
 
 
 @contextlib.contextmanager
-def _opened(runner: Runner, part: ir.Model, folder: Path) -> Iterator[Any]:
+def _open_part(runner: Runner, part: ir.Model, folder: Path) -> Iterator[Any]:
     """Open a part of a model on weights that stay where they lie; ``folder`` holds the rest until the block ends."""
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     folder.mkdir(exist_ok=True)
@@ -192,20 +197,20 @@ def _opened(runner: Runner, part: ir.Model, folder: Path) -> Iterator[Any]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(folder: Path, values: Sequence[ir.Value], known: Mapping[str, Array]) -> None:
+def _save_boundary(folder: Path, values: Sequence[ir.Value], arrays: Mapping[str, Array]) -> None:
     if values:
         folder.mkdir(parents=True)
         with writing(folder):
             for number, value in enumerate(values):
-                np.save(folder / f"{number}.npy", known[value.name or ""])
+                np.save(folder / f"{number}.npy", arrays[value.name or ""])
 
 
-def _read(folder: Path, values: Sequence[ir.Value]) -> Feeds:
+def _load_boundary(folder: Path, values: Sequence[ir.Value]) -> Feeds:
     return {value.name or "": np.load(folder / f"{number}.npy") for number, value in enumerate(values)}
 
 
-def _boundary(place: Path, number: int) -> Path:
-    return place / f"boundary-{number}"
+def _boundary(folder: Path, number: int) -> Path:
+    return folder / f"boundary-{number}"
 
 
 def _content(model: ir.Model, text: str) -> str:

@@ -55,11 +55,11 @@ class Moments:
             x = np.ascontiguousarray(tokens[start : start + _TOKENS], np.float32)
             self.squares.add(x)
             self.total += x.sum(axis=0, dtype=np.float64)
-            for few in np.split(x, range(_AT_ONCE, len(x), _AT_ONCE)):
-                np.maximum(self.largest, np.abs(few).max(axis=0), out=self.largest)
-                square = np.square(few, dtype=np.float64).ravel()
+            for chunk in np.split(x, range(_AT_ONCE, len(x), _AT_ONCE)):
+                np.maximum(self.largest, np.abs(chunk).max(axis=0), out=self.largest)
+                square = np.square(chunk, dtype=np.float64).ravel()
                 self.fourth += float(square @ square)
-                self.coarse += coarse_error(few)
+                self.coarse += coarse_error(chunk)
         self.tokens += len(tokens)
 
     @property
@@ -78,10 +78,10 @@ class Moments:
 def coarse_error(x: npt.NDArray[np.float32]) -> float:
     """Return the squared error of x [tokens, rows] as 16 codes in groups of 32, whose range holds 0."""
     tokens, rows = x.shape
-    padded = np.zeros((tokens, -(-rows // _GROUP) * _GROUP), np.float32)
-    padded[:, :rows] = x
+    numbers = np.zeros((tokens, -(-rows // _GROUP) * _GROUP), np.float32)
+    numbers[:, :rows] = x
     # The numbers of a group one below the other: then every operation runs along all groups.
-    groups = np.ascontiguousarray(padded.reshape(-1, _GROUP).T)
+    groups = np.ascontiguousarray(numbers.reshape(-1, _GROUP).T)
     low, high = np.minimum(groups.min(0), 0), np.maximum(groups.max(0), 0)
     step = (high - low) / np.float32(_CODES - 1)
     step[step == 0] = 1

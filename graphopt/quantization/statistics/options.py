@@ -24,7 +24,7 @@ class CalibrationOptions(BaseModel):
     window: Annotated[int, Field(ge=2)] | None = None
     windows: Annotated[int, Field(ge=1)] = 64
 
-    def beside(self, folder: Path) -> CalibrationOptions:
+    def with_text_from(self, folder: Path) -> CalibrationOptions:
         """Return the options with the text taken from ``folder``, where the recipe was read, if it lies there."""
         if self.text is None or not (folder / self.text).is_file():
             return self

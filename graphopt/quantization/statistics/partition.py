@@ -37,24 +37,24 @@ class Piece:
 
     def part(self, model: ir.Model) -> ir.Model:
         """Return the piece as a model of its own; its outputs are the taps, then what is computed of the boundary."""
-        outputs = [*self.taps, *self.computed]
+        outputs = [*self.taps, *self.boundary_outputs]
         graph = ir.convenience.extract(model.graph, [*model.graph.inputs, *self.before], outputs)
-        for unused in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
-            graph.inputs.remove(unused)
+        for port in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
+            graph.inputs.remove(port)
         # Shapes that were inferred may name dimensions that this part does not know.
         for value in graph.inputs:
             value.shape = None if value.shape is None else ir.Shape([None] * value.shape.rank())
         for value in graph.outputs:
             value.dtype, value.shape = value.dtype or ir.DataType.FLOAT, None
-        made = ir.Model(graph, ir_version=model.ir_version)
-        declare(made)
-        return made
+        model_of_part = ir.Model(graph, ir_version=model.ir_version)
+        declare(model_of_part)
+        return model_of_part
 
     @property
-    def computed(self) -> list[ir.Value]:
+    def boundary_outputs(self) -> list[ir.Value]:
         """What the part computes of its boundary, and is no tap; the rest is handed on."""
-        known = {*self.taps, *self.before}
-        return [value for value in self.boundary if value not in known]
+        inputs = {*self.taps, *self.before}
+        return [value for value in self.boundary if value not in inputs]
 
 
 def pieces_of(graph: ir.Graph, taps: Sequence[ir.Value], limit: int) -> list[Piece]:
@@ -65,11 +65,11 @@ def pieces_of(graph: ir.Graph, taps: Sequence[ir.Value], limit: int) -> list[Pie
         taps: the values whose numbers are asked for, [..., rows].
         limit: bytes.
     """
-    place = {node: number for number, node in enumerate(graph)}
-    ordered = sorted(taps, key=lambda tap: _place(tap, place))
+    positions = {node: number for number, node in enumerate(graph)}
+    taps_in_order = sorted(taps, key=lambda tap: _position(tap, positions))
     groups: list[list[ir.Value]] = []
     room = 0
-    for tap in ordered:
+    for tap in taps_in_order:
         size = 8 * _rows(tap) ** 2
         if not groups or size > room:
             groups.append([])
@@ -79,38 +79,38 @@ def pieces_of(graph: ir.Graph, taps: Sequence[ir.Value], limit: int) -> list[Pie
     pieces: list[Piece] = []
     before: tuple[ir.Value, ...] = ()
     for number, group in enumerate(groups):
-        cut = max(_place(tap, place) for tap in group)
-        later = [tap for each in groups[number + 1 :] for tap in each]
-        boundary = tuple(_frontier(later, cut, place))
+        cut = max(_position(tap, positions) for tap in group)
+        later = [tap for group_after in groups[number + 1 :] for tap in group_after]
+        boundary = tuple(_frontier(later, cut, positions))
         pieces.append(Piece(tuple(group), boundary, before))
         before = boundary
     return pieces
 
 
-def _frontier(wanted: Iterable[ir.Value], cut: int, place: dict[ir.Node, int]) -> list[ir.Value]:
-    """Return what nodes up to ``cut`` compute and ``wanted`` needs. A value of no known type is computed again."""
-    found: dict[ir.Value, None] = {}
-    seen: set[ir.Value] = set()
-    waiting = list(wanted)
+def _frontier(targets: Iterable[ir.Value], cut: int, positions: dict[ir.Node, int]) -> list[ir.Value]:
+    """Return what nodes up to ``cut`` compute and ``targets`` needs. A value of no known type is computed again."""
+    frontier: dict[ir.Value, None] = {}
+    closure: set[ir.Value] = set()
+    waiting = list(targets)
     while waiting:
         value = waiting.pop()
         node = value.producer()
-        if value in seen or node is None:
+        if value in closure or node is None:
             continue
-        seen.add(value)
-        if place[node] <= cut and value.dtype is not None and node.op_type != "Constant":
-            found[value] = None
+        closure.add(value)
+        if positions[node] <= cut and value.dtype is not None and node.op_type != "Constant":
+            frontier[value] = None
         else:
-            waiting.extend(each for each in node.inputs if each is not None)
-    return sorted(found, key=lambda value: value.name or "")
+            waiting.extend(operand for operand in node.inputs if operand is not None)
+    return sorted(frontier, key=lambda value: value.name or "")
 
 
-def _place(value: ir.Value, place: dict[ir.Node, int]) -> int:
+def _position(value: ir.Value, positions: dict[ir.Node, int]) -> int:
     node = value.producer()
-    return -1 if node is None else place[node]
+    return -1 if node is None else positions[node]
 
 
 def _rows(tap: ir.Value) -> int:
     weights = (use.node.inputs[1] for use in tap.uses() if use.node.op_type == "MatMul" and use.idx == 0)
-    sizes = [each.const_value.shape[0] for each in weights if each is not None and each.const_value is not None]
+    sizes = [weight.const_value.shape[0] for weight in weights if weight is not None and weight.const_value is not None]
     return max((size for size in sizes if isinstance(size, int)), default=0)

@@ -35,7 +35,7 @@ class Squares:
     def add(self, x: npt.NDArray[np.float32]) -> None:
         """Add x^T x, computed in float32; call it in one thread of linear algebra for the same bits on any machine."""
         buffer = np.empty(min(_BLOCK, self._rows) ** 2, np.float32)
-        for rows, columns in self._places():
+        for rows, columns in self._block_slices():
             shape = rows.stop - rows.start, columns.stop - columns.start
             product = buffer[: shape[0] * shape[1]].reshape(shape)
             # NumPy sees where both sides are one array, and computes half of the product.
@@ -44,35 +44,35 @@ class Squares:
             if key in self._blocks:
                 self._blocks[key] += product
             else:
-                self._blocks[key] = self._taken(shape)
+                self._blocks[key] = self._allocate(shape)
                 self._blocks[key][...] = product
 
     def diagonal(self) -> Doubles:
         """Return the sum of x^2 for each row."""
-        found = np.zeros(self._rows)
+        sums = np.zeros(self._rows)
         for (row, column), block in self._blocks.items():
             if row == column:
-                found[row : row + len(block)] = np.diagonal(block)
-        return found
+                sums[row : row + len(block)] = np.diagonal(block)
+        return sums
 
-    def over(self, tokens: int) -> npt.NDArray[np.float32]:
+    def mean_over(self, tokens: int) -> npt.NDArray[np.float32]:
         """Return all of the sum, divided by a number of tokens, float32 [rows, rows]."""
-        made = np.zeros((self._rows, self._rows), np.float32)
+        mean = np.zeros((self._rows, self._rows), np.float32)
         for (row, column), block in self._blocks.items():
             rows, columns = (slice(start, start + size) for start, size in zip((row, column), block.shape, strict=True))
-            np.divide(block, tokens, out=made[rows, columns], casting="same_kind")
-            made[columns, rows] = made[rows, columns].T
-        return made
+            np.divide(block, tokens, out=mean[rows, columns], casting="same_kind")
+            mean[columns, rows] = mean[rows, columns].T
+        return mean
 
     def release(self) -> None:
         """Give the memory away; the sum is 0 then."""
         self._spare += [block for block in self._blocks.values() if block.shape == (_BLOCK, _BLOCK)]
         self._blocks.clear()
 
-    def _taken(self, shape: tuple[int, int]) -> Doubles:
+    def _allocate(self, shape: tuple[int, int]) -> Doubles:
         return self._spare.pop() if shape == (_BLOCK, _BLOCK) and self._spare else np.empty(shape)
 
-    def _places(self) -> Iterator[tuple[Any, ...]]:
+    def _block_slices(self) -> Iterator[tuple[Any, ...]]:
         """Yield the rows and columns of each block."""
         starts = range(0, self._rows, _BLOCK)
         slices = [slice(start, min(start + _BLOCK, self._rows)) for start in starts]

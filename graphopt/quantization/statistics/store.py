@@ -85,7 +85,7 @@ def write_statistics(value: ir.Value, moments: Moments, text: str, folder: Path,
     """
     tokens = max(moments.tokens, 1)
     with np.errstate(over="ignore"):
-        hessian = moments.squares.over(tokens)
+        hessian = moments.squares.mean_over(tokens)
         vectors = np.stack([moments.total / tokens, moments.largest]).astype(np.float32)
     if not np.isfinite(hessian).all() or not np.isfinite(vectors).all():
         bad = int(np.argmin(np.isfinite(np.diagonal(hessian))))
@@ -127,12 +127,12 @@ def read_index(file: Path) -> Index | None:
     except ValueError as error:
         raise InputError("this is no index of statistics", file=file, remedy="remove its folder") from error
     inputs: dict[str, InputStatistics] = {}
-    for name, each in index.inputs.items():
-        places = {key: file.parent / getattr(each, key).name for key in ("hessian_file", "mean_file")}
-        for place, size in zip(places.values(), (4 * each.rows**2, 8 * each.rows), strict=True):
-            if not place.is_file() or place.stat().st_size != size:
-                raise InputError("a file of statistics is missing or cut", file=place, remedy="remove its folder")
-        inputs[name] = each.model_copy(update=places)
+    for name, statistics in index.inputs.items():
+        files = {key: file.parent / getattr(statistics, key).name for key in ("hessian_file", "mean_file")}
+        for location, size in zip(files.values(), (4 * statistics.rows**2, 8 * statistics.rows), strict=True):
+            if not location.is_file() or location.stat().st_size != size:
+                raise InputError("a file of statistics is missing or cut", file=location, remedy="remove its folder")
+        inputs[name] = statistics.model_copy(update=files)
     return Index(inputs=inputs)
 
 

@@ -27,7 +27,7 @@ from graphopt.graph.weights import (
 from graphopt.numerics.formats import FORMATS
 from graphopt.numerics.rotations import RandomRotation
 from graphopt.passes.common.table_layout import Packed, Tiled
-from graphopt.quantization.rounding.expressions import Rounded, parts_of
+from graphopt.quantization.rounding.expressions import MatrixRounding, parts_of
 from tests.graph.weights.expressions import expressions
 
 
@@ -86,7 +86,7 @@ def test_stored_bytes_have_the_digest_of_their_array(dtype: ir.DataType, tmp_pat
 
 def test_any_field_that_changes_changes_the_digest() -> None:
     matrix = Inline.from_array(np.arange(8.0).reshape(4, 2))
-    one = Rounded(matrix, FORMATS["int4"], 2, "extreme")
+    one = MatrixRounding(matrix, FORMATS["int4"], 2, "extreme")
     changes: list[dict[str, object]] = [
         {"format": FORMATS["int8"]},
         {"group": 4},
@@ -142,9 +142,9 @@ def test_what_does_not_keep_its_promise_is_caught() -> None:
 
 def test_packed_codes_need_no_rounding_of_their_own() -> None:
     weight = Inline.from_array(np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32))
-    parts = parts_of(Rounded(weight, FORMATS["nf4"], 16, "extreme", standard=False))
+    parts = parts_of(MatrixRounding(weight, FORMATS["nf4"], 16, "extreme", standard=False))
     packed = (Packed(parts["codes"], FORMATS["nf4"].bits), Tiled(parts["scales"], ir.DataType.FLOAT))
-    roundings = {node for each in packed for node in nodes_below(each) if isinstance(node, Rounded)}
+    roundings = {node for each in packed for node in nodes_below(each) if isinstance(node, MatrixRounding)}
     assert len(roundings) == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from graphopt.numerics.formats import TableFormat
-from graphopt.quantization.rounding import Quantized
+from graphopt.quantization.rounding import QuantizedMatrix
 
 Doubles = np.ndarray
 
@@ -21,7 +21,7 @@ def weights(rows: int, columns: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed + 1000).standard_normal((rows, columns)).astype(np.float32)
 
 
-def loss(matrix: Doubles, quantized: Quantized, hessian: Doubles) -> float:
+def loss(matrix: Doubles, quantized: QuantizedMatrix, hessian: Doubles) -> float:
     """Return the squared norm of X (W - Q)."""
     error = matrix.astype(np.float64) - quantized.dequantize()
     return float(np.einsum("kn,kl,ln->", error, hessian, error))

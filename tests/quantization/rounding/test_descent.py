@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.numerics.formats import FORMATS
-from graphopt.quantization.rounding import Quantized, round_to_nearest
-from graphopt.quantization.rounding.descent import polished
+from graphopt.quantization.rounding import QuantizedMatrix, round_to_nearest
+from graphopt.quantization.rounding.descent import polish
 from graphopt.quantization.rounding.methods.gptq import GPTQ
 from tests.quantization.rounding.problems import correlated, loss, weights
 
@@ -32,7 +32,7 @@ def test_no_sweep_makes_the_error_more(name: str, seed: int, rows: int, kind: An
     H, made = X.T @ X, round_to_nearest(W, FORMATS[name], 16, "extreme", scale_type=kind)
     losses = [loss(W, made, damped(H))]
     for sweeps in (1, 2, 4):
-        better = polished(made, W, H, 0.01, sweeps)
+        better = polish(made, W, H, 0.01, sweeps)
         assert better.scales.dtype == kind
         losses.append(loss(W, better, damped(H)))
     # sums of up to 300 x 300 products in another order
@@ -42,14 +42,14 @@ def test_no_sweep_makes_the_error_more(name: str, seed: int, rows: int, kind: An
 def test_in_the_end_no_single_code_can_be_better() -> None:
     X, W, table = correlated(40, 90, 2), weights(40, 3, 2), FORMATS["int3"]
     H, made = X.T @ X, round_to_nearest(W, FORMATS["int3"], 16, "extreme")
-    done = polished(made, W, H, 0.01, 60)
+    done = polish(made, W, H, 0.01, 60)
     best = loss(W, done, damped(H))
     assert best < 0.7 * loss(W, made, damped(H))
     for row in range(40):
         for code in range(8):
             codes = done.codes.copy()
             codes[row, 1] = code
-            assert loss(W, Quantized(table, 16, codes, done.scales, None), damped(H)) >= best * (1 - 1e-9)
+            assert loss(W, QuantizedMatrix(table, 16, codes, done.scales, None), damped(H)) >= best * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("order", ["natural", "activation"])
@@ -68,5 +68,5 @@ def test_it_makes_what_gptq_leaves_less(order: Any) -> None:
 def test_weights_and_inputs_of_zero_denormal_and_huge(factor: float) -> None:
     W = (weights(40, 4, 7).astype(np.float64) * factor).astype(np.float32)
     for H in (np.zeros((40, 40)), np.eye(40) * 1e-300, np.eye(40) * 1e300):
-        made = polished(round_to_nearest(W, FORMATS["int4"], 16, "extreme"), W, H, 0.01, 2)
+        made = polish(round_to_nearest(W, FORMATS["int4"], 16, "extreme"), W, H, 0.01, 2)
         assert np.abs(made.dequantize() - W).max() <= np.abs(W).max()

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from graphopt.quantization.rounding import Quantized
+from graphopt.quantization.rounding import QuantizedMatrix
 from graphopt.quantization.rounding.methods import METHODS
 from graphopt.quantization.rounding.native import rounds
 from tests.formats import PAIRS, SINGLES
@@ -18,7 +18,7 @@ X, W = correlated(64, 200, 0), RANDOM.standard_normal((64, 96)).astype(np.float3
 H = X.T @ X
 
 
-def made(method: str, format: object, scale: str = "least_squares", **options: object) -> Quantized:
+def made(method: str, format: object, scale: str = "least_squares", **options: object) -> QuantizedMatrix:
     rounding = METHODS[method](**options)
     statistics = None if rounding.needs is None else H
     return rounding.round(W, format, 32, scale, scale_type=np.float32, statistics=statistics)

@@ -29,7 +29,7 @@ FILE = '''
 """Rounds down."""
 from typing import Literal
 import numpy as np
-from graphopt.quantization.rounding import Quantized, RoundingMethod
+from graphopt.quantization.rounding import QuantizedMatrix, RoundingMethod
 
 class Down(RoundingMethod):
     """Each weight becomes the largest code that is not above it."""
@@ -42,7 +42,7 @@ class Down(RoundingMethod):
         groups = -(-len(matrix) // group)
         scales = np.full((groups, matrix.shape[1]), np.abs(matrix).max() / table.limit, scale_type)
         codes = table.encode(matrix / scales.astype(np.float64)[rows] - self.by)
-        return Quantized(table, group, codes, scales, None)
+        return QuantizedMatrix(table, group, codes, scales, None)
 '''
 
 

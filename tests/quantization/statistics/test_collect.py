@@ -167,18 +167,18 @@ def test_blocks_make_the_whole_and_memory_of_another_sum_leaves_nothing(rows: in
     for _ in range(2):
         x = random.standard_normal((2, 40, rows), np.float32)
         squares = Squares(rows, spare)
-        assert not squares.over(1).any()
+        assert not squares.mean_over(1).any()
         for part in x:
             squares.add(part)
         exact = sum(part.T.astype(np.float64) @ part for part in x)
-        found = squares.over(1)
+        found = squares.mean_over(1)
         assert np.array_equal(found, found.T)
         # 40 products in float32, each off by half of 2^-23 of it, and the sum rounded to it
         bound = 42 * 2.0**-24 * sum(np.abs(part).T.astype(np.float64) @ np.abs(part) for part in x)
         assert (np.abs(found - exact) <= bound).all()
         assert np.allclose(squares.diagonal(), np.diagonal(exact), rtol=1e-5)
         squares.release()
-        assert not squares.over(1).any()
+        assert not squares.mean_over(1).any()
     assert len(spare) == {512: 1, 513: 1, 1100: 3}.get(rows, 0)
 
 
@@ -190,7 +190,7 @@ def test_moments_add_up_in_any_portions() -> None:
         two.add(part)
     assert one.tokens == two.tokens == 2500
     # sums of 1024 products in float32
-    assert np.allclose(one.squares.over(1), X.T.astype(np.float64) @ X, atol=1e-3)
-    assert np.allclose(one.squares.over(1), two.squares.over(1), atol=1e-3)
+    assert np.allclose(one.squares.mean_over(1), X.T.astype(np.float64) @ X, atol=1e-3)
+    assert np.allclose(one.squares.mean_over(1), two.squares.mean_over(1), atol=1e-3)
     assert one.kurtosis == pytest.approx(3, abs=0.3)
     assert Moments(4).kurtosis == 0

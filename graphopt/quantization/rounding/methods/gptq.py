@@ -8,16 +8,16 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from graphopt.quantization.rounding.descent import polished
+from graphopt.quantization.rounding.descent import polish
 from graphopt.quantization.rounding.feedback import Rule, round_with_feedback
-from graphopt.quantization.rounding.ldl import factored, filtered
+from graphopt.quantization.rounding.ldl import factor, wiener_filter
 from graphopt.quantization.rounding.method import Need, RoundingMethod
 from graphopt.quantization.rounding.scale_search import Search
 from graphopt.quantization.rounding.single_thread import one_thread
 
 if TYPE_CHECKING:
     from graphopt.numerics.formats.format import Format
-    from graphopt.quantization.rounding.nearest import Quantized
+    from graphopt.quantization.rounding.nearest import QuantizedMatrix
     from graphopt.quantization.rounding.scales import Scale
 
 
@@ -87,7 +87,7 @@ class GPTQ(RoundingMethod):
         *,
         scale_type: npt.DTypeLike,
         statistics: npt.NDArray[Any] | None,
-    ) -> Quantized:
+    ) -> QuantizedMatrix:
         """See :class:`RoundingMethod`."""
         assert statistics is not None
         diagonal = np.diagonal(statistics)
@@ -95,16 +95,16 @@ class GPTQ(RoundingMethod):
         order = np.arange(len(matrix)) if natural else np.argsort(-diagonal, kind="stable")
         with one_thread():
             damping = self.damping + self.input_noise
-            upper, left = factored(statistics, damping, order)
+            upper, weights = factor(statistics, damping, order)
             if self.input_noise:
-                matrix = filtered(matrix, statistics, self.input_noise)
+                matrix = wiener_filter(matrix, statistics, self.input_noise)
             importance = None
             if self.importance == "feedback":
-                importance = np.empty_like(left)
-                importance[order] = left
+                importance = np.empty_like(weights)
+                importance[order] = weights
             elif self.importance == "inputs" and diagonal.any():
                 importance = diagonal + damping * diagonal.mean()
             static = self.scales == "static"
             rule = Rule(format, group, scale, np.dtype(scale_type), importance, self.search, static)
-            made = round_with_feedback(matrix, upper, order, rule)
-            return polished(made, matrix, statistics, damping, self.sweeps) if self.sweeps else made
+            matrix_codes = round_with_feedback(matrix, upper, order, rule)
+            return polish(matrix_codes, matrix, statistics, damping, self.sweeps) if self.sweeps else matrix_codes

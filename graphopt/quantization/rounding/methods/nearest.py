@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from graphopt.quantization.rounding.method import RoundingMethod
-from graphopt.quantization.rounding.nearest import Quantized, round_to_nearest
+from graphopt.quantization.rounding.nearest import QuantizedMatrix, round_to_nearest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ class Nearest(RoundingMethod):
         *,
         scale_type: npt.DTypeLike,
         statistics: npt.NDArray[Any] | None = None,
-    ) -> Quantized:
+    ) -> QuantizedMatrix:
         """See :class:`RoundingMethod`."""
         del statistics
         return round_to_nearest(matrix, format, group, scale, scale_type=scale_type)

@@ -12,8 +12,8 @@ from threadpoolctl import threadpool_info
 
 from graphopt.errors import InputError
 from graphopt.numerics.formats import FORMATS, TableFormat
-from graphopt.quantization.rounding import Quantized, round_to_nearest
-from graphopt.quantization.rounding.ldl import factored, filtered
+from graphopt.quantization.rounding import QuantizedMatrix, round_to_nearest
+from graphopt.quantization.rounding.ldl import factor, wiener_filter
 from graphopt.quantization.rounding.methods.gptq import GPTQ
 from graphopt.quantization.rounding.single_thread import one_thread
 from tests.quantization.rounding.problems import correlated, loss, textbook_gptq, weights
@@ -22,7 +22,7 @@ NAMES = st.sampled_from(["int4", "int3", "uint4", "uint3", "nf4", "fp6-e2m3", "f
 WAYS: list[dict[str, Any]] = [{}, {"order": "natural"}, {"order": "natural", "scales": "reached"}]
 
 
-def gptq(matrix: np.ndarray, hessian: np.ndarray, table: TableFormat, group: int, **options: Any) -> Quantized:
+def gptq(matrix: np.ndarray, hessian: np.ndarray, table: TableFormat, group: int, **options: Any) -> QuantizedMatrix:
     method = GPTQ(**options)
     return method.round(matrix, table, group, "least_squares", scale_type=np.float32, statistics=hessian)
 
@@ -59,10 +59,10 @@ def test_it_lies_between_the_best_of_all_codes_and_nearest(seed: int, way: dict[
     H, made = X.T @ X, gptq(W, X.T @ X, table, 16, **way)
     losses = []
     for codes in itertools.product(range(3), repeat=4):
-        made_of = Quantized(table, 16, np.array(codes, np.uint8)[:, None], made.scales, None)
+        made_of = QuantizedMatrix(table, 16, np.array(codes, np.uint8)[:, None], made.scales, None)
         losses.append(loss(W, made_of, H))
     assert min(losses) * (1 - 1e-12) <= loss(W, made, H)
-    nearest = Quantized(table, 16, table.encode(W / made.scales), made.scales, None)
+    nearest = QuantizedMatrix(table, 16, table.encode(W / made.scales), made.scales, None)
     # it never looks back, so one column of four rows may come out worse; by how much was seen in 1000 problems
     assert loss(W, made, H) <= 2.5 * loss(W, nearest, H) + 1e-12
 
@@ -126,7 +126,7 @@ def test_columns_do_not_know_of_one_another() -> None:
 def test_the_factors_make_the_damped_hessian() -> None:
     X = correlated(30, 50, 1)
     H, order = X.T @ X, np.random.default_rng(0).permutation(30)
-    upper, left = factored(H.astype(np.float32), 0.01, order)
+    upper, left = factor(H.astype(np.float32), 0.01, order)
     damped = (H / np.diagonal(H).mean() + 0.01 * np.eye(30))[np.ix_(order, order)]
     assert np.array_equal(np.tril(upper, -1), np.zeros((30, 30)))
     assert np.array_equal(np.diagonal(upper), np.ones(30))
@@ -141,7 +141,7 @@ def test_weights_for_rounded_inputs_make_a_better_product_of_them(seed: int, noi
     H = X.T @ X
     added = noise * np.diagonal(H).mean()
 
-    def error(made: Quantized) -> float:
+    def error(made: QuantizedMatrix) -> float:
         # what (X + N) Q misses of X W, on average over N
         return loss(W, made, H) + added * float((made.dequantize().astype(np.float64) ** 2).sum())
 
@@ -154,8 +154,8 @@ def test_the_filter_is_the_regression_on_noisy_inputs() -> None:
     H, noise = X.T @ X, 0.2
     added = noise * np.diagonal(H).mean() * np.eye(12)
     expected = np.linalg.solve(H + added, H @ W)
-    assert np.abs(filtered(W, H, noise) - expected).max() < 1e-6 * np.abs(expected).max()
-    assert np.array_equal(filtered(W, np.zeros((12, 12)), noise), W)
+    assert np.abs(wiener_filter(W, H, noise) - expected).max() < 1e-6 * np.abs(expected).max()
+    assert np.array_equal(wiener_filter(W, np.zeros((12, 12)), noise), W)
 
 
 def test_what_is_no_hessian_is_refused_by_name() -> None:

@@ -7,20 +7,22 @@ from hypothesis import strategies as st
 
 from graphopt.errors import InputError
 from graphopt.numerics.formats import FORMATS
-from graphopt.quantization.rounding import Quantized, round_to_nearest
-from graphopt.quantization.rounding.methods.weighted import Weighted
+from graphopt.quantization.rounding import QuantizedMatrix, round_to_nearest
+from graphopt.quantization.rounding.methods.weighted_scales import WeightedScales
 from tests.quantization.rounding.problems import weights
 
 NAMES = st.sampled_from(sorted(FORMATS))
 
 
-def weighted(matrix: np.ndarray, diagonal: np.ndarray | None, name: str, group: int, **options: object) -> Quantized:
-    method = Weighted(**options)  # type: ignore[arg-type]
+def weighted(
+    matrix: np.ndarray, diagonal: np.ndarray | None, name: str, group: int, **options: object
+) -> QuantizedMatrix:
+    method = WeightedScales(**options)  # type: ignore[arg-type]
     hessian = None if diagonal is None else np.diag(diagonal)
     return method.round(matrix, FORMATS[name], group, "least_squares", scale_type=np.float32, statistics=hessian)
 
 
-def errors(matrix: np.ndarray, made: Quantized, diagonal: np.ndarray, group: int) -> np.ndarray:
+def errors(matrix: np.ndarray, made: QuantizedMatrix, diagonal: np.ndarray, group: int) -> np.ndarray:
     squares = diagonal[:, None] * (made.dequantize() - matrix) ** 2
     return np.add.reduceat(squares, np.arange(0, len(matrix), group), axis=0)
 
@@ -48,7 +50,7 @@ def test_it_helps_where_some_inputs_are_large(name: str, most: float) -> None:
 
 def test_without_statistics_all_rows_count_the_same() -> None:
     W = weights(128, 16, 2)
-    assert Weighted(importance="uniform").needs is None
+    assert WeightedScales(importance="uniform").needs is None
     alone, ones = weighted(W, None, "int3", 32, importance="uniform"), weighted(W, np.ones(128), "int3", 32)
     assert np.array_equal(alone.codes, ones.codes)
     assert np.array_equal(alone.scales, ones.scales)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from graphopt.errors import InputError
 from graphopt.quantization.rounding.method import Need, RoundingMethod
-from graphopt.quantization.rounding.nearest import Quantized
+from graphopt.quantization.rounding.nearest import QuantizedMatrix
 from graphopt.quantization.rounding.scale_search import Search
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _COLUMNS = 256
 
 
-class Weighted(RoundingMethod):
+class WeightedScales(RoundingMethod):
     """Search scales for the least squared error weighted by how large each row's input is, and round to nearest.
 
     Of E = W - Q the product makes X E. Where inputs are not correlated its squared norm is the sum over rows k of
@@ -51,7 +51,7 @@ class Weighted(RoundingMethod):
         *,
         scale_type: npt.DTypeLike,
         statistics: npt.NDArray[Any] | None,
-    ) -> Quantized:
+    ) -> QuantizedMatrix:
         """See :class:`RoundingMethod`."""
         importance = None
         if statistics is not None and self.needs is not None:
@@ -64,10 +64,14 @@ class Weighted(RoundingMethod):
         scales, points = np.empty((groups, columns), kind), np.empty((groups, columns), np.uint8)
         for part in format.blocks(columns, _COLUMNS):
             for number, top in enumerate(range(0, rows, group)):
-                these = slice(top, top + group)
-                numbers = np.asarray(matrix[these, part], np.float64)[None]
-                weights = None if importance is None or not importance[these].any() else importance[None, these, None]
-                chosen = self.search.choose(numbers, format, scale, kind, weights)
-                codes[these, format.code_columns(part)] = chosen.codes[0]
-                scales[number, part], points[number, part] = chosen.scales[0], chosen.zero_points[0]
-        return Quantized(format, group, codes, scales, points if format.zero_point else None)
+                group_rows = slice(top, top + group)
+                numbers = np.asarray(matrix[group_rows, part], np.float64)[None]
+                weights = (
+                    None
+                    if importance is None or not importance[group_rows].any()
+                    else importance[None, group_rows, None]
+                )
+                choice = self.search.choose(numbers, format, scale, kind, weights)
+                codes[group_rows, format.code_columns(part)] = choice.codes[0]
+                scales[number, part], points[number, part] = choice.scales[0], choice.zero_points[0]
+        return QuantizedMatrix(format, group, codes, scales, points if format.zero_point else None)
