@@ -23,6 +23,9 @@ breaks behind its dots."""
 _WORD = re.compile(r"(?:[\d.,]+ (?:x )?)*\S+")
 """A word; a figure stands in one line with the word behind it: ``3.2 MB``, ``4 bits``, ``30 x int4``."""
 
+_BREAK = re.compile(r"(?<=[./_])(?![./_\d])")
+"""Where a long name may break: behind its dots, but not in front of a number."""
+
 _FRAME = 3
 """Columns of a terminal that each column of a table takes besides its text: a blank on both sides, and a line."""
 
@@ -155,7 +158,7 @@ class ConsoleTable:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break a text into lines: between words; in a longer word behind a dot, a slash or a line below; else anywhere."""
+    """Break a text into lines: between words; in a longer one behind a dot, slash or underscore; else anywhere."""
     lines = []
     for paragraph in text.split("\n"):
         line = ""
@@ -167,7 +170,7 @@ def wrap(text: str, width: int) -> list[str]:
             if line:
                 lines.append(line)
             line = ""
-            parts = [word] if cell_len(word) <= width else re.findall(r"[^./_]*[./_]+|[^./_]+", word)
+            parts = [word] if cell_len(word) <= width else _BREAK.split(word)
             for part in (piece for long in parts for piece in chop_cells(long, width)):
                 if cell_len(line + part) > width:
                     lines.append(line)

@@ -70,7 +70,7 @@ def test_a_row_has_a_cell_for_each_column() -> None:
         ("two words", 8, ["two", "words"]),
         ("stored in 3.25 MB of codes", 12, ["stored in", "3.25 MB of", "codes"]),
         ("9 x float32, 3 x nl4", 12, ["9 x float32,", "3 x nl4"]),
-        ("model.layers.0.self_attn", 13, ["model.layers.", "0.self_attn"]),
+        ("model.layers.0.self_attn", 13, ["model.", "layers.0.", "self_attn"]),
         ("x" * 10, 4, ["xxxx", "xxxx", "xx"]),
         ("one\n\ntwo", 10, ["one", "", "two"]),
         ("日本語", 4, ["日本", "語"]),
