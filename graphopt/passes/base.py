@@ -156,10 +156,10 @@ class Pass(Options, ir.passes.InPlacePass, abc.ABC):
         """Run the pass; called by ``onnx_ir`` between ``requires`` and ``ensures``."""
         report = PassReport(name=self.name, effect=self.effect)
         nodes = Nodes(model.graph)
-        started = time.perf_counter()
+        start = time.perf_counter()
         self.rewrite(model, (self._context or make_context(task_of(model.graph))).of_pass(report))
         declare(model)
-        report.seconds = time.perf_counter() - started
+        report.seconds = time.perf_counter() - start
         nodes.record_added(model.graph, self.name)
         report.removed = nodes.removed(model.graph, self.name)
         if not report.changes:  # what a lossy pass left as it was must compute what it computed

@@ -103,9 +103,9 @@ def confirm(model: ir.Model, name: str, phase: Phase, before: Breaches) -> None:
         VerificationError: it did not; names the pass, the invariant and the first node that breaks it.
     """
     for rule, node in breaches(model, phase).new_since(before):
-        what = "the model" if node is None else f"{node.domain or 'ONNX'}::{node.op_type}"
+        subject = "the model" if node is None else f"{node.domain or 'ONNX'}::{node.op_type}"
         raise VerificationError(
-            f"the pass {name} broke the invariant {rule.name!r} of the phase {phase}, which {what} does not keep: "
+            f"the pass {name} broke the invariant {rule.name!r} of the phase {phase}, which {subject} does not keep: "
             f"{rule.says}",
             node=None if node is None else node.name,
             remedy="leave the pass out of the recipe, and report this with the model",
@@ -129,13 +129,13 @@ def _other_opset(model: ir.Model) -> Iterator[None]:
 
 
 def _not_in_opset(model: ir.Model) -> Iterator[ir.Node]:
-    known: dict[str, bool] = {}
+    is_known: dict[str, bool] = {}
     opset = model.opset_imports.get("", 0)
     for node in model.graph.all_nodes():
         if not node.domain:
-            if node.op_type not in known:
-                known[node.op_type] = onnx.defs.has(node.op_type, max_inclusive_version=opset, domain="")
-            if not known[node.op_type]:
+            if node.op_type not in is_known:
+                is_known[node.op_type] = onnx.defs.has(node.op_type, max_inclusive_version=opset, domain="")
+            if not is_known[node.op_type]:
                 yield node
 
 

@@ -163,8 +163,8 @@ class Recipe(BaseModel):
 
     def _settled(self, step: Pass) -> Pass:
         """Return ``step`` with what it leaves to the recipe: an option ``activations`` that is ``None``."""
-        left = "activations" in type(step).model_fields and getattr(step, "activations") is None  # noqa: B009
-        return step.model_copy(update={"activations": self.activations}) if left else step
+        is_open = "activations" in type(step).model_fields and getattr(step, "activations") is None  # noqa: B009
+        return step.model_copy(update={"activations": self.activations}) if is_open else step
 
     def to_yaml(self) -> str:
         """Write the recipe as YAML, every option spelled out; :func:`load_recipe` reads it back as the same recipe."""
@@ -239,14 +239,14 @@ def _load(name_or_file: str | Path | Recipe) -> Recipe:
 
 def _set(recipe: Recipe, text: str) -> Recipe:
     """Return ``recipe`` with one option set, such as ``quantize_weights.linear.group=32``."""
-    place, equals, value = text.partition("=")
-    name, *path = place.split(".")
+    setting, equals, value = text.partition("=")
+    name, *path = setting.split(".")
     if not equals or not path:
         raise InputError(f"{text!r} sets no option", remedy="say STEP.OPTION=VALUE, such as rotate.seed=1")
     try:
         content: Any = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise InputError(f"the value of {place} is not YAML: {error}") from error
+        raise InputError(f"the value of {setting} is not YAML: {error}") from error
     first, *inner = path
     recipe = recipe.adding(name) if name == "lower" else recipe  # every recipe has it in the end
     step = next((step for step in recipe.steps if step.name == name), None)

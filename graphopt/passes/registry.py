@@ -19,7 +19,9 @@ def _by_phase(passes: dict[str, type[Pass]]) -> dict[str, type[Pass]]:
     order: list[str] = []
     for phase in PHASES:
         names = sorted(name for name, step in passes.items() if step.phase() == phase)
-        predecessors = {name: [other for other in passes[name].after if other in names] for name in names}
+        predecessors = {
+            name: [predecessor for predecessor in passes[name].after if predecessor in names] for name in names
+        }
         order += TopologicalSorter(predecessors).static_order()
     return {name: passes[name] for name in order}
 

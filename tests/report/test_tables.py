@@ -8,7 +8,7 @@ from graphopt.artifact.hf_config import ModelFacts
 from graphopt.artifact.manifest import FileRecord, Manifest, Precision, Source
 from graphopt.graph.diagnostics import TEXT, Change, Check, PassReport, Skip
 from graphopt.passes.algebra.rotate import STAYS
-from graphopt.passes.codes.spare_inputs import ROUNDED
+from graphopt.passes.codes.spare_inputs import INPUT_ROUNDED
 from graphopt.report.tables import passes_table, skips_table, summary
 
 REPORT = PassReport(
@@ -107,7 +107,7 @@ def test_each_place_is_a_row_where_they_are_not_folded() -> None:
 
 
 def test_reasons_that_differ_in_figures_alone_are_one_with_their_range() -> None:
-    skips = [Skip(where=f"x{n}", reason=ROUNDED(input=f"x{n}", error=n / 100)) for n in range(1, 6)]
+    skips = [Skip(where=f"x{n}", reason=INPUT_ROUNDED(input=f"x{n}", error=n / 100)) for n in range(1, 6)]
     report = PassReport(name="spare_inputs", effect="exact", skips=skips)
     ((_, places, example, why),) = skips_table([report]).rows
     assert (places, example) == ("5", "x1")
@@ -119,7 +119,7 @@ def test_reasons_that_differ_in_figures_alone_are_one_with_their_range() -> None
 
 def test_reasons_inside_reasons_tell_kinds_apart() -> None:
     reasons = [STAYS(why=TEXT(text=f"{n}"), role="residual", width=n) for n in range(1, 6)]
-    reasons.append(STAYS(why=ROUNDED(input="x", error=0.5), role="residual", width=6))
+    reasons.append(STAYS(why=INPUT_ROUNDED(input="x", error=0.5), role="residual", width=6))
     skips = [Skip(where=f"x{n}", reason=reason) for n, reason in enumerate(reasons)]
     rows = skips_table([PassReport(name="rotate", effect="exact", skips=skips)]).rows
     assert [row[1] for row in rows] == ["5", "1"]

@@ -34,7 +34,7 @@ from graphopt.models.unrolling.kinds import plan_layers
 from graphopt.models.unrolling.refusals import NotUnderstoodError
 from graphopt.passes.algebra.fold_norms import FoldNorms
 from graphopt.passes.algebra.rotate import Rotate
-from graphopt.passes.algebra.rotate.rewrite import FUSED
+from graphopt.passes.algebra.rotate.rewrite import BASIS_FUSED
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.report.sentences import sentence
 from graphopt.verification.certificate.checker import check
@@ -114,7 +114,7 @@ def outcomes(bases: list[Basis], after: ir.Model, report: PassReport) -> dict[st
     fused = {
         (str(change.what.figures["basis"]), str(change.what.figures["role"]))
         for change in report.changes
-        if change.what.code == FUSED.code
+        if change.what.code == BASIS_FUSED.code
     }
     turned = [node.inputs[0] for node in after.graph if node.op_type == "Hadamard"]
     places = [Axis(value.name or "", len(value.shape) - 1) for value in turned if value and value.shape is not None]

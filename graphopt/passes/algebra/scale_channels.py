@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
     from graphopt.passes.context import Context, Ledger
 
-SCALED = Rule(
+CHANNELS_SCALED = Rule(
     "scale_channels.scaled",
     "channels scaled by the power {power:.2f} of what they read, {least:.3g} to {largest:.3g}: the rounding error is "
     "{share:.1%} of what it was",
 )
-DIVIDED = Rule("scale_channels.divided", "divided by what {by} scale their channels with")
+WEIGHT_DIVIDED = Rule("scale_channels.divided", "divided by what {by} scale their channels with")
 NO_BETTER = Rule("scale_channels.no-better", "no power of its channels makes the error of rounding less")
 NO_WRITER = Rule(
     "scale_channels.no-writer",
     "its input is made by {op_type}: only a norm's gain, or a product in front of a Mul, can take the scales",
 )
 OTHER_READER = Rule("scale_channels.other-reader", "something else reads its input too: {op_type}")
-LEFT = Rule("scale_channels.left", "later steps leave it in floats, or round it otherwise")
+LEFT_IN_FLOATS = Rule("scale_channels.left", "later steps leave it in floats, or round it otherwise")
 
 Doubles = npt.NDArray[np.float64]
 
@@ -84,30 +84,34 @@ class ScaleChannels(Pass):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Scale the channels of every input that something can be divided for; say why others stay."""
         ledger, graph = context.ledger, model.graph
-        apart = {*lm_head_nodes(graph), *router_nodes(graph)}
+        special_nodes = {*lm_head_nodes(graph), *router_nodes(graph)}
         products: dict[ir.Value, list[ir.Node]] = {}
         for node in linear_nodes(graph):
             x, weight = node.inputs[0], weight_of(node, 1)
             assert x is not None and weight is not None
-            if node in apart or is_thin(weight) or weight.dtype != ir.DataType.FLOAT:
-                ledger.skipped(node, LEFT())
+            if node in special_nodes or is_thin(weight) or weight.dtype != ir.DataType.FLOAT:
+                ledger.skipped(node, LEFT_IN_FLOATS())
             else:
                 products.setdefault(x, []).append(node)
-        found: dict[ir.Value, _Writer] = {}
+        writers: dict[ir.Value, _Writer] = {}
         for x, nodes in products.items():
-            other = next((use.node for use in x.uses() if use.node not in nodes), None)
+            other_reader = next((use.node for use in x.uses() if use.node not in nodes), None)
             writer = _writer_of(x)
-            if other is not None or x.is_graph_output() or writer is None:
+            if other_reader is not None or x.is_graph_output() or writer is None:
                 made = x.producer()
                 stays = NO_WRITER(op_type=made.op_type if made else "the graph")
-                reason = stays if writer is None else OTHER_READER(op_type=other.op_type if other else "an output")
+                reason = (
+                    stays
+                    if writer is None
+                    else OTHER_READER(op_type=other_reader.op_type if other_reader else "an output")
+                )
                 for node in nodes:
                     ledger.skipped(node, reason)
             else:
-                found[x] = writer
-        measured = context.statistics.inputs(model, [products[x][0] for x in found]) if found else {}
-        for x, writer in found.items():
-            self._scale(products[x], writer, measured[products[x][0]].hessian().numpy(), ledger)
+                writers[x] = writer
+        statistics = context.statistics.inputs(model, [products[x][0] for x in writers]) if writers else {}
+        for x, writer in writers.items():
+            self._scale(products[x], writer, statistics[products[x][0]].hessian().numpy(), ledger)
 
     def _scale(self, nodes: Sequence[ir.Node], writer: _Writer, hessian: npt.NDArray[Any], ledger: Ledger) -> None:
         matrices = [np.asarray(weight.const_value.numpy(), np.float64) for weight in _weights(nodes)]
@@ -124,19 +128,19 @@ class ScaleChannels(Pass):
             rewrite(weight, partial(Scale, factors=Inline.from_array(scales), axis=0))
             share = errors[best] / errors[0]
             figures = {"least": float(scales.min()), "largest": float(scales.max()), "share": share}
-            ledger.changed(weight, SCALED(power=float(powers[best]), **figures))
-        divided = own_input(writer.node, 1)
-        rewrite(divided, partial(Scale, factors=Inline.from_array(1 / scales), axis=writer.axis))
-        ledger.changed(divided, DIVIDED(by=[node.name or "?" for node in nodes]))
+            ledger.changed(weight, CHANNELS_SCALED(power=float(powers[best]), **figures))
+        divided_weight = own_input(writer.node, 1)
+        rewrite(divided_weight, partial(Scale, factors=Inline.from_array(1 / scales), axis=writer.axis))
+        ledger.changed(divided_weight, WEIGHT_DIVIDED(by=[node.name or "?" for node in nodes]))
 
     def _error(self, matrices: Sequence[Doubles], scales: Doubles, hessian: npt.NDArray[Any]) -> float:
         """Return the trace of E^T H E, E what rounding the scaled matrices to nearest loses, of all together."""
         table, total = format_of(self.linear.format), 0.0
         for matrix in matrices:
             made = round_to_nearest(scales[:, None] * matrix, table, self.linear.group, "least_squares")
-            lost = (matrix - made.dequantize() / scales[:, None]).astype(np.float32)
+            error = (matrix - made.dequantize() / scales[:, None]).astype(np.float32)
             with one_thread():
-                total += float(np.vdot(lost, hessian @ lost))
+                total += float(np.vdot(error, hessian @ error))
         return total
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
 
 SPLIT = Rule("split_inputs.split", "{rank} directions, {share:.1%} of the mean square of {input}, go past it in floats")
-NONE = Rule(
+NO_DIRECTIONS = Rule(
     "split_inputs.none", "no direction has {least:.1%} of the mean square of {input}; the strongest has {share:.1%}"
 )
 LM_HEAD = Rule("split_inputs.lm-head", "it makes the logits: later steps leave its input in floats")
@@ -91,16 +91,16 @@ class SplitInputs(Pass):
                 ledger.skipped(node, NOT_FLOAT(type=str(weight.dtype)))
             else:
                 products.setdefault(x, []).append(node)
-        measured = context.statistics.inputs(model, [nodes[0] for nodes in products.values()]) if products else {}
+        statistics = context.statistics.inputs(model, [nodes[0] for nodes in products.values()]) if products else {}
         for x, nodes in products.items():
-            values, vectors = directions(measured[nodes[0]].hessian().numpy(), self.rank)
+            values, vectors = directions(statistics[nodes[0]].hessian().numpy(), self.rank)
             rank = int((values >= self.least).sum())
             if rank:
                 _split(graph, x, nodes, vectors[:, :rank], float(values[:rank].sum()), ledger)
             else:
                 strongest = float(values[0]) if len(values) else 0.0
                 for node in nodes:
-                    ledger.skipped(node, NONE(least=self.least, input=x.name, share=strongest))
+                    ledger.skipped(node, NO_DIRECTIONS(least=self.least, input=x.name, share=strongest))
 
 
 def directions(hessian: npt.NDArray[np.float32], rank: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
@@ -134,24 +134,24 @@ def _split(
     graph: ir.Graph, x: ir.Value, nodes: Sequence[ir.Node], U: npt.NDArray[np.float32], share: float, ledger: Ledger
 ) -> None:
     name, rank = x.name or "x", U.shape[1]
-    stored = new_weight(graph, f"{name}.directions", WeightTensor(Inline.from_array(U)))
-    transposed = Transpose(expression_of(stored.const_value), (1, 0))
-    turned = new_weight(graph, f"{name}.directions.turned", WeightTensor(transposed))
-    inside = _node(graph, nodes[0], "MatMul", [x, stored], f"{name}.inside", x, rank)
-    back = _node(graph, nodes[0], "MatMul", [inside, turned], f"{name}.back", x, U.shape[0])
-    rest = _node(graph, nodes[0], "Sub", [x, back], f"{name}.rest", x, U.shape[0])
-    for made in (inside, back, rest):
+    directions = new_weight(graph, f"{name}.directions", WeightTensor(Inline.from_array(U)))
+    transposed_directions = Transpose(expression_of(directions.const_value), (1, 0))
+    turned_directions = new_weight(graph, f"{name}.directions.turned", WeightTensor(transposed_directions))
+    inside = _node(graph, nodes[0], "MatMul", [x, directions], f"{name}.inside", x, rank)
+    back = _node(graph, nodes[0], "MatMul", [inside, turned_directions], f"{name}.back", x, U.shape[0])
+    remainder = _node(graph, nodes[0], "Sub", [x, back], f"{name}.rest", x, U.shape[0])
+    for made in (inside, back, remainder):
         node = made.producer()
         assert node is not None
         ledger.changed(node, SPLIT(rank=rank, share=share, input=name), list(nodes))
     for node in nodes:
         weight, old = weight_of(node, 1), node.outputs[0]
         assert weight is not None and weight.const_value is not None
-        product = VectorTimes(transposed, expression_of(weight.const_value))
+        product = VectorTimes(transposed_directions, expression_of(weight.const_value))
         branch = new_weight(graph, f"{weight.name}.directions", WeightTensor(Cast(product, ir.DataType.FLOAT)))
         columns = weight.const_value.shape.numpy()[1]
         past = _node(graph, node, "MatMul", [inside, branch], f"{node.name}.directions", old, columns)
-        node.replace_input_with(0, rest)
+        node.replace_input_with(0, remainder)
         total = ir.node("Add", [old, past], name=f"{node.name}.joined")
         made = total.outputs[0]
         made.type, made.shape = old.type, old.shape
@@ -163,12 +163,12 @@ def _split(
 
 
 def _node(
-    graph: ir.Graph, before: ir.Node, op: str, inputs: Sequence[ir.Value], name: str, like: ir.Value, width: int
+    graph: ir.Graph, before: ir.Node, op: str, inputs: Sequence[ir.Value], name: str, template: ir.Value, width: int
 ) -> ir.Value:
-    """Put a node in front of another one; what it makes is as ``like``, with another width."""
+    """Put a node in front of another one; what it makes is as ``template``, with another width."""
     node = ir.node(op, inputs, name=name)
     made = node.outputs[0]
-    made.name, made.type = f"{name}.output", like.type
-    made.shape = None if like.shape is None else ir.Shape([*[*like.shape][:-1], width])
+    made.name, made.type = f"{name}.output", template.type
+    made.shape = None if template.shape is None else ir.Shape([*[*template.shape][:-1], width])
     graph.insert_before(before, node)
     return made

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 _PAGE = 64
 
 
-STORED = Rule("quantize_kv.stored", "its cache is stored as {storage} in pages of {page}", floats=", {floats}")
+CACHE_STORED = Rule("quantize_kv.stored", "its cache is stored as {storage} in pages of {page}", floats=", {floats}")
 FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
 STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
 
 _SMALLER = tuple(name for name in STORAGES if name != "float32")
 
 
-def _known(storage: str) -> str:
+def _check_storage(storage: str) -> str:
     if storage not in _SMALLER:
         raise ValueError(f"a cache is stored as {', '.join(_SMALLER)}, not {storage!r}")
     return storage
@@ -67,7 +67,7 @@ class QuantizeKV(Pass):
     effect: ClassVar[Effect] = "lossy"
     after: ClassVar[tuple[str, ...]] = ("page_kv",)
 
-    storage: Annotated[str, AfterValidator(_known)] = "int8"
+    storage: Annotated[str, AfterValidator(_check_storage)] = "int8"
     page: Page | None = None
     sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
     recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
@@ -96,6 +96,6 @@ class QuantizeKV(Pass):
             }
             change(model.graph, node, update)
             floats = FLOATS(first=options.sink_pages, newest=options.recent_pages) if integer else None
-            fact = STORED(storage=options.storage, page=options.page or attributes.page, floats=floats)
+            fact = CACHE_STORED(storage=options.storage, page=options.page or attributes.page, floats=floats)
             ledger.changed(node, fact, [node])
         describe(model)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from graphopt.passes.context import Context, Ledger
 
-KEPT = Rule("keep_codes.kept", "{weight} as the file's {kind}: {format} in groups of {group}")
+CODES_KEPT = Rule("keep_codes.kept", "{weight} as the file's {kind}: {format} in groups of {group}")
 LOOKED_UP = Rule("keep_codes.looked-up", "{part} of {table} looked up")
 NOT_OF_FILE = Rule("keep_codes.not-of-file", "the file has no codes of these numbers")
 NO_LOOKUP = Rule("keep_codes.no-lookup", "codes of {kind} have minimums, which a table that is looked up cannot have")
@@ -82,53 +82,53 @@ class KeepCodes(Pass):
                 remedy="give it: --set keep_codes.file=model.gguf",
             )
         tensors = {name: each for name, each in open_gguf(self.file).tensors.items() if has_codes(each)}
-        coded = {name: each for name, each in tensors.items() if isinstance(each, Ggml)}
-        rows = _rows(coded)
+        coded_tensors = {name: each for name, each in tensors.items() if isinstance(each, Ggml)}
+        rows = _rows(coded_tensors)
         tied = tied_lookups(model.graph)
         for node in linear_nodes(model.graph):
             weight = weight_of(node, 1)
             assert weight is not None and weight.const_value is not None
-            found = _found(np.ascontiguousarray(expression_of(weight.const_value).numpy().T), rows)
-            if found is None:
+            matches = _match_rows(np.ascontiguousarray(expression_of(weight.const_value).numpy().T), rows)
+            if matches is None:
                 context.ledger.skipped(node, NOT_OF_FILE())
             else:
                 # onnxruntime would hold a tied matrix twice, packed for its product and as it is for the lookup
                 standard = node not in tied or context.target == "portable"
                 on_gpu = context.target == "ort-cuda"
-                kept = KeptCodes(coded[found[0]], found[1], standard=standard, as_zero_points=on_gpu)
-                self._keep_matrix(model.graph, node, weight, kept, context.ledger, tied.get(node, ()))
+                kept_codes = KeptCodes(coded_tensors[matches[0]], matches[1], standard=standard, as_zero_points=on_gpu)
+                self._keep_matrix(model.graph, node, weight, kept_codes, context.ledger, tied.get(node, ()))
         for node in token_lookups(model.graph):
-            self._keep_table(model.graph, node, coded, rows, context.ledger)
+            self._keep_table(model.graph, node, coded_tensors, rows, context.ledger)
 
     def _keep_matrix(
         self,
         graph: ir.Graph,
         node: ir.Node,
         weight: ir.Value,
-        kept: KeptCodes,
+        kept_codes: KeptCodes,
         ledger: Ledger,
         tied: Sequence[ir.Node],
     ) -> None:
         assert weight.const_value is not None
-        made = _initializers(graph, weight, kept)
-        if kept.is_standard:
-            attributes = {"axis": 0, "block_size": kept.group}
-            reader = ir.node("DequantizeLinear", [*made.values()], attributes, name=f"{node.name}.dequantize")
+        initializers = _initializers(graph, weight, kept_codes)
+        if kept_codes.is_standard:
+            attributes = {"axis": 0, "block_size": kept_codes.group}
+            reader = ir.node("DequantizeLinear", [*initializers.values()], attributes, name=f"{node.name}.dequantize")
         else:
-            points, minimums = made.get("zero_points"), made.get("minimums")
-            codes, scales, is_minimum = made["codes"], made["scales"], minimums is not None
+            points, minimums = initializers.get("zero_points"), initializers.get("minimums")
+            codes, scales, is_minimum = initializers["codes"], initializers["scales"], minimums is not None
             reader = dequantize(
-                graph, node, codes, scales, kept.format, points or minimums, kept.group, minimums=is_minimum
+                graph, node, codes, scales, kept_codes.format, points or minimums, kept_codes.group, minimums=is_minimum
             )
         typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
         node.replace_input_with(1, reader.outputs[0])
-        ledger.changed(reader, _kept(weight, kept), [weight])
+        ledger.changed(reader, _fact_of(weight, kept_codes), [weight])
         for lookup in tied:
             look_up_columns(graph, lookup, reader, weight, ledger)
         drop(graph, weight)
-        if not kept.is_standard and self.activations != "float32":
-            rounding = {"activations": self.activations, "group": kept.group, "clip": 1.0}
+        if not kept_codes.is_standard and self.activations != "float32":
+            rounding = {"activations": self.activations, "group": kept_codes.group, "clip": 1.0}
             round_input(graph, node, rounding, ledger)
 
     def _keep_table(
@@ -136,18 +136,18 @@ class KeepCodes(Pass):
     ) -> None:
         table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
         assert table is not None and table.const_value is not None
-        found = _found(expression_of(table.const_value).numpy(), rows)
-        if found is None or ids is None or ids.shape is None:
+        matches = _match_rows(expression_of(table.const_value).numpy(), rows)
+        if matches is None or ids is None or ids.shape is None:
             ledger.skipped(node, NOT_OF_FILE())
             return
-        tensor = tensors[found[0]]
-        if KeptCodes(tensor, found[1]).has_minimums:
+        tensor = tensors[matches[0]]
+        if KeptCodes(tensor, matches[1]).has_minimums:
             ledger.skipped(node, NO_LOOKUP(kind=tensor.kind))
             return
-        kept = KeptCodes(tensor, found[1], looked_up=True)
+        kept_codes = KeptCodes(tensor, matches[1], looked_up=True)
         looked_up = []
-        for part, stored in _initializers(graph, table, kept).items():
-            dtype, shape = kept.parts[part]
+        for part, stored in _initializers(graph, table, kept_codes).items():
+            dtype, shape = kept_codes.parts[part]
             gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
             typed(gather.outputs[0], f"{output.name}.{part}", dtype, [*ids.shape, shape[1]])
             graph.insert_before(node, gather)
@@ -159,48 +159,53 @@ class KeepCodes(Pass):
                 graph.insert_before(node, wide)
                 ledger.changed(wide, LOOKED_UP(part=part, table=table.name), [node, table])
                 looked_up.append(wide.outputs[0])
-        attributes = {"axis": len(ids.shape), "block_size": kept.group}
+        attributes = {"axis": len(ids.shape), "block_size": kept_codes.group}
         reader = ir.node("DequantizeLinear", looked_up, attributes, name=f"{node.name}.dequantize")
         typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, tensor.dims[1]])
         replace(node, reader)
-        ledger.changed(reader, _kept(table, kept), [node, table])
+        ledger.changed(reader, _fact_of(table, kept_codes), [node, table])
 
 
-def _kept(weight: ir.Value, kept: KeptCodes) -> Fact:
-    return KEPT(weight=weight.name, kind=kept.source.kind, format=kept.format.name, group=kept.group)
+def _fact_of(weight: ir.Value, kept_codes: KeptCodes) -> Fact:
+    return CODES_KEPT(
+        weight=weight.name, kind=kept_codes.source.kind, format=kept_codes.format.name, group=kept_codes.group
+    )
 
 
-def _initializers(graph: ir.Graph, weight: ir.Value, kept: KeptCodes) -> dict[str, ir.Value]:
-    return {part: new_weight(graph, f"{weight.name}.{part}", WeightTensor(Part(kept, part))) for part in kept.parts}
+def _initializers(graph: ir.Graph, weight: ir.Value, kept_codes: KeptCodes) -> dict[str, ir.Value]:
+    return {
+        part: new_weight(graph, f"{weight.name}.{part}", WeightTensor(Part(kept_codes, part)))
+        for part in kept_codes.parts
+    }
 
 
 def _rows(tensors: dict[str, Ggml]) -> _Rows:
-    found: _Rows = {}
+    matches: _Rows = {}
     for name, tensor in tensors.items():
         row = 0
         for region in blocks_of(tensor.shape, 1):
             for digest in _digests(tensor.evaluate(region)):
-                found.setdefault(digest, {})[name] = row
+                matches.setdefault(digest, {})[name] = row
                 row += 1
-    return found
+    return matches
 
 
-def _found(numbers: Array, rows: _Rows) -> tuple[str, Array] | None:
+def _match_rows(numbers: Array, rows: _Rows) -> tuple[str, Array] | None:
     """Return the tensor whose rows ``numbers`` [rows, width] are, and which of its rows, if there is one."""
     candidates: set[str] | None = None
-    places = []
+    positions = []
     for digest in _digests(numbers):
-        here = rows.get(digest)
-        if here is None:
+        indices = rows.get(digest)
+        if indices is None:
             return None
-        candidates = set(here) if candidates is None else candidates & set(here)
-        places.append(here)
+        candidates = set(indices) if candidates is None else candidates & set(indices)
+        positions.append(indices)
         if not candidates:
             return None
     if not candidates:
         return None
     name = min(candidates)
-    return name, np.array([here[name] for here in places], np.int64)
+    return name, np.array([indices[name] for indices in positions], np.int64)
 
 
 def _digests(numbers: Array) -> Iterator[bytes]:

@@ -92,20 +92,20 @@ class QuantizeActivations(Pass):
         forget_spared(graph)
 
     def _round(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
-        x, stored, rounding = input_of(node), stored_codes(node), rounding_of(node)
+        x, codes, rounding = input_of(node), stored_codes(node), rounding_of(node)
         if rounding is not None and not rounding.attributes.get_int("group", 0) and self.scales == "token":
-            stated = rounding.attributes.get_string("activations", "")
-            ledger.skipped(node, ALREADY(activations=stated))
+            activations = rounding.attributes.get_string("activations", "")
+            ledger.skipped(node, ALREADY(activations=activations))
         elif x.dtype is not None and x.dtype != ir.DataType.FLOAT:
             ledger.skipped(node, NOT_FLOAT(type=str(x.dtype)))
-        elif isinstance(stored, Fact):
-            ledger.skipped(node, stored)
+        elif isinstance(codes, Fact):
+            ledger.skipped(node, codes)
         else:
-            round_input(graph, node, self._attributes(stored, 8 if is_spared(x) else self.bits), ledger)
+            round_input(graph, node, self._attributes(codes, 8 if is_spared(x) else self.bits), ledger)
 
-    def _attributes(self, stored: StoredCodes, bits: int) -> dict[str, Any]:
+    def _attributes(self, codes: StoredCodes, bits: int) -> dict[str, Any]:
         if self.scales == "token":
             # A range is cut off for the sake of few codes.
             clip = self.clip if bits == self.bits else 1.0
             return {"activations": f"int{bits}", "group": 0, "clip": clip}
-        return {"activations": "uint4" if bits == 4 else "int8", "group": stored.group, "clip": 1.0}
+        return {"activations": "uint4" if bits == 4 else "int8", "group": codes.group, "clip": 1.0}

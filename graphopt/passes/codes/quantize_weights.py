@@ -50,7 +50,7 @@ MEASURED = Rule(
 )
 ROUTER = Rule("quantize_weights.router", "it chooses experts: its few columns stay in floating point")
 THIN = Rule("quantize_weights.thin", "a branch of few directions: codes of it would save nothing")
-LEFT = Rule("quantize_weights.left", "the recipe leaves it in floating point")
+LEFT_IN_FLOATS = Rule("quantize_weights.left", "the recipe leaves it in floating point")
 NOT_TOKENS = Rule("quantize_weights.not-tokens", "a table that is not looked up by input_ids")
 NO_LOOKUP = Rule(
     "quantize_weights.no-lookup", "it is tied to the lm_head, but onnxruntime looks nothing up in codes of {format}"
@@ -147,28 +147,28 @@ class QuantizeWeights(Pass):
         for node in linear_nodes(graph):
             weight = weight_of(node, 1)
             assert weight is not None
-            usual = options.lm_head if node in lm_heads else options.linear
-            wanted = options.matrices.get(weight.name or "", usual)
+            default_format = options.lm_head if node in lm_heads else options.linear
+            format_choice = options.matrices.get(weight.name or "", default_format)
             if node in routers - lm_heads:
                 ledger.skipped(node, ROUTER())
-            elif wanted is None:
-                ledger.skipped(node, LEFT())
+            elif format_choice is None:
+                ledger.skipped(node, LEFT_IN_FLOATS())
             elif is_thin(weight):
                 ledger.skipped(node, THIN())
             else:
-                products[node] = wanted
+                products[node] = format_choice
         measured: Mapping[ir.Node, InputStatistics] = {}
         if (self.rounding.needs is not None or self.low_rank) and products:
             measured = context.statistics.inputs(model, products)
-            ledger.report_change("statistics", _measured(measured.values()))
-        for node, wanted in products.items():
+            ledger.report_change("statistics", _statistics_fact(measured.values()))
+        for node, format_choice in products.items():
             rank = 0 if node in lm_heads else self.low_rank
-            self._quantize_matrix(graph, node, wanted, measured.get(node), ledger, tied.get(node, ()), rank)
+            self._quantize_matrix(graph, node, format_choice, measured.get(node), ledger, tied.get(node, ()), rank)
         for node in lookups(graph):
             if node not in tokens:
                 ledger.skipped(node, NOT_TOKENS())
             elif self.embedding is None:
-                ledger.skipped(node, LEFT())
+                ledger.skipped(node, LEFT_IN_FLOATS())
             else:
                 quantize_table(graph, node, self.embedding, options.scale, ledger)
         left = set(linear_nodes(graph))
@@ -189,23 +189,27 @@ class QuantizeWeights(Pass):
         self,
         graph: ir.Graph,
         node: ir.Node,
-        wanted: LinearFormat,
+        format_choice: LinearFormat,
         measured: InputStatistics | None,
         ledger: Ledger,
         tied: Sequence[ir.Node],
         rank: int,
     ) -> None:
-        weight, format = weight_of(node, 1), format_of(wanted.format)
+        weight, format = weight_of(node, 1), format_of(format_choice.format)
         assert weight is not None and weight.const_value is not None
         rows = weight.const_value.shape.numpy()[0]
-        fused = fused_group(format, wanted, rows, graph.opset_imports[""])
-        if fused is None and weight.dtype != ir.DataType.FLOAT:
+        fused_format = fused_group(format, format_choice, rows, graph.opset_imports[""])
+        if fused_format is None and weight.dtype != ir.DataType.FLOAT:
             ledger.skipped(node, NOT_FLOAT(type=str(weight.dtype)))
             return
-        group, asked, standard = fused or min(wanted.group or rows, rows), self.rounding, fused is not None
-        few = measured is not None and measured.tokens < max(1, self.fewest_tokens)
-        method = NEAREST if few else asked
-        inputs = None if measured is None or few else measured.hessian()
+        group, asked, standard = (
+            fused_format or min(format_choice.group or rows, rows),
+            self.rounding,
+            fused_format is not None,
+        )
+        has_few_tokens = measured is not None and measured.tokens < max(1, self.fewest_tokens)
+        method = NEAREST if has_few_tokens else asked
+        inputs = None if measured is None or has_few_tokens else measured.hessian()
         rank = 0 if inputs is None else min(rank, *weight.const_value.shape.numpy())
         tensors = quantized(
             weight.const_value,
@@ -220,7 +224,7 @@ class QuantizeWeights(Pass):
             inputs=inputs,
         )
         made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
-        beside = [made.pop(part) for part in ("left", "right") if part in made]
+        branch = [made.pop(part) for part in ("left", "right") if part in made]
         reader = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, format)
         typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
@@ -230,12 +234,12 @@ class QuantizeWeights(Pass):
             format=format.name,
             group=group if standard or group < rows else None,
             per_column=not standard and group >= rows,
-            asked=wanted.group if standard and group != wanted.group else None,
+            asked=format_choice.group if standard and group != format_choice.group else None,
             rows=rows if standard else None,
             rounding=None if method == NEAREST else method.method,
-            few=measured.tokens if measured is not None and few else None,
-            rounding_asked=asked.method if few else None,
-            dead=None if measured is None or few else measured.dead or None,
+            few=measured.tokens if measured is not None and has_few_tokens else None,
+            rounding_asked=asked.method if has_few_tokens else None,
+            dead=None if measured is None or has_few_tokens else measured.dead or None,
             tokens=None if measured is None else measured.tokens,
             beside=rank or None,
         )
@@ -245,19 +249,19 @@ class QuantizeWeights(Pass):
                 ledger.skipped(lookup, NO_LOOKUP(format=format.name))
             else:
                 look_up_columns(graph, lookup, reader, weight, ledger)
-        if beside:
-            put_beside(graph, node, weight, (beside[0], beside[1]), ledger)
+        if branch:
+            put_beside(graph, node, weight, (branch[0], branch[1]), ledger)
         drop(graph, weight)
         activations = self.activations or "int8"
         if not standard and activations != "float32":
             round_input(graph, node, {"activations": activations, "group": group, "clip": 1.0}, ledger)
 
 
-def _measured(inputs: Iterable[InputStatistics]) -> Fact:
-    found = list({each.value: each for each in inputs}.values())
-    digest = hashlib.sha256("".join(each.digest for each in found).encode()).hexdigest()
-    tokens = max(each.tokens for each in found)
-    return MEASURED(products=len(found), tokens=tokens, text=found[0].text[:16], digest=digest[:16])
+def _statistics_fact(inputs: Iterable[InputStatistics]) -> Fact:
+    distinct_inputs = list({each.value: each for each in inputs}.values())
+    digest = hashlib.sha256("".join(each.digest for each in distinct_inputs).encode()).hexdigest()
+    tokens = max(each.tokens for each in distinct_inputs)
+    return MEASURED(products=len(distinct_inputs), tokens=tokens, text=distinct_inputs[0].text[:16], digest=digest[:16])
 
 
 def _dequantize_linear(product: ir.Node, made: Mapping[str, ir.Value], group: int) -> ir.Node:

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context
     from graphopt.quantization.statistics import InputStatistics
 
-SPARED = Rule(
+INPUT_SPARED = Rule(
     "spare_inputs.spared",
     "{input} keeps 8 bits: 4 would change what its products make by {error:.2%}, {noise:.2%} of the input times "
     "{gain:.2f}",
 )
-ROUNDED = Rule("spare_inputs.rounded", "{input} can do with 4 bits: they change what its products make by {error:.2%}")
+INPUT_ROUNDED = Rule(
+    "spare_inputs.rounded", "{input} can do with 4 bits: they change what its products make by {error:.2%}"
+)
 
 
 class SpareInputs(Pass):
@@ -73,22 +75,22 @@ class SpareInputs(Pass):
             if node not in routers - lm_heads and not is_thin(weight):
                 products.setdefault(x, []).append(node)
         # That of the lm_head is asked for too: quantize_weights wants it, and finds all of them kept.
-        measured = context.statistics.inputs(model, [nodes[0] for nodes in products.values()]) if products else {}
+        statistics = context.statistics.inputs(model, [nodes[0] for nodes in products.values()]) if products else {}
         gains = {
-            x: (measured[nodes[0]].noise, gain_of(nodes, measured[nodes[0]]))
+            x: (statistics[nodes[0]].noise, gain_of(nodes, statistics[nodes[0]]))
             for x, nodes in products.items()
             if not set(nodes) & lm_heads
         }
-        ordered = sorted(gains, key=lambda x: -gains[x][0] * gains[x][1])
-        chosen = set(ordered[: round(self.share * len(ordered))])
+        ranked_inputs = sorted(gains, key=lambda x: -gains[x][0] * gains[x][1])
+        spared_inputs = set(ranked_inputs[: round(self.share * len(ranked_inputs))])
         for x, (noise, gain) in gains.items():
-            if x in chosen:
+            if x in spared_inputs:
                 spare(x)
                 context.ledger.report_change(
-                    x.name or "?", SPARED(input=x.name, error=noise * gain, noise=noise, gain=gain)
+                    x.name or "?", INPUT_SPARED(input=x.name, error=noise * gain, noise=noise, gain=gain)
                 )
             else:
-                context.ledger.skipped(x, ROUNDED(input=x.name, error=noise * gain))
+                context.ledger.skipped(x, INPUT_ROUNDED(input=x.name, error=noise * gain))
 
 
 def gain_of(nodes: Sequence[ir.Node], statistics: InputStatistics) -> float:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
     from graphopt.passes.recipe import Recipe
 
-UNPACKED = Rule("unpack.unpacked", "{op_type} as a MatMul of dequantized codes")
+PRODUCT_UNPACKED = Rule("unpack.unpacked", "{op_type} as a MatMul of dequantized codes")
 UNPACKED_LOOKUP = Rule("unpack.unpacked-lookup", "{op_type} as a Gather of the columns that {product} multiplies by")
-ALONE = Rule("unpack.alone", "no product that is unpacked reads its codes")
+NO_PRODUCT_READS = Rule("unpack.alone", "no product that is unpacked reads its codes")
 NOT_CONSTANT = Rule("unpack.not-constant", "its codes, scales, table or zero points are no constants")
 NOT_FLOAT = Rule("unpack.not-float", "it computes in {type}, and dequantized codes are float")
-BIASED = Rule("unpack.biased", "it has a bias, which the logical form has not")
+HAS_BIAS = Rule("unpack.biased", "it has a bias, which the logical form has not")
 
 
 class Unpack(Pass):
@@ -72,18 +72,18 @@ class Unpack(Pass):
             for lookup in lookups:
                 _unpack_lookup(graph, lookup, new, ledger)
             replace(node, new)
-            ledger.changed(new, UNPACKED(op_type=node.op_type), [node])
+            ledger.changed(new, PRODUCT_UNPACKED(op_type=node.op_type), [node])
             if rounding is not None:
                 round_input(graph, new, rounding, ledger)
         for node in graph:
             if _is_lookup(node):
-                ledger.skipped(node, ALONE())
+                ledger.skipped(node, NO_PRODUCT_READS())
 
 
 def _constants(node: ir.Node) -> dict[str, ir.Value]:
     """Return what a packed product reads besides its activations by name, where it is constant."""
-    named = ((each, weight_of(node, index)) for index, each in enumerate(schema_of(node).inputs))
-    return {each.name: value for each, value in named if each.role is not Role.DATA and value is not None}
+    constants = ((each, weight_of(node, index)) for index, each in enumerate(schema_of(node).inputs))
+    return {each.name: value for each, value in constants if each.role is not Role.DATA and value is not None}
 
 
 def _is_absent(node: ir.Node, name: str) -> bool:
@@ -93,37 +93,37 @@ def _is_absent(node: ir.Node, name: str) -> bool:
 
 
 def _refusal(node: ir.Node) -> Fact | None:
-    x, read, schema = _data(node), _constants(node), schema_of(node)
-    if read.keys() < {each.name for each in schema.inputs if each.role is not Role.DATA}:
+    x, constants_of_node, schema = _data(node), _constants(node), schema_of(node)
+    if constants_of_node.keys() < {each.name for each in schema.inputs if each.role is not Role.DATA}:
         return NOT_CONSTANT()
     if x.dtype not in (None, ir.DataType.FLOAT):
         return NOT_FLOAT(type=str(x.dtype))
-    bias = read["bias"].const_value
+    bias = constants_of_node["bias"].const_value
     assert bias is not None
-    return None if _is_absent(node, "bias") and not bias.numpy().any() else BIASED()
+    return None if _is_absent(node, "bias") and not bias.numpy().any() else HAS_BIAS()
 
 
 def _logical(graph: ir.Graph, node: ir.Node) -> ir.Node:
     """Return the product of dequantized codes; what it reads is inserted in front of ``node``."""
     rows, columns, group = (node.attributes.get_int(name, 0) for name in ("rows", "columns", "group"))
-    read = _constants(node)
-    codes, scales, points = read["codes"], read["scales"], read["zero_points"]
+    constants_of_node = _constants(node)
+    codes, scales, points = constants_of_node["codes"], constants_of_node["scales"], constants_of_node["zero_points"]
     reader = dequantize(
         graph,
         node,
-        _unpacked(graph, codes, Unpacked(expression_of(codes.const_value), rows, columns)),
-        _unpacked(graph, scales, Untiled(expression_of(scales.const_value), columns)),
-        read["table"],
+        _unpack_value(graph, codes, Unpacked(expression_of(codes.const_value), rows, columns)),
+        _unpack_value(graph, scales, Untiled(expression_of(scales.const_value), columns)),
+        constants_of_node["table"],
         None
         if _is_absent(node, "zero_points")
-        else _unpacked(graph, points, Untiled(expression_of(points.const_value), columns)),
+        else _unpack_value(graph, points, Untiled(expression_of(points.const_value), columns)),
         group,
         minimums=node.attributes.get_int("minimums", 0) == 1,
     )
     weight = reader.outputs[0]
     weight.name, weight.dtype, weight.shape = f"{reader.name}d", ir.DataType.FLOAT, ir.Shape([rows, columns])
     graph.insert_before(node, reader)
-    return ir.node("MatMul", [_rotated(graph, node), weight], name=node.name)
+    return ir.node("MatMul", [_rotate_input(graph, node), weight], name=node.name)
 
 
 def _lookups(node: ir.Node) -> list[ir.Node]:
@@ -159,15 +159,15 @@ def _data(node: ir.Node) -> ir.Value:
     return x
 
 
-def _unpacked(graph: ir.Graph, packed: ir.Value, expression: Expression) -> ir.Value:
-    """Register what ``packed`` was made of, under its name where nothing else reads it."""
-    name = packed.name or "codes"
-    if sum(not _is_lookup(use.node) for use in packed.uses()) == 1:
+def _unpack_value(graph: ir.Graph, packed_value: ir.Value, expression: Expression) -> ir.Value:
+    """Register what ``packed_value`` was made of, under its name where nothing else reads it."""
+    name = packed_value.name or "codes"
+    if sum(not _is_lookup(use.node) for use in packed_value.uses()) == 1:
         del graph.initializers[name]
     return new_weight(graph, name, WeightTensor(expression))
 
 
-def _rotated(graph: ir.Graph, node: ir.Node) -> ir.Value:
+def _rotate_input(graph: ir.Graph, node: ir.Node) -> ir.Value:
     """Return what the product multiplies, before it is rounded: a rotation inside it becomes a node in front."""
     x, matrices = _data(node), schema_of(node).of_role(Role.MATRIX)
     if all(_is_absent(node, name) for name in matrices):

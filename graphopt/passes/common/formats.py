@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
 # from these opsets on.
 _GROUPS = (16, 32, 64, 128, 256)
-_FUSED = {
+_FUSED_TYPES = {
     ir.DataType.INT2: 25,
     ir.DataType.UINT2: 25,
     ir.DataType.INT4: 21,
@@ -27,12 +27,12 @@ _FUSED = {
 }
 
 
-def _known(given: str | tuple[float, ...]) -> str | tuple[float, ...]:
+def _check_format(name: str | tuple[float, ...]) -> str | tuple[float, ...]:
     try:
-        format_of(given)
+        format_of(name)
     except InputError as error:
         raise ValueError(str(error)) from error
-    return given
+    return name
 
 
 Activations = Literal["float32", "bfloat16", "int8", "int16"]
@@ -44,7 +44,7 @@ class LinearFormat(Options):
     The format is one of :data:`graphopt.numerics.formats.FORMATS`, or a table of one's own: the value of each code.
     """
 
-    format: Annotated[str | tuple[float, ...], AfterValidator(_known)] = "int4"
+    format: Annotated[str | tuple[float, ...], AfterValidator(_check_format)] = "int4"
     group: Literal[16, 32, 64, 128, 256] | None = 64
 
 
@@ -58,12 +58,12 @@ class EmbeddingFormat(Options):
     group: int | None = Field(default=None, ge=1)
 
 
-def fused_group(format: Format, wanted: LinearFormat, rows: int, opset: int) -> int | None:
+def fused_group(format: Format, choice: LinearFormat, rows: int, opset: int) -> int | None:
     """Return the largest group up to the wanted one that onnxruntime can fuse, or ``None`` where there is none."""
-    first_opset = None if format.onnx_type is None else _FUSED.get(format.onnx_type)
-    if first_opset is None or opset < first_opset or wanted.group is None:
+    first_opset = None if format.onnx_type is None else _FUSED_TYPES.get(format.onnx_type)
+    if first_opset is None or opset < first_opset or choice.group is None:
         return None
-    return next((size for size in reversed(_GROUPS) if size <= wanted.group and rows % size == 0), None)
+    return next((size for size in reversed(_GROUPS) if size <= choice.group and rows % size == 0), None)
 
 
 def check_names(matrices: Iterable[str], weights: Iterable[ir.Value | None]) -> None:
@@ -72,8 +72,8 @@ def check_names(matrices: Iterable[str], weights: Iterable[ir.Value | None]) -> 
     Raises:
         InputError: names the first.
     """
-    known = {weight.name for weight in weights if weight is not None}
-    unknown = [name for name in matrices if name not in known]
+    weight_names = {weight.name for weight in weights if weight is not None}
+    unknown = [name for name in matrices if name not in weight_names]
     if unknown:
         raise InputError(
             f"the recipe gives {len(unknown)} formats to weights that no product has, the first to {unknown[0]}",

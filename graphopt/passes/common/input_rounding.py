@@ -56,26 +56,26 @@ def input_of(node: ir.Node) -> ir.Value:
 def round_input(graph: ir.Graph, node: ir.Node, attributes: Mapping[str, Any], ledger: Ledger) -> None:
     """Let the product ``node`` read its input through ``RoundActivations``; a rounding that it had is replaced."""
     x, old = input_of(node), node.inputs[0]
-    rounded = next((use.node for use in x.uses() if _is(use.node, attributes)), None)
-    if rounded is None:
+    rounding = next((use.node for use in x.uses() if _is_rounding(use.node, attributes)), None)
+    if rounding is None:
         group, clip = attributes["group"], attributes["clip"]
         name = f"{x.name}.{attributes['activations']}.{group or 'token'}"
-        rounded = ROUND_ACTIVATIONS.node([x], dict(attributes), name=name)
-        made = rounded.outputs[0]
+        rounding = ROUND_ACTIVATIONS.node([x], dict(attributes), name=name)
+        made = rounding.outputs[0]
         made.name, made.type, made.shape = f"{name}.output", x.type, x.shape
         producer = x.producer()
         if producer is None:
-            graph.insert_before(graph[0], rounded)
+            graph.insert_before(graph[0], rounding)
         else:
-            graph.insert_after(producer, rounded)
+            graph.insert_after(producer, rounding)
         figures = {"group": group, "per_token": not group, "cut_off": 1 - clip}
-        ledger.changed(rounded, ROUNDED(input=x.name, activations=attributes["activations"], **figures), [node])
-    node.replace_input_with(0, rounded.outputs[0])
+        ledger.changed(rounding, ROUNDED(input=x.name, activations=attributes["activations"], **figures), [node])
+    node.replace_input_with(0, rounding.outputs[0])
     if old is not None and old is not x:
         drop(graph, old)
 
 
-def _is(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
+def _is_rounding(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
     return (node.domain, node.op_type) == (DOMAIN, ROUND_ACTIVATIONS.name) and all(
         node.attributes[name].value == value for name, value in attributes.items()
     )

@@ -51,16 +51,16 @@ class Levels(Bundle):
         scales, kind = self.source.numpy().astype(np.float64), self.source.dtype.numpy()
         largest = scales.max(_GROUPS, keepdims=True)
         steps, levels = np.zeros(largest.shape, ml_dtypes.bfloat16), np.zeros(scales.shape, np.uint8)
-        least = np.full(largest.shape, np.inf)
+        least_error = np.full(largest.shape, np.inf)
         for top in _TOPS:
             step = (largest / top).astype(ml_dtypes.bfloat16)
             wide = np.where(step > 0, step, 1).astype(np.float64)
-            tried = np.clip(np.rint(scales / wide), 1, _LEVELS)
-            made = (tried * step.astype(np.float64)).astype(kind).astype(np.float64)  # as it is read
-            error = np.square(made - scales).sum(_GROUPS, keepdims=True)
-            better = (error < least) & ((top == _TOPS[0]) | (np.rint(largest / wide) == top))
-            least = np.where(better, error, least)
-            steps, levels = np.where(better, step, steps), np.where(better, tried, levels).astype(np.uint8)
+            levels_of_step = np.clip(np.rint(scales / wide), 1, _LEVELS)
+            products = (levels_of_step * step.astype(np.float64)).astype(kind).astype(np.float64)  # as it is read
+            error = np.square(products - scales).sum(_GROUPS, keepdims=True)
+            better = (error < least_error) & ((top == _TOPS[0]) | (np.rint(largest / wide) == top))
+            least_error = np.where(better, error, least_error)
+            steps, levels = np.where(better, step, steps), np.where(better, levels_of_step, levels).astype(np.uint8)
         return {"levels": levels, "steps": steps}
 
 
@@ -90,7 +90,7 @@ class Leveled(Expression):
 
 def leveled_scales(graph: ir.Graph) -> dict[ir.Node, tuple[ir.Value, ir.Value]]:
     """Return every ``Cast`` that makes scales of packed codes of levels and steps, with those."""
-    found: dict[ir.Node, tuple[ir.Value, ir.Value]] = {}
+    leveled: dict[ir.Node, tuple[ir.Value, ir.Value]] = {}
     for scales in dict.fromkeys(port(node, "scales") for node in graph if reads_packed(node)):
         narrow = _made_by(scales, "Cast")
         product = _made_by(narrow, "Mul")
@@ -99,8 +99,8 @@ def leveled_scales(graph: ir.Graph) -> dict[ir.Node, tuple[ir.Value, ir.Value]]:
         parts = [_made_by(value, "Cast") for value in product.inputs]
         levels, steps = (None if part is None else weight_of(part, 0) for part in parts)
         if levels is not None and steps is not None and levels.dtype == ir.DataType.UINT8:
-            found[narrow] = levels, steps
-    return found
+            leveled[narrow] = levels, steps
+    return leveled
 
 
 def join_levels(graph: ir.Graph) -> None:

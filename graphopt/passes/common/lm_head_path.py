@@ -28,9 +28,9 @@ _PARTS = ("RoundActivations", "Hadamard")
 def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
     """Return the nodes from the logits back to the product that makes them, or why positions cannot be cut there."""
     lm_heads, path, value = lm_head_nodes(graph), [], logits
-    made = makes_last_logits(graph)
-    if made is not None:
-        return ONE_POSITION() if made == 1 else SOME_POSITIONS(count=made)
+    positions = makes_last_logits(graph)
+    if positions is not None:
+        return ONE_POSITION() if positions == 1 else SOME_POSITIONS(count=positions)
     while True:
         node = value.producer()
         if node is None:
@@ -42,7 +42,7 @@ def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
         path.append(node)
         if node in lm_heads:
             break
-        varying = [each for each in node.inputs if each is not None and not same_for_all_positions(each)]
+        varying = [value for value in node.inputs if value is not None and not same_for_all_positions(value)]
         if node.op_type not in BY_POSITION or node.domain or len(varying) != 1:
             return BEHIND_PRODUCT(op=node.op_type, node=node.name)
         value = varying[0]

@@ -67,6 +67,6 @@ def columns_of(graph: ir.Graph, reader: ir.Node, lookup: ir.Node) -> ir.Value:
     if nodes.index(reader) > nodes.index(lookup):
         graph.remove(reader)
         graph.insert_before(lookup, reader)
-    turned = ir.node("Transpose", [matrix], {"perm": [1, 0]}, name=f"{lookup.name}.columns")
-    graph.insert_before(lookup, turned)
-    return name_output(turned, matrix, dims=list(reversed(matrix.shape)))
+    transpose = ir.node("Transpose", [matrix], {"perm": [1, 0]}, name=f"{lookup.name}.columns")
+    graph.insert_before(lookup, transpose)
+    return name_output(transpose, matrix, dims=list(reversed(matrix.shape)))

@@ -43,17 +43,17 @@ def lookups_of(graph: ir.Graph, stored: StoredCodes) -> list[Lookup]:
     found = [(node, node.inputs[1]) for node in column_lookups(stored.reader)]
     codes, scales = _beside(graph, stored.codes), _beside(graph, stored.scales)
     for node in (use.node for use in (codes.uses() if codes and scales else ())):
-        fused = (node.domain, node.op_type) == (MICROSOFT, "GatherBlockQuantized")
-        columns = node if fused else _only_reader(node, "DequantizeLinear")
-        turned = None if columns is None else _only_reader(columns, "Transpose")
-        if columns is None or turned is None:
+        is_fused = (node.domain, node.op_type) == (MICROSOFT, "GatherBlockQuantized")
+        columns = node if is_fused else _only_reader(node, "DequantizeLinear")
+        transpose = None if columns is None else _only_reader(columns, "Transpose")
+        if columns is None or transpose is None:
             continue
-        read = columns.inputs[2] if fused else columns.inputs[1]
-        if not fused:
-            gathered = None if read is None else read.producer()
-            read = None if gathered is None else gathered.inputs[0]
-        if read is scales:
-            found.append((turned, node.inputs[1]))
+        source = columns.inputs[2] if is_fused else columns.inputs[1]
+        if not is_fused:
+            gather = None if source is None else source.producer()
+            source = None if gather is None else gather.inputs[0]
+        if source is scales:
+            found.append((transpose, node.inputs[1]))
     return [(node, ids) for node, ids in found if ids is not None]
 
 
@@ -111,17 +111,17 @@ def gather_standard(graph: ir.Graph, stored: StoredCodes, ledger: Ledger, name: 
         else:
             operator = "GatherBlockQuantized"
             graph.opset_imports.setdefault(MICROSOFT, 1)
-            read = [made["codes"], ids, made["scales"], *([made["zero_points"]] if "zero_points" in made else [])]
+            source = [made["codes"], ids, made["scales"], *([made["zero_points"]] if "zero_points" in made else [])]
             axes = {"gather_axis": 1, "quantize_axis": 0, "block_size": stored.group}
-            made_by = ir.node(operator, read, axes, domain=MICROSOFT, name=f"{node.name}.columns")
+            made_by = ir.node(operator, source, axes, domain=MICROSOFT, name=f"{node.name}.columns")
             columns = name_output(made_by, node.outputs[0], dims, dtype)
             graph.insert_before(node, made_by)
             insert.nodes.append(made_by)
         new = ir.node("Transpose", [columns], {"perm": [*range(1, rank + 1), 0]}, name=node.name)
         replace(node, new)
-        what = BESIDE(operator=operator, product=name)
+        fact = BESIDE(operator=operator, product=name)
         for each in (*insert.nodes, new):
-            ledger.changed(each, what, [node])
+            ledger.changed(each, fact, [node])
 
 
 def _rows(value: ir.Value) -> int:
@@ -141,5 +141,5 @@ def _beside(graph: ir.Graph, value: ir.Value) -> ir.Value | None:
 def _only_reader(node: ir.Node, operator: str) -> ir.Node | None:
     """Return what alone reads what ``node`` makes, where that is such an operator of ONNX."""
     readers = [use.node for use in node.outputs[0].uses()]
-    alone = len(readers) == 1 and (readers[0].domain, readers[0].op_type) == ("", operator)
-    return readers[0] if alone else None
+    is_only_reader = len(readers) == 1 and (readers[0].domain, readers[0].op_type) == ("", operator)
+    return readers[0] if is_only_reader else None

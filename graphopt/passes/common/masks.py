@@ -124,8 +124,8 @@ class MaskEvaluator:
             if past_port(port) is not None:
                 # Only the length of a cache matters: with other sizes free, a long one is fed as [batch, 1, past, 1].
                 port.shape = ir.Shape(["batch", "heads", "past", "size"])
-        around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
-        calls = list(task.calls(graph, _INSTANCES + around))
+        lengths_around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
+        calls = list(task.calls(graph, _INSTANCES + lengths_around))
         try:
             results = self._runner.run(part, [call.feeds for call in calls])
         except Exception as error:  # whatever onnxruntime raises: a mask that cannot be read is left alone
@@ -173,9 +173,9 @@ class MaskEvaluator:
         window = 0 if left == keys else left
         hides = shows = True
         for instance, visible, _ in seen:
-            near = instance.causal & (instance.distance < window) if window else instance.causal
-            hides &= _same(visible, near & instance.padding)
-            shows &= _same(visible, near & np.ones_like(instance.padding))
+            in_window = instance.causal & (instance.distance < window) if window else instance.causal
+            hides &= _same(visible, in_window & instance.padding)
+            shows &= _same(visible, in_window & np.ones_like(instance.padding))
         if hides:
             return window
         if shows:

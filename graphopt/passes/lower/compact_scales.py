@@ -55,7 +55,7 @@ class CompactScales(Pass):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Store each scale in float16 that can be; say why another one stays."""
         graph, ledger = model.graph, context.ledger
-        order = {node: place for place, node in enumerate(graph)}
+        order = {node: position for position, node in enumerate(graph)}
         made_of: dict[str, WeightTensor] = {}
         for scales in scale_values(graph):
             if scales.dtype != _WIDE or scales.const_value is None:
@@ -72,9 +72,9 @@ class CompactScales(Pass):
             name, uses = scales.name or "scales", [*scales.uses()]
             del graph.initializers[name]
             cast = ir.node("Cast", [new_weight(graph, name, narrow)], {"to": _WIDE}, name=f"{name}.wide")
-            made = name_output(cast, scales)
+            half_scales = name_output(cast, scales)
             first = min((use.node for use in uses), key=order.__getitem__)
             graph.insert_before(first, cast)
             for use in uses:
-                use.node.replace_input_with(use.idx, made)
+                use.node.replace_input_with(use.idx, half_scales)
             ledger.changed(cast, STORED(scales=name, saved=2 * numbers.size), [use.node for use in uses])

@@ -77,18 +77,18 @@ def _flatten(graph: ir.Graph, node: ir.Node, ledger: Ledger) -> Fact | None:
         if source is None:
             return NOT_TRANSPOSED(tensor="?" if value is None else value.name)
         found.append(source)
-    behind = _read_as_rows(made)
-    if behind is None:
+    readers = _read_as_rows(made)
+    if readers is None:
         return READ_BY_HEADS(tensor=made.name)
     flat = [_rows(graph, source, node, ledger) for source in found]
     new = clone_node(node, [*flat, *node.inputs[3:]])
     new.attributes["q_num_heads"] = ir.AttrInt64("q_num_heads", found[0].heads)
     new.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", found[1].heads)
     graph.insert_before(node, new)
-    ledger.changed(new, FLAT(), [node, *behind])
-    for old, value in zip((behind[-1].outputs[0], *node.outputs[1:]), new.outputs, strict=True):
+    ledger.changed(new, FLAT(), [node, *readers])
+    for old, value in zip((readers[-1].outputs[0], *node.outputs[1:]), new.outputs, strict=True):
         take_place(old, value)
-    remove(behind[-1])
+    remove(readers[-1])
     return None
 
 
@@ -123,12 +123,12 @@ def _rows(graph: ir.Graph, source: _Source, node: ir.Node, ledger: Ledger) -> ir
         ledger.changed(insert.nodes[0], JOINED(), [source.transpose])
     if source.rotary is None:
         return rows
-    turned = clone_node(source.rotary, [rows, *source.rotary.inputs[1:]], f"{source.rotary.name}.rows")
-    turned.attributes["num_heads"] = ir.AttrInt64("num_heads", source.heads)
-    made = turned.outputs[0]
-    made.name, made.type, made.shape = f"{turned.name}.output", source.rotary.outputs[0].type, ir.Shape(dims)
-    graph.insert_before(source.rotary, turned)
-    ledger.changed(turned, FLAT_ROTARY(), [source.rotary, source.transpose])
+    rotary_node = clone_node(source.rotary, [rows, *source.rotary.inputs[1:]], f"{source.rotary.name}.rows")
+    rotary_node.attributes["num_heads"] = ir.AttrInt64("num_heads", source.heads)
+    made = rotary_node.outputs[0]
+    made.name, made.type, made.shape = f"{rotary_node.name}.output", source.rotary.outputs[0].type, ir.Shape(dims)
+    graph.insert_before(source.rotary, rotary_node)
+    ledger.changed(rotary_node, FLAT_ROTARY(), [source.rotary, source.transpose])
     return made
 
 

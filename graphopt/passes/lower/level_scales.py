@@ -65,16 +65,18 @@ class LevelScales(Pass):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Level the scales of every packed product; say why others stay."""
         graph, ledger = model.graph, context.ledger
-        order = {node: place for place, node in enumerate(graph)}
+        order = {node: position for position, node in enumerate(graph)}
         products = [node for node in graph if (node.domain, node.op_type) == (DOMAIN, OPERATORS["MatMulTable"].name)]
         for scales in dict.fromkeys(port(node, "scales") for node in products):
             if scales is None or scales.const_value is None or scales.dtype is None:
                 continue
             stored, name, uses = expression_of(scales.const_value), scales.name or "scales", [*scales.uses()]
-            other = next((use.node for use in uses if use.node.domain != DOMAIN), None)
-            groups, saved = stored.shape[1], stored.nbytes - np.prod(stored.shape) * (1 + 2 / stored.shape[1])
-            if other is not None or saved <= 0:
-                ledger.skipped(scales, FEW(groups=groups) if other is None else SHARED(op_type=other.op_type))
+            other_reader = next((use.node for use in uses if use.node.domain != DOMAIN), None)
+            groups, saved_bytes = stored.shape[1], stored.nbytes - np.prod(stored.shape) * (1 + 2 / stored.shape[1])
+            if other_reader is not None or saved_bytes <= 0:
+                ledger.skipped(
+                    scales, FEW(groups=groups) if other_reader is None else SHARED(op_type=other_reader.op_type)
+                )
                 continue
             made = Levels(stored)
             levels, steps = (
@@ -94,6 +96,6 @@ class LevelScales(Pass):
             for use in uses:
                 use.node.replace_input_with(use.idx, narrow.outputs[0])
             del graph.initializers[name]
-            fact = LEVELED(scales=name, columns=stored.shape[0] * stored.shape[2], saved=int(saved))
+            fact = LEVELED(scales=name, columns=stored.shape[0] * stored.shape[2], saved=int(saved_bytes))
             for node in nodes:
                 ledger.changed(node, fact, [use.node for use in uses])

@@ -228,11 +228,11 @@ def _replace(
     matrix = _packed(graph, node, stored, ledger)
     new = matrix.node(OPERATORS["MatMulTable"], x, (), attributes, node.name or "")
     if activations == "float32":
-        what = PACKED_EXACT(reason=reason, wide=matrix.wide)
+        fact = PACKED_EXACT(reason=reason, wide=matrix.wide)
     else:
-        what = PACKED(activations=activations, group=stored.group, reason=reason, wide=matrix.wide)
+        fact = PACKED(activations=activations, group=stored.group, reason=reason, wide=matrix.wide)
     replace(node, new)
-    ledger.changed(new, what, sources)
+    ledger.changed(new, fact, sources)
 
 
 def _packed(graph: ir.Graph, node: ir.Node, stored: StoredCodes, ledger: Ledger) -> PackedMatrix:
@@ -247,18 +247,18 @@ def _replace_dynamic(
 ) -> None:
     x, rotation = rounding.inputs[0], _rotation_in_front(rounding)
     assert x is not None
-    one = shared_constant(graph, "no_rotation", np.ones((1, 1), np.int8))
-    matrices, sources = (one, one), [stored.reader, rounding, node]
+    unit_matrix = shared_constant(graph, "no_rotation", np.ones((1, 1), np.int8))
+    matrices, sources = (unit_matrix, unit_matrix), [stored.reader, rounding, node]
     if rotation is not None:
         x, left, right = (value for value in rotation.inputs if value is not None)
         matrices, sources = (left, right), [*sources, rotation]
     attributes = {"bits": bits, "clip": rounding.attributes.get_float("clip", 1.0)}
     matrix = _packed(graph, node, stored, ledger)
     new = matrix.node(OPERATORS["MatMulDynamic"], x, matrices, attributes, node.name or "")
-    what = PACKED_DYNAMIC(bits=bits, rotation=None if rotation is None else rotation.name, wide=matrix.wide)
+    fact = PACKED_DYNAMIC(bits=bits, rotation=None if rotation is None else rotation.name, wide=matrix.wide)
     replace(node, new)
-    ledger.changed(new, what, sources)
-    drop(graph, one)
+    ledger.changed(new, fact, sources)
+    drop(graph, unit_matrix)
 
 
 def _rotation_in_front(rounding: ir.Node) -> ir.Node | None:
@@ -267,8 +267,8 @@ def _rotation_in_front(rounding: ir.Node) -> ir.Node | None:
     producer = None if x is None else x.producer()
     if x is None or producer is None or producer.domain != DOMAIN or producer.op_type != "Hadamard":
         return None
-    alone = len(x.uses()) == 1 and not x.is_graph_output() and len(rounding.outputs[0].uses()) == 1
-    return producer if alone else None
+    is_only_reader = len(x.uses()) == 1 and not x.is_graph_output() and len(rounding.outputs[0].uses()) == 1
+    return producer if is_only_reader else None
 
 
 __all__ = ["Costs", "Lower", "Target", "lowered", "shipped_costs"]

@@ -73,14 +73,14 @@ class MergeProducts(Pass):
                 self._merge_readers(model.graph, x, nodes, ledger)
 
     def _merge_readers(self, graph: ir.Graph, x: ir.Value, nodes: list[ir.Node], ledger: Ledger) -> None:
-        alike: dict[Hashable, list[_Product]] = {}
+        groups: dict[Hashable, list[_Product]] = {}
         for node in nodes:
             product = _product(node)
             if isinstance(product, Fact):
                 ledger.skipped(node, product)
             else:
-                alike.setdefault(product.kind, []).append(product)
-        for products in alike.values():
+                groups.setdefault(product.kind, []).append(product)
+        for products in groups.values():
             if len(products) > 1:
                 _merge(graph, products, ledger)
             else:
@@ -100,15 +100,15 @@ def _product(node: ir.Node) -> _Product | Fact:
     of_rows = not reader.attributes.get_int("axis", 0) % 2 and all(len(_shape(value)) == 2 for value in stored)
     if not reader.domain and not of_rows:  # as MatMulNBits wants it
         return NOT_IN_ROWS()
-    joined = _joined_inputs(reader)
+    joined_inputs = _joined_inputs(reader)
     # All but the number of columns, or all of it where there are none.
-    agreed = tuple(
-        (value.dtype, _shape(value)[:1]) if index in joined else value.name
+    shared_inputs = tuple(
+        (value.dtype, _shape(value)[:1]) if index in joined_inputs else value.name
         for index, value in enumerate(stored)
         if value is not None
     )
     attributes = tuple(sorted((name, each.value) for name, each in reader.attributes.items()))
-    return _Product(node, reader, _shape(codes)[1], (reader.domain, reader.op_type, attributes, agreed))
+    return _Product(node, reader, _shape(codes)[1], (reader.domain, reader.op_type, attributes, shared_inputs))
 
 
 def _joined_inputs(reader: ir.Node) -> set[int]:

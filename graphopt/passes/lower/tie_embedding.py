@@ -57,8 +57,8 @@ class TieEmbedding(Pass):
         for product, lookups in tied_lookups(graph).items():
             table, weight = weight_of(lookups[0], 0), weight_of(product, 1)
             assert table is not None and weight is not None
-            turned = ir.node("Transpose", [table], {"perm": [1, 0]}, name=f"{product.name}.tied")
-            graph.insert_before(product, turned)
-            product.replace_input_with(1, name_output(turned, weight))
-            context.ledger.changed(turned, TIED(table=table.name, weight=weight.name), [product, table])
+            transpose = ir.node("Transpose", [table], {"perm": [1, 0]}, name=f"{product.name}.tied")
+            graph.insert_before(product, transpose)
+            product.replace_input_with(1, name_output(transpose, weight))
+            context.ledger.changed(transpose, TIED(table=table.name, weight=weight.name), [product, table])
             drop(graph, weight)

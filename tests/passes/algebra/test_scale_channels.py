@@ -14,12 +14,12 @@ from graphopt.graph.weights import weight_of
 from graphopt.numerics.formats import format_of
 from graphopt.ort.runner import Runner
 from graphopt.passes.algebra.scale_channels import (
-    DIVIDED,
-    LEFT,
+    CHANNELS_SCALED,
+    LEFT_IN_FLOATS,
     NO_BETTER,
     NO_WRITER,
     OTHER_READER,
-    SCALED,
+    WEIGHT_DIVIDED,
     ScaleChannels,
     scales_of,
 )
@@ -65,8 +65,8 @@ def test_the_logits_of_a_gated_decoder_stay(tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(0, VOCABULARY, (2, 20))
     before, old = logits_of(model, ids, tmp_path / "before"), weights(model)
     report = scale(model, tmp_path / "statistics")
-    assert {change.what.code for change in report.changes} == {SCALED.code, DIVIDED.code}
-    assert {skip.reason.code for skip in report.skips} <= {LEFT.code, NO_WRITER.code, NO_BETTER.code}
+    assert {change.what.code for change in report.changes} == {CHANNELS_SCALED.code, WEIGHT_DIVIDED.code}
+    assert {skip.reason.code for skip in report.skips} <= {LEFT_IN_FLOATS.code, NO_WRITER.code, NO_BETTER.code}
     changed = {name for name, array in weights(model).items() if not np.array_equal(array, old[name])}
     assert any("down" in name for name in changed), changed
     # float32, through two layers: each weight and gain is rounded once more
@@ -88,7 +88,9 @@ def test_the_error_of_rounding_is_what_the_report_says(tmp_path: Path) -> None:
         return float(np.einsum("kn,kl,ln->", lost, hessians[name].astype(np.float64), lost))
 
     shares = {
-        change.where: change.what.figures["share"] for change in report.changes if change.what.code == SCALED.code
+        change.where: change.what.figures["share"]
+        for change in report.changes
+        if change.what.code == CHANNELS_SCALED.code
     }
     assert shares
     for name, before in old.items():
@@ -121,4 +123,4 @@ def test_what_cannot_be_divided_stays(tmp_path: Path) -> None:
     first = linear_nodes(model.graph)[0].name or ""
     assert np.array_equal(weights(model)[first], before[first])
     report = scale(residual_model(32, 24, layer_norm=True), tmp_path)
-    assert {skip.reason.code for skip in report.skips} == {NO_WRITER.code, LEFT.code}
+    assert {skip.reason.code for skip in report.skips} == {NO_WRITER.code, LEFT_IN_FLOATS.code}

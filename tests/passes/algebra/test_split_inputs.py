@@ -14,7 +14,7 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.runner import Runner
 from graphopt.passes import PASSES
-from graphopt.passes.algebra.split_inputs import BRANCH, LM_HEAD, NONE, SPLIT, directions
+from graphopt.passes.algebra.split_inputs import BRANCH, LM_HEAD, NO_DIRECTIONS, SPLIT, directions
 from graphopt.passes.codes.quantize_weights import THIN
 from graphopt.passes.context import Statistics, make_context
 from graphopt.quantization.statistics import Calibration
@@ -72,7 +72,7 @@ def test_inputs_without_a_strong_direction_stay(tmp_path: Path) -> None:
     model = residual_model(32, 24)
     nodes = len(model.graph)
     report = split(model, tmp_path, least=1.0)
-    assert {skip.reason.code for skip in report.skips} == {NONE.code, LM_HEAD.code}
+    assert {skip.reason.code for skip in report.skips} == {NO_DIRECTIONS.code, LM_HEAD.code}
     assert len(model.graph) == nodes
 
 

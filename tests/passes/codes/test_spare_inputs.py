@@ -19,7 +19,7 @@ from graphopt.ort.runner import Runner
 from graphopt.passes import PASSES
 from graphopt.passes.codes.quantize_activations import QuantizeActivations
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
-from graphopt.passes.codes.spare_inputs import ROUNDED, SPARED, gain_of
+from graphopt.passes.codes.spare_inputs import INPUT_ROUNDED, INPUT_SPARED, gain_of
 from graphopt.passes.context import Statistics, make_context
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.statistics import Calibration
@@ -54,8 +54,8 @@ def test_a_share_keeps_8_bits_and_the_notes_are_gone(tmp_path: Path, share: floa
     report = choose(model, tmp_path, share)
     spared = [change.what.figures for change in report.changes]
     others = [skip.reason.figures for skip in report.skips]
-    assert {change.what.code for change in report.changes} <= {SPARED.code}
-    assert {skip.reason.code for skip in report.skips} <= {ROUNDED.code}
+    assert {change.what.code for change in report.changes} <= {INPUT_SPARED.code}
+    assert {skip.reason.code for skip in report.skips} <= {INPUT_ROUNDED.code}
     assert (len(spared), len(others)) == (expected, 4 - expected)
     assert all(one["error"] >= other["error"] for one in spared for other in others)
     linear = LinearFormat(format="nf4", group=16)

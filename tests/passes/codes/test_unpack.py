@@ -9,7 +9,7 @@ import pytest
 
 from graphopt.compile.pipeline import optimize
 from graphopt.passes.codes.quantize_weights import LinearFormat
-from graphopt.passes.codes.unpack import BIASED, NOT_CONSTANT, NOT_FLOAT
+from graphopt.passes.codes.unpack import HAS_BIAS, NOT_CONSTANT, NOT_FLOAT
 from graphopt.passes.recipe import Recipe, load_recipe
 from tests.graphs import residual_model, run_pass
 
@@ -95,7 +95,7 @@ def constant(graph: ir.Graph, array: np.ndarray) -> ir.Value:
 
 
 @pytest.mark.parametrize(
-    ("edit", "reason"), [(biased, BIASED()), (computed, NOT_CONSTANT()), (narrow, NOT_FLOAT(type="FLOAT16"))]
+    ("edit", "reason"), [(biased, HAS_BIAS()), (computed, NOT_CONSTANT()), (narrow, NOT_FLOAT(type="FLOAT16"))]
 )
 def test_what_has_no_logical_form_stays_with_its_reason(edit: Any, reason: Any) -> None:
     model = packed(LinearFormat(format="nf4", group=16))

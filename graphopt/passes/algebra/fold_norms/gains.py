@@ -41,7 +41,7 @@ GAIN_IS_ONE = Rule("fold_norms.gain-is-one", "its gain is one already")
 GAIN_NOT_CONSTANT = Rule("fold_norms.gain-not-constant", "its gain is no constant vector")
 BIAS_NOT_CONSTANT = Rule("fold_norms.bias-not-constant", "its bias is no constant")
 STATISTICS_READ = Rule("fold_norms.statistics-read", "something reads its mean or deviation")
-MOVED = Rule("fold_norms.moved", ", moved by {by:and},")
+MOVED_BY = Rule("fold_norms.moved", ", moved by {by:and},")
 GRAPH_OUTPUT = Rule("fold_norms.graph-output", "its output{moved} is an output of the graph")
 NO_MATRIX = Rule(
     "fold_norms.no-matrix",
@@ -73,8 +73,8 @@ def fold_gains(model: ir.Model, ledger: Ledger) -> None:
             weight = own_input(product, 1)
             rewrite(weight, partial(Scale, factors=factors, axis=0))
             ledger.changed(weight, ROWS_SCALED(norm=node.name), [gain])
-        ones = np.ones(factors.shape, gain.const_value.dtype.numpy())
-        gain.const_value = WeightTensor(Inline(ones, gain.const_value.dtype), gain.name)
+        unit_gain = np.ones(factors.shape, gain.const_value.dtype.numpy())
+        gain.const_value = WeightTensor(Inline(unit_gain, gain.const_value.dtype), gain.name)
         if bias is not None:
             # Not an empty third input: onnxruntime 1.31 crashes while it optimizes such a LayerNormalization.
             node.resize_inputs(_BIAS)
@@ -93,7 +93,7 @@ def _reason_to_stay(node: ir.Node) -> Fact | None:
 
 
 def _cannot_take(reader: Reader) -> Fact | None:
-    node, moved = reader.node, MOVED(by=[*dict.fromkeys(reader.moved_by)]) if reader.moved_by else None
+    node, moved = reader.node, MOVED_BY(by=[*dict.fromkeys(reader.moved_by)]) if reader.moved_by else None
     if node is None:
         return GRAPH_OUTPUT(moved=moved)
     weight = weight_of(node, 1)
@@ -109,20 +109,20 @@ def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     shift = VectorTimes(expression_of(bias.const_value), expression_of(weight.const_value))
     add = _bias_of(product)
     if add is not None:
-        there = own_input(add[0], add[1])
-        rewrite(there, partial(_added, other=shift))
-        ledger.changed(there, BIAS_TAKEN(weight=weight.name), [bias, weight])
+        bias_value = own_input(add[0], add[1])
+        rewrite(bias_value, partial(_sum_of, addend=shift))
+        ledger.changed(bias_value, BIAS_TAKEN(weight=weight.name), [bias, weight])
         return
     graph, output = product.graph, product.outputs[0]
     assert graph is not None
-    made = new_weight(graph, f"{product.name}.bias", WeightTensor(Cast(shift, weight.const_value.dtype)))
-    behind = ir.node("Add", [output, made], name=f"{product.name}.add_bias")
-    insert_behind(output, behind, value_name=f"{output.name}.unbiased")
-    ledger.changed(behind, BIAS_ADDED(weight=weight.name), [bias, weight])
+    bias_weight = new_weight(graph, f"{product.name}.bias", WeightTensor(Cast(shift, weight.const_value.dtype)))
+    bias_node = ir.node("Add", [output, bias_weight], name=f"{product.name}.add_bias")
+    insert_behind(output, bias_node, value_name=f"{output.name}.unbiased")
+    ledger.changed(bias_node, BIAS_ADDED(weight=weight.name), [bias, weight])
 
 
-def _added(of: Expression, other: Expression) -> Expression:
-    return Sum(of, other)
+def _sum_of(of: Expression, addend: Expression) -> Expression:
+    return Sum(of, addend)
 
 
 def _bias_of(product: ir.Node) -> tuple[ir.Node, int] | None:
@@ -131,6 +131,6 @@ def _bias_of(product: ir.Node) -> tuple[ir.Node, int] | None:
     if len(uses) != 1 or product.outputs[0].is_graph_output() or weight is None or weight.shape is None:
         return None
     (use,) = uses
-    other = weight_of(use.node, 1 - use.idx) if use.node.op_type == "Add" else None
-    full = other is not None and other.shape is not None and list(other.shape) == [weight.shape[1]]
+    addend = weight_of(use.node, 1 - use.idx) if use.node.op_type == "Add" else None
+    full = addend is not None and addend.shape is not None and list(addend.shape) == [weight.shape[1]]
     return (use.node, 1 - use.idx) if full else None

@@ -16,7 +16,7 @@ from graphopt.graph.weights import Center, Expression, own_input, rewrite, weigh
 if TYPE_CHECKING:
     from graphopt.passes.context import Ledger
 
-CENTERED = Rule("fold_norms.centered", "axis {axis} centered, for the norms that read basis {basis}")
+AXIS_CENTERED = Rule("fold_norms.centered", "axis {axis} centered, for the norms that read basis {basis}")
 MEAN_FOLDED = Rule("fold_norms.mean-folded", "its mean moved into the weights before it; it is an RMSNormalization now")
 KEEPS_MEAN = Rule("fold_norms.keeps-mean", "it keeps its mean: {why}")
 SPANS_MORE = Rule("fold_norms.spans-more", "{norm} takes its mean over more than the last axis")
@@ -46,13 +46,13 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
         for site in basis.writers:
             weight = own_input(site.node, site.input)
             assert basis.width is not None
-            rewrite(weight, partial(_centered, axis=site.axis, starts=tuple(site.starts), width=basis.width))
-            ledger.changed(weight, CENTERED(axis=site.axis, basis=basis.name))
+            rewrite(weight, partial(_centered_expression, axis=site.axis, starts=tuple(site.starts), width=basis.width))
+            ledger.changed(weight, AXIS_CENTERED(axis=site.axis, basis=basis.name))
         for node in inside:
             _become_root_mean_square(node, ledger)
 
 
-def _centered(of: Expression, axis: int, starts: tuple[int, ...], width: int) -> Expression:
+def _centered_expression(of: Expression, axis: int, starts: tuple[int, ...], width: int) -> Expression:
     return Center(of, axis % len(of.shape), starts, width)
 
 
@@ -90,12 +90,12 @@ def _become_root_mean_square(node: ir.Node, ledger: Ledger) -> None:
     gain = weight_of(node, 1)
     attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-5)}
     bias = node.inputs[2] if len(node.inputs) > 2 else None
-    made = ir.node("RMSNormalization", [node.inputs[0], gain], attributes, name=node.name)
-    new, name = [made], node.outputs[0].name
+    norm_node = ir.node("RMSNormalization", [node.inputs[0], gain], attributes, name=node.name)
+    new, name = [norm_node], node.outputs[0].name
     if bias is not None:
-        made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
-        new.append(ir.node("Add", [made.outputs[0], bias], name=f"{node.name}.add_bias"))
+        norm_node.outputs[0].type, norm_node.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+        new.append(ir.node("Add", [norm_node.outputs[0], bias], name=f"{node.name}.add_bias"))
     replace(node, new)
     if bias is not None:
-        made.outputs[0].name = f"{name}.unbiased"
-    ledger.changed(made, MEAN_FOLDED(), [node])
+        norm_node.outputs[0].name = f"{name}.unbiased"
+    ledger.changed(norm_node, MEAN_FOLDED(), [node])

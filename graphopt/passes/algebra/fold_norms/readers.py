@@ -47,8 +47,8 @@ def _always(node: ir.Node) -> bool:
 
 def _to_float(node: ir.Node) -> bool:
     # Not to 8 bits and fewer: what is cut off there depends on the gain.
-    to = ir.DataType(node.attributes.get_int("to", 0))
-    return to.is_floating_point() and to.bitwidth >= 16
+    dtype = ir.DataType(node.attributes.get_int("to", 0))
+    return dtype.is_floating_point() and dtype.bitwidth >= 16
 
 
 def _keeps_width(node: ir.Node) -> bool:
@@ -68,8 +68,8 @@ def _along_leading_axis(node: ir.Node) -> bool:
 
 def _picks_whole_rows(node: ir.Node) -> bool:
     rank, _ = _rank_and_width(node.inputs[0])
-    _, indexed = _rank_and_width(node.inputs[1])
-    return indexed is not None and node.attributes.get_int("batch_dims", 0) + indexed < rank
+    _, index_shape = _rank_and_width(node.inputs[1])
+    return index_shape is not None and node.attributes.get_int("batch_dims", 0) + index_shape < rank
 
 
 def _cuts_leading_axes(node: ir.Node) -> bool:

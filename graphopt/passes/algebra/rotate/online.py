@@ -25,7 +25,9 @@ NOT_READ = Rule("rotate.read-nowhere-else", "nothing reads it in other coordinat
 NEVER_LAST = Rule(
     "rotate.never-last-axis", "it is never the last axis of a tensor between what makes it and what reads it"
 )
-TWICE = Rule("rotate.more-than-once", "rotating it would take more than one rotation on some way through the graph")
+MORE_THAN_ONCE = Rule(
+    "rotate.more-than-once", "rotating it would take more than one rotation on some way through the graph"
+)
 
 
 def places_behind_makers(graph: ir.Graph, basis: Basis) -> list[ir.Value] | Fact:
@@ -40,11 +42,11 @@ def places_behind_makers(graph: ir.Graph, basis: Basis) -> list[ir.Value] | Fact
     inside = {axis.tensor: axis.index for axis in basis.axes if not axis.part}
     makers = {pin.tensor for pin in basis.pins}
     writing = {site.node for site in basis.writers}
-    unrotated = _unrotated(graph, inside, makers, writing)
+    plain_values = _plain_values(graph, inside, makers, writing)
     flow: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
     source, sink = ("", "source"), ("", "sink")
     flow.add_nodes_from((source, sink))
-    for name, value in unrotated.items():
+    for name, value in plain_values.items():
         if _can_rotate(value, inside[name], basis.width):
             flow.add_edge((name, "in"), (name, "out"), capacity=_numbers(value))
         else:
@@ -56,32 +58,34 @@ def places_behind_makers(graph: ir.Graph, basis: Basis) -> list[ir.Value] | Fact
                 continue
             outputs = [output.name or "" for output in use.node.outputs if (output.name or "") in inside]
             for output in outputs:
-                if output in unrotated:
+                if output in plain_values:
                     flow.add_edge((name, "out"), (output, "in"))
-            if not outputs or any(output not in unrotated for output in outputs):
+            if not outputs or any(output not in plain_values for output in outputs):
                 flow.add_edge((name, "out"), sink)
     if not nx.has_path(flow, source, sink):
         return NOT_READ()
     try:
-        _, (near, far) = nx.minimum_cut(flow, source, sink)
+        _, (near_side, far) = nx.minimum_cut(flow, source, sink)
     except nx.NetworkXUnbounded:
         return NEVER_LAST()
-    cut = {name for name in unrotated if (name, "in") in near and (name, "out") in far}
-    if not _consistent(unrotated, makers, cut, set(inside)):
-        return TWICE()
-    return [unrotated[name] for name in unrotated if name in cut]
+    cut = {name for name in plain_values if (name, "in") in near_side and (name, "out") in far}
+    if not _consistent(plain_values, makers, cut, set(inside)):
+        return MORE_THAN_ONCE()
+    return [plain_values[name] for name in plain_values if name in cut]
 
 
-def _unrotated(graph: ir.Graph, inside: dict[str, int], makers: set[str], writing: set[ir.Node]) -> dict[str, ir.Value]:
+def _plain_values(
+    graph: ir.Graph, inside: dict[str, int], makers: set[str], writing: set[ir.Node]
+) -> dict[str, ir.Value]:
     """Return the tensors of the basis that get their coordinates from its makers alone, in graph order."""
-    found: dict[str, ir.Value] = {}
+    values: dict[str, ir.Value] = {}
     for node in graph:
         sources = [value.name for value in node.inputs if value is not None and value.name in inside]
-        carried = bool(sources) and node not in writing and all(name in found for name in sources)
+        is_carried = bool(sources) and node not in writing and all(name in values for name in sources)
         for value in node.outputs:
-            if value.name in inside and (value.name in makers or carried):
-                found[value.name] = value
-    return found
+            if value.name in inside and (value.name in makers or is_carried):
+                values[value.name] = value
+    return values
 
 
 def _can_rotate(value: ir.Value, index: int, width: int | None) -> bool:
@@ -96,18 +100,18 @@ def _numbers(value: ir.Value) -> int:
     return math.prod(number for dim in value.shape if (number := static_size(dim)) is not None)
 
 
-def _consistent(unrotated: dict[str, ir.Value], makers: set[str], cut: set[str], inside: set[str]) -> bool:
+def _consistent(plain_values: dict[str, ir.Value], makers: set[str], cut: set[str], inside: set[str]) -> bool:
     """Whether every tensor behind the cut is rotated on all ways to it, and once."""
-    rotated: dict[str, bool] = {}
-    for name, value in unrotated.items():
+    is_rotated: dict[str, bool] = {}
+    for name, value in plain_values.items():
         producer = value.producer()
         before = set()
         if name not in makers and producer is not None:
             names = {v.name or "" for v in producer.inputs if v is not None and v.name in inside}
-            before = {rotated[source] for source in names}
+            before = {is_rotated[source] for source in names}
         if len(before) > 1 or (before == {True} and name in cut):
             return False
-        rotated[name] = name in cut or before == {True}
+        is_rotated[name] = name in cut or before == {True}
     return True
 
 
@@ -124,8 +128,8 @@ def insert(
 
 def matrices(graph: ir.Graph, rotation: HadamardRotation) -> list[ir.Value]:
     """Return the two factors of ``rotation`` as initializers, shared by all rotations of the same order."""
-    found: list[ir.Value] = []
+    values: list[ir.Value] = []
     for matrix in rotation.pair:
-        name = f"hadamard.{rotation.kind}.{len(found)}".replace(" ", "_").replace(",", "")
-        found.append(shared_constant(graph, name, matrix))
-    return found
+        name = f"hadamard.{rotation.kind}.{len(values)}".replace(" ", "_").replace(",", "")
+        values.append(shared_constant(graph, name, matrix))
+    return values

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from graphopt.numerics.rotations import HadamardRotation, Rotation
     from graphopt.passes.context import Ledger
 
-FUSED = Rule(
+BASIS_FUSED = Rule(
     "rotate.fused",
     "{side} {role} basis {basis}: axis {axis} rotated by {rotation}",
     also=["width"],
     tiled=", {tiled}",
 )
-TILED = Rule("rotate.tiled", "{copies} times {width}")
+TILED_ROTATION = Rule("rotate.tiled", "{copies} times {width}")
 READ_BESIDE = Rule("rotate.read-beside-others", "{reader} reads it beside other coordinates")
 
 
@@ -81,8 +81,8 @@ class Work:
         for side, sites in (("writes", basis.writers), ("reads", basis.readers)):
             for site in sites:
                 weight = self._fuser.add(site, rotation)
-                copies = TILED(copies=len(site.starts), width=rotation.width) if len(site.starts) > 1 else None
-                what = FUSED(
+                copies = TILED_ROTATION(copies=len(site.starts), width=rotation.width) if len(site.starts) > 1 else None
+                fact = BASIS_FUSED(
                     side=side,
                     role=basis.role,
                     basis=basis.name,
@@ -91,7 +91,7 @@ class Work:
                     tiled=copies,
                     width=rotation.width,
                 )
-                self._ledger.changed(weight, what)
+                self._ledger.changed(weight, fact)
 
     def _claim(self, value: ir.Value, axis: int, rotation: str, starts: tuple[int, ...]) -> None:
         """Claim ``rotation`` at ``starts`` of an axis: in one claim where they are evenly spaced."""
@@ -110,8 +110,8 @@ class Work:
 
     def _name(self, rotation: Rotation) -> str:
         claim = rotation.claim()
-        for name, known in self._rotations.items():
-            if known == claim:
+        for name, rotation_name in self._rotations.items():
+            if rotation_name == claim:
                 return name
         name = f"Q{len(self._rotations)}"
         self._rotations[name] = claim

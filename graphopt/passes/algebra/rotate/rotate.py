@@ -82,8 +82,8 @@ class Rotate(Pass):
             reason = self._rotate(work, basis, number)
             if reason is not None:
                 pin = next((pin for pin in basis.pins if pin.side == "observed"), next(iter(basis.pins), None))
-                why = STAYS(why=reason, role=basis.role, width=basis.width)
-                ledger.skipped(basis.name, why, node=None if pin is None else pin.node)
+                fact = STAYS(why=reason, role=basis.role, width=basis.width)
+                ledger.skipped(basis.name, fact, node=None if pin is None else pin.node)
         ledger.report.claims = work.finish()
 
     def _rotate(self, work: Work, basis: Basis, number: int) -> Fact | None:
@@ -108,11 +108,11 @@ class Rotate(Pass):
                 work.rotate_online(basis, rotation, places)
                 return None
             reason = places
-        rotated = any(pin.reason.code == ROTATED_ONLINE.code for pin in basis.pins)
-        if self.weight_inputs and basis.readers and not rotated:
+        is_rotated = any(pin.reason.code == ROTATED_ONLINE.code for pin in basis.pins)
+        if self.weight_inputs and basis.readers and not is_rotated:
             # The basis stays all the same, and its reason with it, unless being read is all there is to it.
-            refused = work.rotate_readers(basis, rotation)
-            return reason if refused is None and basis.role != "weight_input" else refused
+            reason_left = work.rotate_readers(basis, rotation)
+            return reason if reason_left is None and basis.role != "weight_input" else reason_left
         return reason
 
     def _is_online(self, basis: Basis, kind: Kind | None) -> bool:

@@ -37,8 +37,8 @@ def _padding(graph: ir.Graph, tokens: ir.Value, real: ir.Value, dims: Dims) -> i
     visible = insert.op("Cast", [real], [dims[0], dims[3]], ir.DataType.BOOL, to=ir.DataType.BOOL)
     visible = insert.op("Unsqueeze", [visible, insert.integers([1, 2])], [dims[0], 1, 1, dims[3]], ir.DataType.BOOL)
     length = insert.op("Shape", [tokens], [1], ir.DataType.INT64, start=1, end=2)
-    ones = [insert.integers([1, 1]), length, insert.integers([1])]
-    shape = insert.op("Concat", ones, [4], ir.DataType.INT64, axis=0)
+    leading_dims = [insert.integers([1, 1]), length, insert.integers([1])]
+    shape = insert.op("Concat", leading_dims, [4], ir.DataType.INT64, axis=0)
     # onnxruntime's Attention does not broadcast the query axis of a mask.
     return insert.op("Expand", [visible, shape], dims, ir.DataType.BOOL)
 
@@ -47,20 +47,20 @@ def _near(model: ir.Model, window: int, tokens: ir.Value, real: ir.Value, dims: 
     padding = padding_mask(model)
     made = padding.producer()
     assert made is not None
-    behind = list(model.graph).index(made) + 1
-    insert = Inserter(model.graph, model.graph[behind], f"{_WINDOW}.{window}")
+    position = list(model.graph).index(made) + 1
+    insert = Inserter(model.graph, model.graph[position], f"{_WINDOW}.{window}")
     whole = ir.DataType.INT64
 
     def number(value: ir.Value, suffix: str) -> ir.Value:
         size = insert.op("Shape", [value], [1], whole, f"{suffix}.shape", start=1, end=2)
         return insert.op("Squeeze", [size], [], whole, suffix)
 
-    zero, one = insert.integers(0), insert.integers(1)
+    zero, unit = insert.integers(0), insert.integers(1)
     length, keys = number(tokens, "length"), number(real, "keys")
-    columns = insert.op("Range", [zero, keys, one], [dims[3]], whole, "columns")
+    columns = insert.op("Range", [zero, keys, unit], [dims[3]], whole, "columns")
     first = insert.op("Sub", [keys, length], [], whole, "first")
-    queries = insert.op("Range", [first, keys, one], [dims[2]], whole, "queries")
+    queries = insert.op("Range", [first, keys, unit], [dims[2]], whole, "queries")
     queries = insert.op("Unsqueeze", [queries, insert.integers([1])], [dims[2], 1], whole, "query_column")
     oldest = insert.op("Sub", [queries, insert.integers(window)], [dims[2], 1], whole, "hidden")
-    near = insert.op("Greater", [columns, oldest], [dims[2], dims[3]], ir.DataType.BOOL, "near")
-    return insert.op("And", [near, padding], dims, ir.DataType.BOOL, "And")
+    in_window = insert.op("Greater", [columns, oldest], [dims[2], dims[3]], ir.DataType.BOOL, "near")
+    return insert.op("And", [in_window, padding], dims, ir.DataType.BOOL, "And")

@@ -98,9 +98,9 @@ class Angles:
         wide = insert.op("Unsqueeze", [positions, insert.integers([2])], [*positions.shape, 1], ir.DataType.INT64)
         wide = insert.op("Cast", [wide], [*positions.shape, 1], ir.DataType.FLOAT, to=ir.DataType.FLOAT)
         angle = insert.op("Mul", [wide, numbers], dims, ir.DataType.FLOAT)
-        both = (insert.op(name, [angle], dims, ir.DataType.FLOAT) for name in ("Cos", "Sin"))
+        cos_and_sin = (insert.op(name, [angle], dims, ir.DataType.FLOAT) for name in ("Cos", "Sin"))
         self._ledger.report_change(cos.name or "?", TABLE_TO_FREQUENCIES())
-        return next(both), next(both)
+        return next(cos_and_sin), next(cos_and_sin)
 
 
 def _frequencies(cos: ir.Value, sin: ir.Value) -> npt.NDArray[np.float32] | None:
@@ -123,10 +123,10 @@ def _frequencies(cos: ir.Value, sin: ir.Value) -> npt.NDArray[np.float32] | None
     candidates = [nearest]
     for towards in (np.float32(np.inf), np.float32(-np.inf)):
         candidates += [np.nextafter(nearest, towards), np.nextafter(np.nextafter(nearest, towards), towards)]
-    tried = np.stack(candidates)
+    frequencies = np.stack(candidates)
     sample = np.unique(np.geomspace(1, len(c) - 1, 64).astype(np.int64))
-    off = _off(c[sample], s[sample], sample, tried[:, None])
-    found: npt.NDArray[np.float32] = tried[off.max(axis=1).argmin(axis=0), np.arange(tried.shape[1])]
+    off = _off(c[sample], s[sample], sample, frequencies[:, None])
+    found: npt.NDArray[np.float32] = frequencies[off.max(axis=1).argmin(axis=0), np.arange(frequencies.shape[1])]
     blocks = (np.arange(begin, min(begin + _ROWS, len(c))) for begin in range(0, len(c), _ROWS))
     return found if all((_off(c[rows], s[rows], rows, found) <= _ROUNDING).all() for rows in blocks) else None
 
@@ -146,15 +146,16 @@ def _off(
 def position_ids(model: ir.Model, ledger: Ledger) -> ir.Value | Fact:
     """Return the input ``position_ids`` [batch, length] of the graph, made unless it is there, or why it cannot be."""
     graph = model.graph
-    named = {value.name: value for value in graph.inputs}
-    if _POSITIONS in named:
-        return named[_POSITIONS]
-    tokens = named.get("input_ids")
+    inputs_by_name = {value.name: value for value in graph.inputs}
+    if _POSITIONS in inputs_by_name:
+        return inputs_by_name[_POSITIONS]
+    tokens = inputs_by_name.get("input_ids")
     if tokens is None or tokens.shape is None or len(tokens.shape) != 2:
         return NO_TOKENS()
     made = ir.val(_POSITIONS, ir.DataType.INT64, tokens.shape.copy())
     graph.inputs.insert(
-        1 + max(list(named).index(name) for name in ("input_ids", "attention_mask") if name in named), made
+        1 + max(list(inputs_by_name).index(name) for name in ("input_ids", "attention_mask") if name in inputs_by_name),
+        made,
     )
     ledger.report_change(_POSITIONS, POSITIONS_ADDED())
     return made
@@ -163,11 +164,11 @@ def position_ids(model: ir.Model, ledger: Ledger) -> ir.Value | Fact:
 def lift_rotary_tables(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
     """Lift every ``RotaryEmbedding`` that reads tables: onnxruntime's own, and the standard one with positions."""
     for node in list(model.graph):
-        own = node.domain == MICROSOFT
-        if node.op_type != "RotaryEmbedding" or (not own and (node.domain or len(node.inputs) < 4)):
+        is_contrib = node.domain == MICROSOFT
+        if node.op_type != "RotaryEmbedding" or (not is_contrib and (node.domain or len(node.inputs) < 4)):
             continue
         x, first, second, third = node.inputs[:4]
-        positions, cos, sin = (first, second, third) if own else (third, first, second)
+        positions, cos, sin = (first, second, third) if is_contrib else (third, first, second)
         if x is None or positions is None or cos is None or sin is None:
             continue
         dims = None if x.shape is None else list(x.shape)

@@ -96,8 +96,8 @@ def _scores(value: ir.Value | None) -> _Scores | None:
         return _scaled(node)
     if node.op_type == "Tanh":
         inner = _scores(node.inputs[0])
-        capped = inner is None or inner.inside is not None or bool(inner.masks)
-        return None if inner is None or capped else dataclasses.replace(inner, scale=1.0, inside=inner.scale)
+        is_capped = inner is None or inner.inside is not None or bool(inner.masks)
+        return None if inner is None or is_capped else dataclasses.replace(inner, scale=1.0, inside=inner.scale)
     if node.op_type == "Add":
         for x, mask in (node.inputs[:2], node.inputs[1::-1]):
             inner = _scores(x)
@@ -149,9 +149,9 @@ def _product_behind(softmax: ir.Node) -> ir.Node | Fact:
 def _is_blind(node: ir.Node, probabilities: ir.Value) -> bool:
     """Return whether ``node`` is Where(IsNaN(p), 0, p)."""
     condition = node.inputs[0].producer() if node.inputs[0] is not None else None
-    others = {use.node for use in probabilities.uses()} - {node}
+    other_readers = {use.node for use in probabilities.uses()} - {node}
     is_nan = condition is not None and condition.op_type == "IsNaN" and condition.inputs[0] is probabilities
-    return is_nan and others == {condition} and scalar(node.inputs[1]) == 0.0
+    return is_nan and other_readers == {condition} and scalar(node.inputs[1]) == 0.0
 
 
 def _lift(graph: ir.Graph, scores: _Scores, softmax: ir.Node, product: ir.Node, ledger: Ledger) -> None:
@@ -167,9 +167,9 @@ def _lift(graph: ir.Graph, scores: _Scores, softmax: ir.Node, product: ir.Node, 
     inputs = [query, key, product.inputs[1], None if mask is None else with_queries(insert, mask, query)]
     made = ir.node("Attention", inputs[: 3 + bool(scores.masks)], attributes, name=f"{softmax.name}.Attention")
     inherit(made, softmax)
-    spelled = [scores.product, softmax, product]
+    spelled_nodes = [scores.product, softmax, product]
     replace(product, made)
-    ledger.changed(made, SPELLED_OUT(softcap=softcap), spelled)
+    ledger.changed(made, SPELLED_OUT(softcap=softcap), spelled_nodes)
 
 
 def _without_factor(value: ir.Value) -> tuple[ir.Value, float]:

@@ -43,21 +43,21 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
     except ImportError as error:
         raise MissingDependencyError(str(error), remedy='pip install "graphopt[cpu]"') from error
     try:
-        inferred = SymbolicShapeInference.infer_shapes(ir.to_proto(_without_weights(model)), auto_merge=True)
+        inferred_model = SymbolicShapeInference.infer_shapes(ir.to_proto(_without_weights(model)), auto_merge=True)
     except Exception as error:  # whatever it raises: what it cannot follow stays as it is
         ledger.skipped("graph", NOT_INFERRED(error=repr(error)))
         return
-    found = {value.name: value for node in ir.from_proto(inferred).graph for value in node.outputs}
-    stated = 0
+    found = {value.name: value for node in ir.from_proto(inferred_model).graph for value in node.outputs}
+    count = 0
     for value in lacking:
-        other = found.get(value.name)
-        if other is None or other.shape is None:
+        inferred_value = found.get(value.name)
+        if inferred_value is None or inferred_value.shape is None:
             continue
-        value.shape, value.type = ir.Shape(list(other.shape)), value.type or other.type
-        stated += 1
-    if not stated:
+        value.shape, value.type = ir.Shape(list(inferred_value.shape)), value.type or inferred_value.type
+        count += 1
+    if not count:
         return
-    ledger.report_change("graph", SHAPES_STATED(values=stated))
+    ledger.report_change("graph", SHAPES_STATED(values=count))
     # Sizes are known now, so half of a head's size and the target of a reshape are constants.
     _pick_sizes(model)
     fold_constants(model, output_size_limit=_SMALL, should_fold=_is_small_integer)
@@ -80,15 +80,17 @@ def _pick_sizes(model: ir.Model) -> None:
         if index is None or index.const_value is None or index.const_value.size != 1:
             continue
         dims = list(shape.inputs[0].shape)[shape.attributes.get_int("start", 0) : shape.attributes.get_int("end", 99)]
-        place = np.asarray(index.const_value.numpy())
-        if not -len(dims) <= place.item() < len(dims) or node.outputs[0].is_graph_output():
+        index_array = np.asarray(index.const_value.numpy())
+        if not -len(dims) <= index_array.item() < len(dims) or node.outputs[0].is_graph_output():
             continue
-        size = dims[place.item()]
+        size = dims[index_array.item()]
         if isinstance(size, int):
-            known = shared_constant(model.graph, f"size.{size}.{place.ndim}", np.full(place.shape, size, np.int64))
-            bypass(node, known)
+            constant = shared_constant(
+                model.graph, f"size.{size}.{index_array.ndim}", np.full(index_array.shape, size, np.int64)
+            )
+            bypass(node, constant)
         elif tokens is not None and shape.inputs[0] is not tokens:
-            _pick_from_tokens(model.graph, node, size, tokens, scalar=place.ndim == 0)
+            _pick_from_tokens(model.graph, node, size, tokens, scalar=index_array.ndim == 0)
 
 
 def _pick_from_tokens(graph: ir.Graph, node: ir.Node, size: ir.SymbolicDim, tokens: ir.Value, *, scalar: bool) -> None:
@@ -97,10 +99,10 @@ def _pick_from_tokens(graph: ir.Graph, node: ir.Node, size: ir.SymbolicDim, toke
     if size.value is None or size not in dims:
         return
     axis, insert = dims.index(size), Inserter(graph, node, node.name or "size")
-    picked = insert.op("Shape", [tokens], [1], ir.DataType.INT64, start=axis, end=axis + 1)
+    size_value = insert.op("Shape", [tokens], [1], ir.DataType.INT64, start=axis, end=axis + 1)
     if scalar:
-        picked = insert.op("Squeeze", [picked], [], ir.DataType.INT64)
-    bypass(node, picked)
+        size_value = insert.op("Squeeze", [size_value], [], ir.DataType.INT64)
+    bypass(node, size_value)
 
 
 def _is_small_integer(node: ir.Node) -> bool | None:

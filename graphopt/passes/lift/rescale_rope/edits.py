@@ -38,14 +38,14 @@ def turn_by(graph: ir.Graph, angles: RotaryAngles, frequencies: ir.Value, first:
         drop(graph, old)
         return
     sides = [made if index == angles.side else value for index, value in enumerate(product.inputs)]
-    other = clone_node(product, sides, free_name(graph, renamed(product.name)))
+    other_product = clone_node(product, sides, free_name(graph, renamed(product.name)))
     early = ir.node("Less", [angles.positions, first], name=free_name(graph, f"{product.name}.early"))
     angle = product.outputs[0]
-    graph.insert_before(product, [other, early])
-    name_output(other, angle)
+    graph.insert_before(product, [other_product, early])
+    name_output(other_product, angle)
     name_output(early, angles.positions, dtype=ir.DataType.BOOL)
     name = free_name(graph, f"{product.name}.chosen")
-    insert_behind(angle, ir.node("Where", [early.outputs[0], angle, other.outputs[0]], name=name))
+    insert_behind(angle, ir.node("Where", [early.outputs[0], angle, other_product.outputs[0]], name=name))
 
 
 def multiply(graph: ir.Graph, wave: ir.Node, factor: ir.Value) -> ir.Node:

@@ -30,12 +30,12 @@ _SAME_BASE = 1e-5
 """How far frequencies may be from powers of one base, relative: they are float32, from a base that is float32."""
 
 
-def linear(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
+def linear(w: Radians, options: RescaleRope, trained_length: int | None) -> Radians:
     """Return w_i / s: position interpolation (Chen et al. 2023), by which token p is turned as token p / s was."""
     return w / options.factor
 
 
-def ntk(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
+def ntk(w: Radians, options: RescaleRope, trained_length: int | None) -> Radians:
     """Return the frequencies of the base b s^(D / (D - 2)), which are w_i s^(-2 i / (D - 2)).
 
     The first pair is kept and the last divided by s ("NTK-aware scaled RoPE", bloc97 2023; YaRN, section 3.1).
@@ -43,7 +43,7 @@ def ntk(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
     return w * options.factor ** (-np.arange(len(w)) / max(1, len(w) - 1))
 
 
-def yarn(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
+def yarn(w: Radians, options: RescaleRope, trained_length: int | None) -> Radians:
     """Return "NTK by parts" (YaRN, Peng et al. 2023, section 3.2), w_i (1 - g_i) + (w_i / s) g_i.
 
     g goes from 0 to 1 in a line between two pairs, as in the authors' code: the last whole i with r_i >= beta_fast, and
@@ -51,7 +51,7 @@ def yarn(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
 
         r_i = beta    at    i = D ln(L / (2 pi beta)) / (2 ln b)
     """
-    length, base = _required(trained, "yarn"), _base_of(w)
+    length, base = _required(trained_length, "yarn"), _base_of(w)
 
     def pair(rotations: float) -> float:
         return len(w) * math.log(length / (2 * math.pi * rotations)) / math.log(base)
@@ -65,7 +65,7 @@ def yarn(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
     return w * (1 - ramp) + w / options.factor * ramp
 
 
-def llama3(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
+def llama3(w: Radians, options: RescaleRope, trained_length: int | None) -> Radians:
     """Return w_i (1 - g_i) + (w_i / s) g_i, where g goes from 0 to 1 in a line in r_i (Llama 3.1, 2024).
 
     g_i = (high_freq_factor - r_i) / (high_freq_factor - low_freq_factor), cut off at 0 and 1.
@@ -76,12 +76,12 @@ def llama3(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
             f"the step rescale_rope has low_freq_factor {low} and high_freq_factor {high}",
             remedy="give a larger high_freq_factor",
         )
-    rounds = _required(trained, "llama3") * w / (2 * math.pi)
+    rounds = _required(trained_length, "llama3") * w / (2 * math.pi)
     ramp = np.clip((high - rounds) / (high - low), 0, 1)
     return w * (1 - ramp) + w / options.factor * ramp
 
 
-def longrope(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
+def longrope(w: Radians, options: RescaleRope, trained_length: int | None) -> Radians:
     """Return w_i / factors_i (LongRoPE, Ding et al. 2024, section 3.1)."""
     if len(options.factors) != len(w):
         raise InputError(
@@ -91,13 +91,13 @@ def longrope(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
     return w / np.asarray(options.factors, np.float64)
 
 
-def truncated(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
+def truncated(w: Radians, options: RescaleRope, trained_length: int | None) -> Radians:
     """Return the truncated basis of Giraffe (Pal et al. 2023, section 3.3).
 
     Pairs with r_i >= kept stay; those with r_i <= stopped get the frequency 0, those between 2 pi constant / L. So no
     pair comes to an angle that training did not show. The authors' numbers are 1, 1/8 and 1/16.
     """
-    length = _required(trained, "truncated")
+    length = _required(trained_length, "truncated")
     rounds = length * w / (2 * math.pi)
     slow = np.where(rounds <= options.stopped, 0.0, 2 * math.pi * options.constant / length)
     return np.where(rounds >= options.kept, w, slow)
@@ -126,7 +126,7 @@ READS: dict[str, Method] = {
 """Which method reads an option."""
 
 
-def attention_factor(options: RescaleRope, trained: int | None) -> float:
+def attention_factor(options: RescaleRope, trained_length: int | None) -> float:
     """Return what cosines and sines are multiplied by.
 
     Scores of the rotated coordinates grow by its square: softmax of more tokens is flatter (YaRN, section 3.4, where it
@@ -137,7 +137,7 @@ def attention_factor(options: RescaleRope, trained: int | None) -> float:
     if options.factor > 1 and options.method == "yarn":
         return 0.1 * math.log(options.factor) + 1
     if options.factor > 1 and options.method == "longrope":
-        return math.sqrt(1 + math.log(options.factor) / math.log(_required(trained, "longrope")))
+        return math.sqrt(1 + math.log(options.factor) / math.log(_required(trained_length, "longrope")))
     return 1.0
 
 
@@ -160,13 +160,13 @@ def check(options: RescaleRope) -> None:
         )
 
 
-def _required(trained: int | None, method: str) -> int:
-    if trained is None:
+def _required(trained_length: int | None, method: str) -> int:
+    if trained_length is None:
         raise InputError(
             f"the step rescale_rope by {method} needs the length that the model was trained on, and nothing says it",
             remedy="give it: --set rescale_rope.trained=4096",
         )
-    return trained
+    return trained_length
 
 
 def _base_of(w: Radians) -> float:

@@ -118,18 +118,18 @@ class RescaleRope(Pass):
             )
         stated = model.metadata_props.get(MAX_POSITIONS) or context.max_positions
         trained = self.trained or (None if stated is None else int(stated))
-        scale, scaled = attention_factor(self, trained), set[ir.Node]()
+        scale, scaled_waves = attention_factor(self, trained), set[ir.Node]()
         old = [angles.radians for angles in found]
         # Whatever does not fit is refused before anything is changed.
-        rescaled = [w if self.factor == 1 else self._by_method(w, trained) for w in old]
-        for angles, new in zip(found, rescaled, strict=True):
-            changed = self._turn(graph, angles, new, ledger)
+        new_frequencies = [w if self.factor == 1 else self._by_method(w, trained) for w in old]
+        for angles, new in zip(found, new_frequencies, strict=True):
+            is_changed = self._turn(graph, angles, new, ledger)
             for wave in angles.waves:
-                if scale != 1 and wave not in scaled:
-                    scaled.add(wave)
+                if scale != 1 and wave not in scaled_waves:
+                    scaled_waves.add(wave)
                     number = _number(graph, "attention_factor", scale, wave.outputs[0])
                     ledger.changed(multiply(graph, wave, number), SCALED(wave=wave.op_type, by=scale), [wave])
-            if not changed and scale == 1:
+            if not is_changed and scale == 1:
                 figures = {"method": self.method, "factor": self.factor}
                 ledger.skipped(angles.product, UNCHANGED(frequencies=angles.frequencies.name, **figures))
         if self.factor != 1 and trained is not None:
@@ -152,12 +152,12 @@ class RescaleRope(Pass):
             return False
         kept = _number(graph, "first_tokens", options.first, angles.positions) if options.first else None
         turn_by(graph, angles, shared_constant(graph, renamed(weight.name), array), kept)
-        what = {"method": options.method, "factor": options.factor, "first": options.first}
-        ledger.changed(product, RESCALED(frequencies=weight.name, **what), [product, weight])
+        figures = {"method": options.method, "factor": options.factor, "first": options.first}
+        ledger.changed(product, RESCALED(frequencies=weight.name, **figures), [product, weight])
         return True
 
 
-def _number(graph: ir.Graph, name: str, number: float, beside: ir.Value) -> ir.Value:
-    """Return a constant of one number, of the type that ``beside`` has."""
-    dtype = beside.dtype or ir.DataType.FLOAT
+def _number(graph: ir.Graph, name: str, number: float, neighbour: ir.Value) -> ir.Value:
+    """Return a constant of one number, of the type that ``neighbour`` has."""
+    dtype = neighbour.dtype or ir.DataType.FLOAT
     return shared_constant(graph, f"{name}.{dtype.name.lower()}", np.array(number, dtype.numpy()))

@@ -28,15 +28,15 @@ class Casts:
         if (value, dtype) not in self._made:
             suffix = "float16" if dtype == NARROW else "float32"
             node = ir.node("Cast", [value], {"to": dtype}, name=f"{value.name}.{suffix}")
-            made = node.outputs[0]
-            made.name, made.type, made.shape = f"{node.name}.output", ir.TensorType(dtype), value.shape
+            output = node.outputs[0]
+            output.name, output.type, output.shape = f"{node.name}.output", ir.TensorType(dtype), value.shape
             producer = value.producer()
             if producer is None:
                 self._graph.insert_before(self._graph[0], node)
             else:
                 self._graph.insert_after(producer, node)
             self._ledger.changed(node, CAST(tensor=value.name, to=suffix), [value])
-            self._made[value, dtype] = made
+            self._made[value, dtype] = output
         return self._made[value, dtype]
 
 
@@ -47,9 +47,9 @@ def keep_outputs(graph: ir.Graph, narrow: set[ir.Value], casts: Casts) -> None:
         name = value.name or ""
         port = present_port(value)
         past = None if port is None else caches.get(port.past)
-        wanted = past or (WIDE if value in narrow else value.dtype)
-        if value.dtype == wanted or wanted is None:
+        dtype_wanted = past or (WIDE if value in narrow else value.dtype)
+        if value.dtype == dtype_wanted or dtype_wanted is None:
             continue
-        cast = casts.of(value, wanted)
+        cast = casts.of(value, dtype_wanted)
         value.name, cast.name = f"{name}.{'float16' if value.dtype == NARROW else 'float32'}", name
         graph.outputs[index] = cast

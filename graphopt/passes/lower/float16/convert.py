@@ -28,21 +28,21 @@ CUT_OFF = Rule("float16.cut-off", "{reach:.3g} becomes {largest:g}, the largest 
 
 def convert_weights(graph: ir.Graph, wide: dict[ir.Node, Fact], ledger: Ledger) -> None:
     """Give readers in float16 a float16 copy of each constant; where it has no such copy, they join ``wide``."""
-    found = []
+    tensors = []
     for value in graph.initializers.values():
         tensor = value.const_value
         if value.dtype != WIDE or tensor is None or not any(follows(*use, wide) for use in value.uses()):
             continue
         numbers = np.abs(tensor.numpy())
         reach = float(np.max(numbers, initial=0, where=np.isfinite(numbers)))
-        found.append((value, tensor, reach))
+        tensors.append((value, tensor, reach))
         hides = tensor.size == 1 and all(use.node.op_type in _BOUNDED for use in value.uses())
         if reach > LARGEST and not hides:
             for node, _ in value.uses():
                 if node not in wide:
                     wide[node] = BEYOND(tensor=value.name, reach=reach)
                     ledger.skipped(node, STAYS_FLOAT32(why=wide[node]))
-    for value, tensor, reach in found:
+    for value, tensor, reach in tensors:
         uses = list(value.uses())
         followers = [use for use in uses if follows(*use, wide)]
         if not followers:

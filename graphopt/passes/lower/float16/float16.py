@@ -80,9 +80,9 @@ class Float16(Pass):
         for reader in list(graph):
             for index, read in enumerate(reader.inputs):
                 if read is not None and reader.op_type != "Cast":  # which takes any type
-                    wanted = NARROW if follows(reader, index, wide) else WIDE
-                    if read.dtype == WIDE != wanted or (read in narrow and wanted == WIDE):
-                        reader.replace_input_with(index, casts.of(read, wanted))
+                    dtype = NARROW if follows(reader, index, wide) else WIDE
+                    if read.dtype == WIDE != dtype or (read in narrow and dtype == WIDE):
+                        reader.replace_input_with(index, casts.of(read, dtype))
         keep_outputs(graph, narrow, casts)
 
 

@@ -68,12 +68,12 @@ def _refusal(node: ir.Node, opset: int) -> Fact | None:
     if node.op_type == "Constant" and "value" not in node.attributes:
         return NUMBER_IN_ATTRIBUTE()
     schema = onnx.defs.get_schema(node.op_type, opset)
-    allowed = {each.type_param_str: each.allowed_type_strs for each in schema.type_constraints}
+    allowed_types = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
     for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
         for index, value in enumerate(values):
             if value is not None and value.dtype == WIDE:
                 kind = formal[min(index, len(formal) - 1)].type_str
-                if "tensor(float16)" not in allowed.get(kind, [kind]):
+                if "tensor(float16)" not in allowed_types.get(kind, [kind]):
                     return NO_FLOAT16(op=node.op_type)
     return None
 

@@ -56,20 +56,20 @@ def lift_norms(model: ir.Model, context: Context) -> None:
         for seed in seeds(graph):
             if seed.graph is None:
                 continue  # a norm around another seed took it along
-            place = {node: number for number, node in enumerate(graph)}
-            found = _largest(seed, place, regions)
+            position = {node: number for number, node in enumerate(graph)}
+            found = _largest(seed, position, regions)
             if isinstance(found, Fact):
                 ledger.skipped(seed, NO_NORM(why=found))
             elif found is not None:
                 _lift(graph, seed, *found, ledger)
 
 
-def _largest(seed: ir.Node, place: dict[ir.Node, int], regions: Regions) -> tuple[Region, Norm] | Fact | None:
+def _largest(seed: ir.Node, position: dict[ir.Node, int], regions: Regions) -> tuple[Region, Norm] | Fact | None:
     """Return the largest region around ``seed`` that is a norm, or why none is, or ``None`` without a candidate."""
-    found_ends = ends(seed, place)
+    found_ends = ends(seed, position)
     reasons = [why_not_last_axis(seed)] if found_ends else []
     for y in found_ends if reasons == [None] else ():
-        region = region_of(seed, y, place)
+        region = region_of(seed, y, position)
         if isinstance(region, Fact):
             reasons.append(region)
             continue
@@ -82,8 +82,8 @@ def _largest(seed: ir.Node, place: dict[ir.Node, int], regions: Regions) -> tupl
             return region, found
         reasons.append(found)
     # A reason that is about a region too large or not made of rows says less than one about a region that was run.
-    given = sorted((each for each in reasons if each is not None), key=lambda each: each.code in _WEAK)
-    return given[0] if given and seed.op_type not in NORMS else None
+    known_reasons = sorted((each for each in reasons if each is not None), key=lambda each: each.code in _WEAK)
+    return known_reasons[0] if known_reasons and seed.op_type not in NORMS else None
 
 
 def _meaning(region: Region, regions: Regions) -> Norm | Fact:
@@ -109,10 +109,10 @@ def _why_unsound(region: Region, norm: Norm, n: int, regions: Regions) -> Fact |
     y = regions.run(region, x, wide=False)
     if isinstance(y, Fact):
         return y
-    off: Rows = np.abs(y.astype(np.float64) - norm.of(x))
-    if (off <= norm.bound(x, unit, len(region.nodes))).all():
+    error: Rows = np.abs(y.astype(np.float64) - norm.of(x))
+    if (error <= norm.bound(x, unit, len(region.nodes))).all():
         return None
-    return IMPRECISE(dtype=dtype.name, off=f"{off.max():.1e}")
+    return IMPRECISE(dtype=dtype.name, off=f"{error.max():.1e}")
 
 
 def _lift(graph: ir.Graph, seed: ir.Node, region: Region, norm: Norm, ledger: Ledger) -> None:
@@ -120,8 +120,8 @@ def _lift(graph: ir.Graph, seed: ir.Node, region: Region, norm: Norm, ledger: Le
     n, dtype = len(norm.gain), region.x.dtype or ir.DataType.FLOAT
     numbers = [norm.gain] if norm.bias is None else [norm.gain, norm.bias]
     inputs = [region.x]
-    for array, what in zip(numbers, ("gain", "bias"), strict=False):
-        inputs.append(_vector(graph, region, array.astype(dtype.numpy()), f"{stem}.{what}"))
+    for array, port in zip(numbers, ("gain", "bias"), strict=False):
+        inputs.append(_vector(graph, region, array.astype(dtype.numpy()), f"{stem}.{port}"))
     made = ir.node(norm.kind, inputs, {"axis": -1, "epsilon": norm.epsilon}, name=stem)
     last = region.y.producer()
     assert last is not None

@@ -54,8 +54,8 @@ class Norm:
         """Return the norm of the rows ``x`` [rows, n], computed in float64 by the definition."""
         centered = self.centered(x)
         with np.errstate(invalid="ignore"):
-            normed = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + self.epsilon)
-        found: Rows = self.gain * normed + (0.0 if self.bias is None else self.bias)
+            unit_rows = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + self.epsilon)
+        found: Rows = self.gain * unit_rows + (0.0 if self.bias is None else self.bias)
         return found
 
     def centered(self, x: Rows) -> Rows:
@@ -111,8 +111,8 @@ def understand(evaluate: Evaluate, n: int) -> Norm | Fact:
     large = slice(first, first + len(unit))
     if not np.isfinite(y[: 2 * len(rows)]).all():
         return NOT_FINITE()
-    mirrored = y[len(rows) : 2 * len(rows)]
-    bias = (y[large] + mirrored[large]).mean(0) / 2
+    mirrored_rows = y[len(rows) : 2 * len(rows)]
+    bias = (y[large] + mirrored_rows[large]).mean(0) / 2
     spread = float(np.abs(y[large] - bias).max())
     if not spread:
         return IGNORES()
@@ -136,11 +136,11 @@ def _epsilon(centered: Rows, y: Rows, gain: Rows, bias: Rows) -> float:
     """
     best, finest = 0.0, np.inf
     for row, out in zip(centered, y, strict=True):
-        scaled, square = gain * row, float((row**2).mean())
-        along = float((scaled * (out - bias)).sum())
-        if along <= 0:
+        gained_rows, square = gain * row, float((row**2).mean())
+        slope = float((gained_rows * (out - bias)).sum())
+        if slope <= 0:
             continue
-        root = float((scaled**2).sum()) / along
+        root = float((gained_rows**2).sum()) / slope
         share = 1 + float(np.abs(bias).sum() / np.abs(out - bias).sum())
         off = _ROUNDING * share * root**2
         if off < finest:
@@ -150,11 +150,11 @@ def _epsilon(centered: Rows, y: Rows, gain: Rows, bias: Rows) -> float:
 
 def _why_not(norm: Norm, x: Rows, y: Rows) -> Fact | None:
     """Return where ``y`` is not ``norm`` of ``x``, or ``None``."""
-    expected = norm.of(x)
+    expected_rows = norm.of(x)
     allowed = norm.bound(x, _TOLERANCE / x.shape[-1], x.shape[-1])
     with np.errstate(invalid="ignore"):
-        off = np.abs(y - expected)
-    wrong = ~((off <= allowed) | (np.isnan(y) & np.isnan(expected)))
+        off = np.abs(y - expected_rows)
+    wrong = ~((off <= allowed) | (np.isnan(y) & np.isnan(expected_rows)))
     if not wrong.any():
         return None
     row = int(np.argmax(wrong.any(-1)))
@@ -164,5 +164,5 @@ def _why_not(norm: Norm, x: Rows, y: Rows) -> Fact | None:
         epsilon=f"{norm.epsilon:.3g}",
         size=f"{np.abs(x[row]).max():.0e}",
         found=f"{y[row, column]:.6g}",
-        expected=f"{expected[row, column]:.6g}",
+        expected=f"{expected_rows[row, column]:.6g}",
     )

@@ -49,12 +49,12 @@ def seeds(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in graph if not node.domain and node.op_type in (*_REDUCTIONS, *NORMS)]
 
 
-def ends(seed: ir.Node, place: Mapping[ir.Node, int]) -> list[ir.Value]:
+def ends(seed: ir.Node, position: Mapping[ir.Node, int]) -> list[ir.Value]:
     """Return the values that a norm around ``seed`` could end in, the last first; empty where no root is taken.
 
     Args:
         seed: one of :func:`seeds`.
-        place: the place of each node in the graph.
+        position: the place of each node in the graph.
     """
     cone: list[ir.Node] = [seed]
     for node in cone:
@@ -64,15 +64,15 @@ def ends(seed: ir.Node, place: Mapping[ir.Node, int]) -> list[ir.Value]:
     if not any(map(takes_root, cone)):
         return []
     # The output of a reduction has no rows any more. A region that ends in a wrong cast is refused by its type later.
-    return [node.outputs[0] for node in sorted(cone, key=place.__getitem__, reverse=True) if not _reduces(node)]
+    return [node.outputs[0] for node in sorted(cone, key=position.__getitem__, reverse=True) if not _reduces(node)]
 
 
-def region_of(seed: ir.Node, y: ir.Value, place: Mapping[ir.Node, int]) -> Region | Fact:
+def region_of(seed: ir.Node, y: ir.Value, position: Mapping[ir.Node, int]) -> Region | Fact:
     """Return the smallest region that makes ``y`` around ``seed`` and begins in one value, or why there is none."""
     nodes: set[ir.Node] = set()
     frontier = {y}
     while True:
-        x = max(frontier, key=lambda value: _place_of(value, place))
+        x = max(frontier, key=lambda value: _place_of(value, position))
         node = x.producer()
         if len(frontier) == 1 and seed in nodes and not _widens(node, y):
             break
@@ -92,13 +92,13 @@ def region_of(seed: ir.Node, y: ir.Value, place: Mapping[ir.Node, int]) -> Regio
                 nodes.update(made)
     if x.dtype is not None and y.dtype is not None and x.dtype != y.dtype:
         return RETYPES(before=x.dtype.name, after=y.dtype.name)
-    region = Region(x, y, tuple(sorted(nodes, key=place.__getitem__)))
+    region = Region(x, y, tuple(sorted(nodes, key=position.__getitem__)))
     return _why_open(region) or _why_rounded(region) or region
 
 
-def _place_of(value: ir.Value, place: Mapping[ir.Node, int]) -> int:
+def _place_of(value: ir.Value, position: Mapping[ir.Node, int]) -> int:
     node = value.producer()
-    return -1 if node is None else place[node]
+    return -1 if node is None else position[node]
 
 
 def _widens(node: ir.Node | None, y: ir.Value) -> bool:
@@ -158,14 +158,18 @@ def _why_open(region: Region) -> Fact | None:
 
 def _why_rounded(region: Region) -> Fact | None:
     """Return why ``region`` loses precision: it rounds to a narrower type inside, or sums in less than float32."""
-    around = region.y.dtype or region.x.dtype or ir.DataType.FLOAT
+    outer_dtype = region.y.dtype or region.x.dtype or ir.DataType.FLOAT
     for node in region.nodes:
         for value in node.outputs:
-            if value.dtype is not None and value.dtype.is_floating_point() and value.dtype.bitwidth < around.bitwidth:
+            if (
+                value.dtype is not None
+                and value.dtype.is_floating_point()
+                and value.dtype.bitwidth < outer_dtype.bitwidth
+            ):
                 return ROUNDS_INSIDE(op=node.op_type, node=node.name, dtype=value.dtype.name)
-        summed = node.inputs[0].dtype if _reduces(node) and node.inputs[0] is not None else None
-        if summed is not None and summed.bitwidth < ir.DataType.FLOAT.bitwidth:
-            return SUMS_NARROW(op=node.op_type, node=node.name, dtype=summed.name)
+        summed_dtype = node.inputs[0].dtype if _reduces(node) and node.inputs[0] is not None else None
+        if summed_dtype is not None and summed_dtype.bitwidth < ir.DataType.FLOAT.bitwidth:
+            return SUMS_NARROW(op=node.op_type, node=node.name, dtype=summed_dtype.name)
     return None
 
 

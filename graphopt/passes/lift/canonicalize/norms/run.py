@@ -136,8 +136,8 @@ def _part(region: Region, *, wide: bool) -> _Part:
         made.outputs[0].name = f"v{number}"
         values[node.outputs[0]], references[node.outputs[0]] = made.outputs[0], number
         nodes.append(made)
-        said = tuple(sorted((name, str(attribute.value)) for name, attribute in attributes.items()))
-        key.append((node.op_type, said, tuple(None if v is None else references[v] for v in node.inputs)))
+        attribute_key = tuple(sorted((name, str(attribute.value)) for name, attribute in attributes.items()))
+        key.append((node.op_type, attribute_key, tuple(None if v is None else references[v] for v in node.inputs)))
     y = values[region.y]
     y.dtype = double if wide else region.x.dtype or ir.DataType.FLOAT
     graph = ir.Graph(
