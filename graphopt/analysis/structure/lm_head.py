@@ -30,19 +30,28 @@ def lm_head_of(graph: ir.Graph) -> ir.Node | Fact:
     if len(lm_heads) > 1:
         names = ", ".join(sorted(str(node.name) for node in lm_heads))
         return SEVERAL_PRODUCTS(count=len(lm_heads), lm_heads=names)
-    while (node := value.producer()) not in lm_heads:
+    node = _product_behind(value, lm_heads)
+    if isinstance(node, Fact):
+        return node
+    x = node.inputs[0]
+    is_floating = x is not None and x.dtype is not None and x.dtype.is_floating_point()
+    if x is None or not is_floating or x.shape is None or len(x.shape) != 3 or x.is_initializer():
+        return NOT_BY_POSITION(tensor=None if x is None else x.name)
+    return node
+
+
+def _product_behind(value: ir.Value, lm_heads: set[ir.Node]) -> ir.Node | Fact:
+    """Return the product that makes ``value``, with nothing but what works position by position between."""
+    while True:
+        node = value.producer()
         if node is None or not lm_heads:
             return NO_PRODUCT()
-        varying = [value for value in node.inputs if value is not None and not same_for_all_positions(value)]
+        if node in lm_heads:
+            return node
+        varying = [operand for operand in node.inputs if operand is not None and not same_for_all_positions(operand)]
         if node.op_type not in BY_POSITION or node.domain or len(varying) != 1:
             return BEHIND_PRODUCT(op=node.op_type, node=node.name)
         value = varying[0]
-    assert node is not None
-    x = node.inputs[0]
-    floats = x is not None and x.dtype is not None and x.dtype.is_floating_point()
-    if x is None or not floats or x.shape is None or len(x.shape) != 3 or x.is_initializer():
-        return NOT_BY_POSITION(tensor=None if x is None else x.name)
-    return node
 
 
 def same_for_all_positions(value: ir.Value) -> bool:

@@ -172,10 +172,7 @@ def _to_recording(lines: dict[int, list[Line]], arguments: dict[int, dict[str, O
     """Say of every tensor whether it is of the same layer, what is passed on, or of the outside."""
     if set(lines) != {_OUTSIDE, *range(count)}:
         raise NotUnderstoodError(OUTSIDE())
-    # The argument by which a layer gets what the one before passes on.
-    slots = [{name for name, origin in arguments[n].items() if origin[0] == n - 1} for n in range(1, count)]
-    slot = min(set.intersection(*slots), default="") if slots else ""
-    entries = [arguments[n].get(slot) for n in range(count)]
+    entries = _entries([arguments[n] for n in range(count)])
     layers = [[_relative(line, n, entries[n]) for line in lines[n]] for n in range(count)]
     ends = {origin for line in lines[_OUTSIDE] for origin in _origins(line) if origin[0] != _OUTSIDE}
     if len(ends) > 1 or any(layer != count - 1 for layer, _, _ in ends):
@@ -183,6 +180,15 @@ def _to_recording(lines: dict[int, list[Line]], arguments: dict[int, dict[str, O
     end = next(iter(ends), None)
     outputs = [None if origin is None else origin[1:] for origin in (*entries[1:], end)]
     return Recording(layers, outputs, [_relative(line, _OUTSIDE, end) for line in lines[_OUTSIDE]])
+
+
+def _entries(arguments: list[dict[str, Origin]]) -> list[Origin | None]:
+    """Return what each layer gets from the one before: the argument that holds it in all layers."""
+    slots = [
+        {name for name, origin in by_name.items() if origin[0] == n - 1} for n, by_name in enumerate(arguments) if n
+    ]
+    slot = min(set.intersection(*slots), default="") if slots else ""
+    return [by_name.get(slot) for by_name in arguments]
 
 
 def _origins(value: Any) -> Iterator[Origin]:

@@ -48,14 +48,14 @@ def matrix_of(node: ir.Node, constant: set[ir.Node]) -> tuple[int, int] | None:
     if signature is not None and signature.is_product:
         candidates = (tuple(node.attributes.get_int(name, 0) for name in names) for names in _SIZES)
         return next(((rows, columns) for rows, columns in candidates if rows and columns), None)
-    if node.op_type not in ("MatMul", "Gemm") or node.domain or len(node.inputs) < 2 or node.inputs[1] is None:
+    right = node.inputs[1] if node.op_type in ("MatMul", "Gemm") and not node.domain and len(node.inputs) > 1 else None
+    if right is None or not (right.is_initializer() or right.producer() in constant):
         return None
-    right = node.inputs[1]
-    sizes = dims(right)
-    if not (right.is_initializer() or right.producer() in constant) or len(sizes) != 2 or None in sizes:
+    sizes = [size for size in dims(right) if size is not None]
+    if len(sizes) != 2 or len(dims(right)) != 2:
         return None
-    rows, columns = sizes if not node.attributes.get_int("transB", 0) else reversed(sizes)
-    return (rows, columns) if rows is not None and columns is not None else None
+    rows, columns = reversed(sizes) if node.attributes.get_int("transB", 0) else sizes
+    return rows, columns
 
 
 def kind_of(node: ir.Node, constant: set[ir.Node]) -> Hashable:

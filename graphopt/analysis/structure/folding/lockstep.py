@@ -15,13 +15,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import onnx_ir as ir
-
 from graphopt.analysis.structure.folding.mixers import mixers
-from graphopt.analysis.structure.folding.trunk import Division, inputs_of, readers_of
+from graphopt.analysis.structure.folding.trunk import Division, crossings, inputs_of, readers_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+    import onnx_ir as ir
 
 _RADIUS, _ROUNDS = 3, 3
 """Edges that neighbours are told apart by; seeds that are left out at most."""
@@ -48,13 +48,13 @@ class _Growth:
     """Groups that grew from seeds: the nodes of each, in the same order; and how often each stopped the others."""
 
     groups: list[list[ir.Node]]
-    stopped: Counter[int] = field(default_factory=Counter)
+    stops: Counter[int] = field(default_factory=Counter)
 
 
 class _Divider:
     def __init__(self, data: Sequence[ir.Node]) -> None:
         self.data, self.inside = data, set(data)
-        self.place = {node: number for number, node in enumerate(data)}
+        self.position = {node: number for number, node in enumerate(data)}
         self.readers = readers_of(data)
         self.labels = list(_labels(data, self.readers))
 
@@ -80,8 +80,8 @@ class _Divider:
     def _groups(self, seeds: Sequence[ir.Node]) -> tuple[list[list[ir.Node]], Counter[int]]:
         """Return the groups that grow from seeds, in order, with what stands inside them; and which stopped others."""
         growth = self._grow(seeds)
-        groups = sorted(growth.groups, key=lambda group: max(map(self.place.__getitem__, group)))
-        return self._fill_groups(groups), growth.stopped
+        groups = sorted(growth.groups, key=lambda group: max(map(self.position.__getitem__, group)))
+        return self._fill_groups(groups), growth.stops
 
     def _grow(self, seeds: Sequence[ir.Node]) -> _Growth:
         growth = _Growth([[seed] for seed in seeds])
@@ -90,19 +90,14 @@ class _Divider:
             front = [group[position] for group in growth.groups]
             position += 1
             for step in self._steps(front):
-                counts = Counter(node for node in step if node is not None)
-                fresh = [node is not None and node not in members and counts[node] == 1 for node in step]
-                kinds = Counter(_kind(node) for node in step if node is not None)
-                usual_kind = kinds.most_common(1)[0][0] if kinds else None
-                follows = [ok and node is not None and _kind(node) == usual_kind
-                           for ok, node in zip(fresh, step, strict=True)]  # fmt: skip
+                follows = _followers(step, members)
                 if all(follows):
-                    for group, node in zip(growth.groups, step, strict=True):
-                        assert node is not None
+                    nodes = [node for node in step if node is not None]
+                    members.update(nodes)
+                    for group, node in zip(growth.groups, nodes, strict=True):
                         group.append(node)
-                        members.add(node)
                 elif 2 * sum(follows) > len(step):
-                    growth.stopped.update(number for number, ok in enumerate(follows) if not ok)
+                    growth.stops.update(number for number, follow in enumerate(follows) if not follow)
         return growth
 
     def _steps(self, front: Sequence[ir.Node]) -> Iterator[list[ir.Node | None]]:
@@ -145,8 +140,8 @@ class _Divider:
             cuts = self._trunk(group)
             ends.update(cuts)
             pieces: list[list[ir.Node]] = [[] for _ in range(len(cuts) + 1)]
-            for node in sorted(group, key=self.place.__getitem__):
-                pieces[sum(self.place[end] < self.place[node] for end in cuts)].append(node)
+            for node in sorted(group, key=self.position.__getitem__):
+                pieces[sum(self.position[end] < self.position[node] for end in cuts)].append(node)
             parts += [*pieces, loose.get(number, [])]
         for part_number, part in enumerate(part for part in parts if part):
             segment_of.update(dict.fromkeys(part, part_number))
@@ -175,32 +170,41 @@ class _Divider:
 
     def _trunk(self, group: list[ir.Node]) -> list[ir.Node]:
         """Return the nodes of a group that every path through it crosses; what comes from outside begins before it."""
-        inside, nodes = set(group), sorted(group, key=self.place.__getitem__)
+        inside, nodes = set(group), sorted(group, key=self.position.__getitem__)
         last = [n for n in nodes if any(r not in inside for r in self.readers[n]) or not self.readers[n]]
-        ancestors, waiting = set[ir.Node](), last[-1:]
+        ancestors = self._ancestors(last[-1:], inside)
+        path = [node for node in nodes if node in ancestors]
+        position = {node: number for number, node in enumerate(path)}
+        # Where what comes from other groups enters.
+        entries = [position[node] for node in path if any(m not in inside for m in self._makers_on_path(node))]
+        # One node after the other without a branch is no trunk of its own: a cut is where two paths meet.
+        return [node for node in crossings(path, self.readers, max(entries, default=-1)) if self._meets(node)]
+
+    def _makers_on_path(self, node: ir.Node) -> list[ir.Node]:
+        makers = (value.producer() for value in inputs_of(node))
+        return [maker for maker in makers if maker is not None and maker in self.inside]
+
+    def _ancestors(self, waiting: list[ir.Node], inside: set[ir.Node]) -> set[ir.Node]:
+        """Return nodes and what they are made of, within a group."""
+        ancestors: set[ir.Node] = set()
         while waiting:
             node = waiting.pop()
             ancestors.add(node)
-            makers = (value.producer() for value in inputs_of(node))
-            waiting += [maker for maker in makers if maker in inside and maker not in ancestors and maker is not None]
-        path = [node for node in nodes if node in ancestors]
-        position = {node: number for number, node in enumerate(path)}
-        outside = [
-            position[node]
-            for node in path
-            for v in inputs_of(node)
-            if (m := v.producer()) in self.inside and m not in inside
-        ]
-        farthest, crossings = max(outside, default=-1), list[ir.Node]()
-        for number, node in enumerate(path):
-            if farthest <= number:
-                crossings.append(node)
-            farthest = max([farthest, *(position[reader] for reader in self.readers[node] if reader in position)])
-        # One node after the other without a branch is no trunk of its own: a cut is where two paths meet.
-        return [node for node in crossings if self._meets(node)]
+            waiting += [m for m in self._makers_on_path(node) if m in inside and m not in ancestors]
+        return ancestors
 
     def _meets(self, node: ir.Node) -> bool:
         return sum(value.producer() in self.inside for value in node.inputs if value is not None) > 1
+
+
+def _followers(step: Sequence[ir.Node | None], members: set[ir.Node]) -> list[bool]:
+    """Return which groups can take a step: to a node of the usual operator that is in no group yet."""
+    counts = Counter(node for node in step if node is not None)
+    kinds = Counter(_kind(node) for node in step if node is not None)
+    usual_kind = kinds.most_common(1)[0][0] if kinds else None
+    return [
+        node is not None and node not in members and counts[node] == 1 and _kind(node) == usual_kind for node in step
+    ]
 
 
 def _labels(nodes: Sequence[ir.Node], readers: dict[ir.Node, list[ir.Node]]) -> Iterator[dict[ir.Node, int]]:

@@ -92,20 +92,22 @@ def cut(graph: ir.Graph, divide: Divide | None = None) -> Cuts:
     readers = readers_of(nodes)
     data = _data(graph, nodes, constants)
     ancestors = data & _ancestors(_sink(graph, nodes))
-    ends = _crossings([node for node in nodes if node in ancestors], readers)
+    ends = set(crossings([node for node in nodes if node in ancestors], readers))
     segment_of = _number_segments([node for node in nodes if node in data], ends)
     division = None if divide is None else divide([node for node in nodes if node in data], segment_of)
     if division is not None:
         segment_of, ends = division
     _claim(nodes, segment_of, readers)
-    count = 1 + max(segment_of.values(), default=-1)
-    members: list[list[ir.Node]] = [[] for _ in range(count)]
+    return Cuts(_segments(nodes, segment_of, ends), [node for node in nodes if node not in segment_of], segment_of)
+
+
+def _segments(nodes: list[ir.Node], segment_of: dict[ir.Node, int], ends: set[ir.Node]) -> list[Segment]:
+    members: list[list[ir.Node]] = [[] for _ in range(1 + max(segment_of.values(), default=-1))]
     for node in nodes:
         if node in segment_of:
             members[segment_of[node]].append(node)
     last = {segment_of[node]: node for node in nodes if node in ends}
-    segments = [Segment(segment_nodes, last.get(number)) for number, segment_nodes in enumerate(members)]
-    return Cuts(segments, [node for node in nodes if node not in segment_of], segment_of)
+    return [Segment(segment_nodes, last.get(number)) for number, segment_nodes in enumerate(members)]
 
 
 def readers_of(nodes: Iterable[ir.Node]) -> dict[ir.Node, list[ir.Node]]:
@@ -155,6 +157,14 @@ def _data(graph: ir.Graph, nodes: list[ir.Node], constants: set[ir.Node]) -> set
     lookups = [node for node in nodes if node not in constants and _looks_up(node, constants)]
     roots: list[ir.Node | ir.Value] = [*lookups, *floats] or [*graph.inputs]
     bits: dict[object, int] = {root: 1 << number for number, root in enumerate(roots)}
+    sources = _sources(nodes, constants, bits)
+    products = [sources[node] for node in nodes if is_product(node)]
+    best = max(bits.values(), key=lambda bit: sum(1 for product in products if product & bit), default=0)
+    return {node for node, roots in sources.items() if roots & best}
+
+
+def _sources(nodes: list[ir.Node], constants: set[ir.Node], bits: Mapping[object, int]) -> dict[ir.Node, int]:
+    """Return for each node the bits of the roots whose numbers it depends on."""
     sources: dict[ir.Node, int] = {}
     for node in nodes:
         sources[node] = bits.get(node, 0)
@@ -162,9 +172,7 @@ def _data(graph: ir.Graph, nodes: list[ir.Node], constants: set[ir.Node]) -> set
             for value in inputs_of(node):
                 producer = value.producer()
                 sources[node] |= bits.get(value, 0) if producer is None else sources.get(producer, 0)
-    products = [sources[node] for node in nodes if is_product(node)]
-    best = max(bits.values(), key=lambda bit: sum(1 for each in products if each & bit), default=0)
-    return {node for node, roots in sources.items() if roots & best}
+    return sources
 
 
 def _looks_up(node: ir.Node, constants: set[ir.Node]) -> bool:
@@ -178,18 +186,25 @@ def _looks_up(node: ir.Node, constants: set[ir.Node]) -> bool:
     return any(len(table.shape or ()) >= 2 for table in stored)
 
 
-def _crossings(nodes: list[ir.Node], readers: dict[ir.Node, list[ir.Node]]) -> set[ir.Node]:
+def crossings(
+    nodes: Sequence[ir.Node], readers: Mapping[ir.Node, Sequence[ir.Node]], farthest: int = -1
+) -> list[ir.Node]:
     """Return the nodes that every path crosses, of those that lie on a path, given in topological order.
 
     Every path crosses a node if, and only if, no edge jumps over its place in the order.
+
+    Args:
+        nodes: the nodes on paths.
+        readers: the nodes that read what each makes.
+        farthest: the place of the last node that an edge from outside leads to.
     """
     position = {node: number for number, node in enumerate(nodes)}
-    farthest, crossings = -1, set()
+    ends = []
     for number, node in enumerate(nodes):
         if farthest <= number:
-            crossings.add(node)
+            ends.append(node)
         farthest = max([farthest, *(position[reader] for reader in readers[node] if reader in position)])
-    return crossings
+    return ends
 
 
 def _number_segments(data: list[ir.Node], ends: set[ir.Node]) -> dict[ir.Node, int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights import expression_of, source_of
+from graphopt.graph.weights import Array, expression_of, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -70,29 +70,54 @@ def difference(before: ir.TensorProtocol, after: ir.TensorProtocol) -> Differenc
         return None
     if isinstance(before, ir.StringTensor) or isinstance(after, ir.StringTensor):
         pairs = list(zip(before.numpy().reshape(-1), after.numpy().reshape(-1), strict=True))
-        changed = sum(ours != theirs for ours, theirs in pairs)
-        return Difference(changed / len(pairs)) if changed else None
-    ours, theirs = (np.asarray(expression_of(each).numpy()).reshape(-1) for each in (before, after))
-    different, squares, total, largest, top = 0, 0.0, 0.0, 0.0, 0.0
-    for part in _chunks(ours.size):
-        mine, others = ours[part], theirs[part]
-        unequal = mine.view(np.uint8) != others.view(np.uint8)
-        if not unequal.any():
-            if before.dtype.is_floating_point():
-                wide = mine.astype(np.float64)
-                total, top = total + float(wide @ wide), max(top, float(np.abs(wide).max(initial=0)))
-            continue
-        different += int(unequal.reshape(len(mine), -1).any(-1).sum())
-        if before.dtype.is_floating_point():
-            wide, apart = mine.astype(np.float64), others.astype(np.float64) - mine.astype(np.float64)
-            squares, total = squares + float(apart @ apart), total + float(wide @ wide)
-            largest = max(largest, float(np.abs(apart).max(initial=0)))
-            top = max(top, float(np.abs(wide).max(initial=0)))
-    if not different:
+        count = sum(a != b for a, b in pairs)
+        return Difference(count / len(pairs)) if count else None
+    a, b = (np.asarray(expression_of(tensor).numpy()).reshape(-1) for tensor in (before, after))
+    is_floating = before.dtype.is_floating_point()
+    totals = _Totals()
+    for part in _chunks(a.size):
+        totals.add(a[part], b[part], is_floating)
+    if not totals.count:
         return None
-    if not before.dtype.is_floating_point():
-        return Difference(different / ours.size)
-    return Difference(different / ours.size, _share(squares, total) ** 0.5, _share(largest, top))
+    share = totals.count / a.size
+    if not is_floating:
+        return Difference(share)
+    return Difference(share, _share(totals.error, totals.power) ** 0.5, _share(totals.largest, totals.top))
+
+
+@dataclass
+class _Totals:
+    """Sums over the parts of two tensors.
+
+    Attributes:
+        count: numbers that differ.
+        error: sum of squared differences.
+        power: sum of squares of the first tensor.
+        largest: largest difference.
+        top: largest number of the first tensor.
+    """
+
+    count: int = 0
+    error: float = 0.0
+    power: float = 0.0
+    largest: float = 0.0
+    top: float = 0.0
+
+    def add(self, a: Array, b: Array, is_floating: bool) -> None:
+        """Add a part of both tensors."""
+        unequal = a.view(np.uint8) != b.view(np.uint8)
+        differs = bool(unequal.any())
+        if differs:
+            self.count += int(unequal.reshape(len(a), -1).any(-1).sum())
+        if not is_floating:
+            return
+        wide = a.astype(np.float64)
+        self.power += float(wide @ wide)
+        self.top = max(self.top, float(np.abs(wide).max(initial=0)))
+        if differs:
+            gap = b.astype(np.float64) - wide
+            self.error += float(gap @ gap)
+            self.largest = max(self.largest, float(np.abs(gap).max(initial=0)))
 
 
 def _share(part: float, whole: float) -> float:

@@ -9,7 +9,7 @@ from graphopt.analysis.structure.matching.align import align_segments
 from graphopt.analysis.structure.matching.labels import Scopes, labels
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable, Iterator, Mapping
 
     import onnx_ir as ir
 
@@ -69,22 +69,22 @@ def match(
 class _Matcher:
     def __init__(self, before: Side, after: Side, without_partner: set[ir.Node]) -> None:
         self.before, self.after, self.without_partner = before, after, without_partner
-        self.found = Matching()
+        self.matching = Matching()
         self.segments = align_segments(before, after)
         self.scopes = Scopes(before, after, self.segments)
 
     def run(self, certain_pairs: Mapping[ir.Node, ir.Node]) -> Matching:
         for before, after in certain_pairs.items():
-            self.found.add(before, after, "record")
+            self.matching.add(before, after, "record")
         self._segments()
         for strict in (True, False):
             for radius in _RADII if strict else (*_RADII, 0):
                 self._spread(self._unique(radius, strict))
         self._match_remainder()
-        return self.found
+        return self.matching
 
     def _add(self, before: ir.Node, after: ir.Node, evidence: Evidence) -> bool:
-        return not {before, after} & self.without_partner and self.found.add(before, after, evidence)
+        return not {before, after} & self.without_partner and self.matching.add(before, after, evidence)
 
     def _segments(self) -> None:
         pairs = []
@@ -96,8 +96,12 @@ class _Matcher:
 
     def _unmatched_nodes(self) -> tuple[list[ir.Node], list[ir.Node]]:
         return (
-            [node for node in self.before.nodes if node not in self.found.pairs and node not in self.without_partner],
-            [node for node in self.after.nodes if node not in self.found.back and node not in self.without_partner],
+            [
+                node
+                for node in self.before.nodes
+                if node not in self.matching.pairs and node not in self.without_partner
+            ],
+            [node for node in self.after.nodes if node not in self.matching.back and node not in self.without_partner],
         )
 
     def _unique(self, radius: int, strict: bool) -> list[tuple[ir.Node, ir.Node]]:
@@ -145,8 +149,8 @@ class _Matcher:
     def _readers(self, before: ir.Value, after: ir.Value) -> list[tuple[ir.Node, ir.Node]]:
         tables: list[dict[Hashable, list[ir.Node]]] = []
         for side, value, matches in (
-            (self.before, before, self.found.pairs.keys()),
-            (self.after, after, self.found.back.keys()),
+            (self.before, before, self.matching.pairs.keys()),
+            (self.after, after, self.matching.back.keys()),
         ):
             table: dict[Hashable, list[ir.Node]] = {}
             for node, index in side.readers.get(value, ()):
@@ -158,27 +162,31 @@ class _Matcher:
 
     def _match_remainder(self) -> None:
         """Match what is left by the neighbours that it shares, the most alike first."""
-        ours, theirs = self._unmatched_nodes()
-        near = {node: self._neighbours(node, self.after) for node in theirs}
+        pairs = sorted(self._similar_pairs(*self._unmatched_nodes()), key=lambda pair: pair[:2], reverse=True)
+        for _, _, node, twin in pairs:
+            if self._add(node, twin, "similarity"):
+                self._spread([(node, twin)])
+
+    def _similar_pairs(
+        self, before: list[ir.Node], after: list[ir.Node]
+    ) -> Iterator[tuple[int, int, ir.Node, ir.Node]]:
+        """Yield pairs of nodes that share neighbours, as (how alike they are, -place, node, node)."""
+        neighbours = {node: self._neighbours(node, self.after) for node in after}
         by_neighbour: dict[Hashable, list[ir.Node]] = {}
-        for node, keys in near.items():
+        for node, keys in neighbours.items():
             for key in keys:
                 by_neighbour.setdefault(key, []).append(node)
-        ranked = []
-        for number, node in enumerate(ours):
+        for number, node in enumerate(before):
             keys = {
-                (self.found.pairs[each], inward, place)
-                for each, inward, place in self._neighbours(node, self.before)
-                if each in self.found.pairs
+                (self.matching.pairs[neighbour], inward, index)
+                for neighbour, inward, index in self._neighbours(node, self.before)
+                if neighbour in self.matching.pairs
             }
-            for other in dict.fromkeys(each for key in keys for each in by_neighbour.get(key, ())):
-                shared, alike = keys & near[other], self._is_alike(node, other)
-                inwards = {inward for _, inward, _ in shared}
-                if alike or len(inwards) == 2:  # another operator, but between the same neighbours
-                    ranked.append((len(shared) + 2 * alike, -number, node, other))
-        for _, _, node, other in sorted(ranked, key=lambda each: each[:2], reverse=True):
-            if self._add(node, other, "similarity"):
-                self._spread([(node, other)])
+            for twin in dict.fromkeys(twin for key in keys for twin in by_neighbour.get(key, ())):
+                common_keys, is_alike = keys & neighbours[twin], self._is_alike(node, twin)
+                # Another operator, but between the same neighbours, may be a partner too.
+                if is_alike or len({inward for _, inward, _ in common_keys}) == 2:
+                    yield len(common_keys) + 2 * is_alike, -number, node, twin
 
     def _is_alike(self, before: ir.Node, after: ir.Node) -> bool:
         return self.before.operation(before) == self.after.operation(after)
