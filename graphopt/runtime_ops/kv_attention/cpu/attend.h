@@ -3,7 +3,7 @@
 
 #include <new>
 
-#include "kv_attention/cpu/desk.h"
+#include "kv_attention/cpu/scratch.h"
 #include "kv_attention/cpu/integers.h"
 #include "kv_attention/cpu/kernels.h"
 #include "kv_attention/cpu/lookahead.h"
@@ -16,16 +16,16 @@ constexpr size_t kStepColumns = 16;
 
 struct Reader : Lookahead {
   const Partial partial;
-  Desk desk;
+  AttendScratch buffers;
   size_t rows;
   bool step;  // few tokens behind a prompt, each of which must have the bits that it has alone
 
   Reader(const Attention& call, const Queries& queries, void* scratch, const Partial& partial)
       : Lookahead(call, queries), partial(partial), rows(columns * layout.group),
         step(call.end_column(queries.row) <= kStepColumns) {
-    desk.lay_out(layout, rows, static_cast<char*>(scratch));
-    take_queries(call.query, desk.queries);
-    if (call.sink_query) take_queries(call.sink_query, desk.sink_queries);
+    buffers.lay_out(layout, rows, static_cast<char*>(scratch));
+    take_queries(call.query, buffers.queries);
+    if (call.sink_query) take_queries(call.sink_query, buffers.sink_queries);
     for (size_t r = 0; r < rows; ++r) partial.largest[r] = kNothing, partial.sums[r] = 0;
     __builtin_memset(partial.values, 0, rows * layout.size * sizeof(float));
   }
@@ -43,14 +43,14 @@ struct Reader : Lookahead {
   template <typename Score>
   void score(int64_t logical, size_t lines, const Score& of) const {
     const int64_t base = logical * static_cast<int64_t>(layout.page), left = layout.sinks - base;
-    if (!call.sink_query || left <= 0) return of(desk.queries, desk.scores);
-    if (left >= static_cast<int64_t>(layout.page)) return of(desk.sink_queries, desk.scores);
-    of(desk.queries, desk.scores);
-    of(desk.sink_queries, desk.sink_scores);
+    if (!call.sink_query || left <= 0) return of(buffers.queries, buffers.scores);
+    if (left >= static_cast<int64_t>(layout.page)) return of(buffers.sink_queries, buffers.scores);
+    of(buffers.queries, buffers.scores);
+    of(buffers.sink_queries, buffers.sink_scores);
     for (size_t r = 0; r < rows; ++r) {
       for (size_t i = 0; i < lines; ++i) {
-        float* const scores = desk.scores + r * layout.page + i * kColumns;
-        const Floats others = load_line<Floats>(desk.sink_scores + r * layout.page + i * kColumns);
+        float* const scores = buffers.scores + r * layout.page + i * kColumns;
+        const Floats others = load_line<Floats>(buffers.sink_scores + r * layout.page + i * kColumns);
         const Integers mask = lanes_between(static_cast<int>(i * kColumns), 0, static_cast<int>(left));
         store_line(scores, choose(mask, others, load_line<Floats>(scores)));
       }
@@ -61,8 +61,8 @@ struct Reader : Lookahead {
     by_columns(alike, [&](size_t first, size_t count, const Visible& seen) {
       for_rows<kMostWeighed>(count, [&](size_t row, auto together) {
         const size_t at = first + row;
-        weigh<decltype(together)::value>(layout, seen, lines, desk.scores + at * layout.page, partial.largest + at,
-                                         partial.sums + at, desk.factors + at);
+        weigh<decltype(together)::value>(layout, seen, lines, buffers.scores + at * layout.page, partial.largest + at,
+                                         partial.sums + at, buffers.factors + at);
       });
     });
   }
@@ -70,9 +70,9 @@ struct Reader : Lookahead {
   // Calls sum(row, rows, seen) for rows that see the same.
   template <typename Sum>
   void by_columns(bool alike, const Sum& sum) const {
-    if (alike) return sum(0, rows, desk.seen[0]);
+    if (alike) return sum(0, rows, buffers.seen[0]);
     for (size_t i = 0; i < columns; ++i) {
-      if (!desk.seen[i].none()) sum(i * layout.group, layout.group, desk.seen[i]);
+      if (!buffers.seen[i].none()) sum(i * layout.group, layout.group, buffers.seen[i]);
     }
   }
 
@@ -103,12 +103,12 @@ struct Reader : Lookahead {
       });
     });
     weigh_rows(alike, lines);
-    each_run([&](size_t first, size_t count, const auto& run) { scale(run.value_scales, count, desk.scores + first); });
+    each_run([&](size_t first, size_t count, const auto& run) { scale(run.value_scales, count, buffers.scores + first); });
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
       for (int part = 0; part < 2; ++part) {
         if (seen.first[part] >= seen.end[part]) continue;
         const bool in_order = (step ? layout.group : count) <= kRowsInOrder<Values>;
-        multiply_values(desk.scores + row * page, desk.factors + row, count, in_order, runs, tokens, size, page,
+        multiply_values(buffers.scores + row * page, buffers.factors + row, count, in_order, runs, tokens, size, page,
                         static_cast<size_t>(seen.first[part]), static_cast<size_t>(seen.end[part]),
                         partial.values + row * size);
       }
@@ -125,13 +125,13 @@ struct Reader : Lookahead {
     });
     weigh_rows(alike, lines);
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
-      multiply_value_codes<Narrow>(desk.scores + row * page, desk.factors + row, count, values, ahead,
+      multiply_value_codes<Narrow>(buffers.scores + row * page, buffers.factors + row, count, values, ahead,
                                    scales + 2 * size, seen, size, page, partial.values + row * size);
     });
 #else
-    decode_keys<Narrow>(keys, ahead, scales, size, page, desk.keys);
-    decode_values<Narrow>(values, ahead, scales + 2 * size, size, page, desk.values);
-    const Stretch<float, float> decoded = {desk.keys, desk.values, nullptr, nullptr, 0};
+    decode_keys<Narrow>(keys, ahead, scales, size, page, buffers.keys);
+    decode_values<Narrow>(values, ahead, scales + 2 * size, size, page, buffers.values);
+    const Stretch<float, float> decoded = {buffers.keys, buffers.values, nullptr, nullptr, 0};
     read(logical, alike, lines, page, &decoded);
 #endif
   }
@@ -148,8 +148,8 @@ struct Reader : Lookahead {
     const bool all = first.all(layout.page) && last.all(layout.page);
     int end = 0;
     for (size_t i = 0; i < columns; ++i) {
-      desk.seen[i] = all ? first : see(i);
-      for (int run_end : desk.seen[i].end) end = run_end > end ? run_end : end;
+      buffers.seen[i] = all ? first : see(i);
+      for (int run_end : buffers.seen[i].end) end = run_end > end ? run_end : end;
     }
     if (!end) return;
     const bool alike = all || columns == 1;
@@ -189,7 +189,7 @@ struct Reader : Lookahead {
   void read_decoded(int64_t logical, bool alike, size_t lines, size_t tokens, const Stretch<Number, Number>* runs) const {
     Stretch<float, float> floats[kMostRuns];
     for (size_t first = 0, i = 0; first < lines * kColumns; first += tokens, ++i) {
-      float *const keys = desk.keys + first * layout.size, *const values = desk.values + first * layout.size;
+      float *const keys = buffers.keys + first * layout.size, *const values = buffers.values + first * layout.size;
       const size_t left = lines * kColumns - first, count = (left < tokens ? left : tokens) * layout.size;
       decode(runs[i].keys, runs[i].to_next, count, keys), decode(runs[i].values, runs[i].to_next, count, values);
       floats[i] = {keys, values, runs[i].key_scales, runs[i].value_scales, 0};
@@ -213,8 +213,8 @@ struct Reader : Lookahead {
     if (layout.in_slot(logical, newest)) {
       const float* const slot = state.recent + layout.slot(logical) * layout.slot_floats();
       ahead.ask_all();
-      transpose_keys(slot, layout.size, lines, desk.keys);
-      const Stretch<float, float> floats = {desk.keys, slot + layout.page * layout.size, nullptr, nullptr, 0};
+      transpose_keys(slot, layout.size, lines, buffers.keys);
+      const Stretch<float, float> floats = {buffers.keys, slot + layout.page * layout.size, nullptr, nullptr, 0};
       return read(logical, alike, lines, layout.page, &floats);
     }
     const size_t physical = layout.physical(logical), bytes = layout.page_bytes();

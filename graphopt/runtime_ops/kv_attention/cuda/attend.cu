@@ -75,14 +75,14 @@ GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Tile& 
   sync_warp();
 }
 
-// Reads this warp's pages, and leaves the result of each query on its desk. Copies are under way while the block loads
+// Reads this warp's pages, and leaves the result of each query in its scratch. Copies are under way while the block loads
 // its queries.
 template <typename Pages, typename Load>
-GRAPHOPT_DEVICE void read_pages(const CudaCall& call, const Desk& desk, Walk walk, const TileQueries& queries,
+GRAPHOPT_DEVICE void read_pages(const CudaCall& call, const WarpScratch& buffers, Walk walk, const TileQueries& queries,
                                 const Load& load_queries) {
   const Layout& layout = call.layout;
-  const Reading& reading = *desk.reading;
-  Pages pages(layout, call.state, desk);
+  const Reading& reading = *buffers.reading;
+  Pages pages(layout, call.state, buffers);
   Tile tile = walk.take<Pages::kSlots>(layout, reading);
   pages.begin(tile);
   load_queries();
@@ -115,9 +115,9 @@ GRAPHOPT_DEVICE void read_pages(const CudaCall& call, const Desk& desk, Walk wal
   GRAPHOPT_UNROLL
   for (int i = 0; i < Pages::kResults; ++i) {
     const int c = Pages::channel(i);
-    if (c < static_cast<int>(layout.size)) desk.values()[t * static_cast<int>(layout.size) + c] = pages.result(sums, i);
+    if (c < static_cast<int>(layout.size)) buffers.values()[t * static_cast<int>(layout.size) + c] = pages.result(sums, i);
   }
-  if (g == 0) desk.largest[t] = softmax.largest, desk.sums[t] = sum;
+  if (g == 0) buffers.largest[t] = softmax.largest, buffers.sums[t] = sum;
 }
 
 // The shared memory of a block.
@@ -128,11 +128,11 @@ struct Shared {
   GRAPHOPT_BOTH explicit Shared(const CudaCall& call) {
     const bool sinks = call.sink_query != nullptr;
     of_queries = SharedQueries::bytes(call.layout, sinks);
-    of_warp = Desk::kBytes + Pages::bytes(call.layout, sinks);
+    of_warp = WarpScratch::kBytes + Pages::bytes(call.layout, sinks);
   }
   GRAPHOPT_BOTH size_t bytes() const { return of_queries + kAttendWarps * of_warp; }
-  GRAPHOPT_DEVICE Desk desk(const SharedQueries& queries, int warp) const {
-    return Desk(queries, shared_memory() + of_queries + static_cast<size_t>(warp) * of_warp);
+  GRAPHOPT_DEVICE WarpScratch buffers(const SharedQueries& queries, int warp) const {
+    return WarpScratch(queries, shared_memory() + of_queries + static_cast<size_t>(warp) * of_warp);
   }
 };
 
@@ -153,18 +153,18 @@ void attend(AttendRun run) {
   const int index = warp(), size = static_cast<int>(layout.size);
   const TileQueries one(run, place, index);  // that this warp loads, and in the end writes
   const TileQueries queries(run, place, lane() % kQueries);
-  const Desk desk = shared.desk(all, warp());
-  if (lane() == 0) *desk.reading = reading_of(run, place, queries);
+  const WarpScratch buffers = shared.buffers(all, warp());
+  if (lane() == 0) *buffers.reading = reading_of(run, place, queries);
   sync_warp();
   const int64_t pages = makes_lists(place.policy) ? run.lists.counts[list_of(run, place, queries)]
-                                                           : static_cast<int64_t>(desk.reading->range.pages);
+                                                           : static_cast<int64_t>(buffers.reading->range.pages);
   const int64_t end = static_cast<int64_t>(part + 1) * plan.share;
   Walk walk;
   walk.begin = part * plan.share, walk.index = walk.begin + warp();
   walk.end = static_cast<int32_t>(part + 1 == segment.parts || end > pages ? pages : end);
-  if (Pages::kSlots && lane() == 0 && walk.begin < walk.end) desk.reading->slots = has_slots(layout, *desk.reading, walk);
+  if (Pages::kSlots && lane() == 0 && walk.begin < walk.end) buffers.reading->slots = has_slots(layout, *buffers.reading, walk);
   sync_warp();
-  read_pages<Pages>(call, desk, walk, queries, [&] {
+  read_pages<Pages>(call, buffers, walk, queries, [&] {
     take_query(call, one, call.query, all.query(false, index));
     if (call.sink_query) take_query(call, one, call.sink_query, all.query(true, index));
   });
@@ -175,12 +175,12 @@ void attend(AttendRun run) {
   float weights[kAttendWarps], largest = kNothing, sum = 0, values[kLaneChannels] = {};
   GRAPHOPT_UNROLL
   for (int i = 0; i < kAttendWarps; ++i) {
-    weights[i] = shared.desk(all, i).largest[index];
+    weights[i] = shared.buffers(all, i).largest[index];
     largest = weights[i] > largest ? weights[i] : largest;
   }
   GRAPHOPT_UNROLL
   for (int i = 0; i < kAttendWarps; ++i) {
-    const Desk other = shared.desk(all, i);
+    const WarpScratch other = shared.buffers(all, i);
     const float weight = weights[i] == largest ? 1.0f : exp2_of(weights[i] - largest);
     sum = multiply_add(other.sums[index], weight, sum);
     GRAPHOPT_UNROLL

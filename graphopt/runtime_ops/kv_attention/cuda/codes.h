@@ -29,7 +29,7 @@ struct CodePages : CodePlaces {
 
   const Layout& layout;
   const State& state;
-  const Desk& desk;
+  const WarpScratch& buffers;
   Word4 *keys, *values;                    // [32 channels][32 tokens][load][lane]
   float *key_scales, *value_scales;        // [low, step][size], [low, step][64]
   uint32_t* columns;                       // of weights: [query][high, low][four tokens]
@@ -45,9 +45,9 @@ struct CodePages : CodePlaces {
     return 2 * codes + (2 * layout.size + 2 * kTileTokens) * sizeof(float) + FloatWeights::kBytes;
   }
 
-  GRAPHOPT_DEVICE CodePages(const Layout& layout, const State& state, const Desk& desk)
-      : layout(layout), state(state), desk(desk) {
-    keys = reinterpret_cast<Word4*>(desk.pages);
+  GRAPHOPT_DEVICE CodePages(const Layout& layout, const State& state, const WarpScratch& buffers)
+      : layout(layout), state(state), buffers(buffers) {
+    keys = reinterpret_cast<Word4*>(buffers.pages);
     values = keys + steps(layout) * 2 * kLoads * kWarp;
     key_scales = reinterpret_cast<float*>(values + steps(layout) * 2 * kLoads * kWarp);
     value_scales = key_scales + 2 * layout.size;
@@ -57,13 +57,13 @@ struct CodePages : CodePlaces {
   }
 
   GRAPHOPT_DEVICE bool copies(const Tile& tile) const {
-    return tile.there && !layout.in_slot(tile.page, desk.reading->newest);
+    return tile.there && !layout.in_slot(tile.page, buffers.reading->newest);
   }
 
   // Keys [page / 16, size / 4 (or 8), 16, 4]: 16 bytes are four tokens, lane group g has 4 g to 4 g + 3 of 32.
   GRAPHOPT_DEVICE void copy_keys(const Tile& tile) {
     if (copies(tile)) {
-      const size_t of_page = place_of(layout, desk.reading->head, tile.page);
+      const size_t of_page = place_of(layout, buffers.reading->head, tile.page);
       const int words = static_cast<int>(layout.size) / (kNarrow ? 8 : 4);
       const int line = ((tile.offset / 16 + g / 4) * words * 16 + 4 * (g % 4)) * 4;
       const char* const from = state.keys + of_page * layout.page_bytes() + line;
@@ -88,7 +88,7 @@ struct CodePages : CodePlaces {
   // Values [size / 16, page / 4 (or 8), 16, 4]: 16 bytes are four channels, lane group g has 4 g to 4 g + 3 of 32.
   GRAPHOPT_DEVICE void copy_values(const Tile& tile) {
     if (copies(tile)) {
-      const size_t of_page = place_of(layout, desk.reading->head, tile.page);
+      const size_t of_page = place_of(layout, buffers.reading->head, tile.page);
       const int page = static_cast<int>(layout.page), size = static_cast<int>(layout.size);
       const int words = page / (kNarrow ? 8 : 4), word = tile.offset / (kNarrow ? 8 : 4) + (kNarrow ? t : 2 * t);
       const char* const from =
@@ -114,7 +114,7 @@ struct CodePages : CodePlaces {
   GRAPHOPT_DEVICE void begin(const Tile& tile) { copy_keys(tile), copy_values(tile); }
   GRAPHOPT_DEVICE void prepare(bool) {}
   GRAPHOPT_DEVICE void open(const Tile& tile, const Tile& after) {
-    in_slot = layout.in_slot(tile.page, desk.reading->newest);
+    in_slot = layout.in_slot(tile.page, buffers.reading->newest);
     if (in_slot) {
       const float* const from = slot(tile);
       for (int i = 32 * lane(); i < tile.tokens * static_cast<int>(layout.size); i += 32 * kWarp) {
@@ -126,7 +126,7 @@ struct CodePages : CodePlaces {
     sync_warp();
   }
   GRAPHOPT_DEVICE const float* slot(const Tile& tile) const {
-    const size_t place = desk.reading->head * layout.slots() + layout.slot(tile.page);
+    const size_t place = buffers.reading->head * layout.slots() + layout.slot(tile.page);
     return state.recent + place * layout.slot_floats() + static_cast<size_t>(tile.offset) * layout.size;
   }
 
@@ -139,7 +139,7 @@ struct CodePages : CodePlaces {
   // what is multiplied with every other four channels. Returns what products of this lane's query are counted in.
   GRAPHOPT_DEVICE float fold(bool sinks, uint32_t (&column)[kSteps][2], float& lows) const {
     const bool odd = g % 2;
-    const float* const query = desk.query(sinks, g / 2) + 8 * t + 4 * (g % 2);
+    const float* const query = buffers.query(sinks, g / 2) + 8 * t + 4 * (g % 2);
     const float* const scale = key_scales + 8 * t + 4 * (g % 2);
     float products[kSteps][4], most = 0, sum = 0;
     GRAPHOPT_UNROLL
@@ -173,7 +173,7 @@ struct CodePages : CodePlaces {
 
   GRAPHOPT_DEVICE void score(const Tile& tile, bool sinks, bool, float (&scores)[kLaneTokens]) {
     const int size = static_cast<int>(layout.size);
-    if (in_slot) return score_slot(slot(tile), desk, sinks, size, scores);
+    if (in_slot) return score_slot(slot(tile), buffers, sinks, size, scores);
     uint32_t column[kSteps][2];
     float lows;
     const float unit = fold(sinks, column, lows);

@@ -66,7 +66,7 @@ struct FloatPages : FloatPlaces {
 
   const Layout& layout;
   const State& state;
-  const Desk& desk;
+  const WarpScratch& buffers;
   FloatWeights shared;
   size_t from = 0;  // the first number of the tile, of keys and of values
 
@@ -74,19 +74,19 @@ struct FloatPages : FloatPlaces {
     const size_t values = kQueries * layout.size * sizeof(float);
     return values < FloatWeights::kBytes ? FloatWeights::kBytes : values;
   }
-  GRAPHOPT_DEVICE FloatPages(const Layout& layout, const State& state, const Desk& desk)
-      : layout(layout), state(state), desk(desk), shared{reinterpret_cast<float*>(desk.pages)} {}
+  GRAPHOPT_DEVICE FloatPages(const Layout& layout, const State& state, const WarpScratch& buffers)
+      : layout(layout), state(state), buffers(buffers), shared{reinterpret_cast<float*>(buffers.pages)} {}
 
   GRAPHOPT_DEVICE void begin(const Tile&) {}
   GRAPHOPT_DEVICE void prepare(bool) {}
   GRAPHOPT_DEVICE void open(const Tile& tile, const Tile&) {
-    const size_t place = place_of(layout, desk.reading->head, tile.page);
+    const size_t place = place_of(layout, buffers.reading->head, tile.page);
     from = (place * layout.page + static_cast<size_t>(tile.offset)) * layout.size;
   }
 
   GRAPHOPT_DEVICE void score(const Tile& tile, bool sinks, bool, float (&scores)[kLaneTokens]) {
     const int g = lane() / 4, size = static_cast<int>(layout.size);
-    const float* const queries = desk.query(sinks, lane() % 4);
+    const float* const queries = buffers.query(sinks, lane() % 4);
     const size_t block = static_cast<size_t>(g / 2 * 16) * layout.size + static_cast<size_t>(g % 2 * 8);
     const Stored* const keys = reinterpret_cast<const Stored*>(state.keys) + from + block;
     GRAPHOPT_UNROLL

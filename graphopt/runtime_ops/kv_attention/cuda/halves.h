@@ -22,7 +22,7 @@ struct HalfPages : FloatPlaces {
 
   const Layout& layout;
   const State& state;
-  const Desk& desk;
+  const WarpScratch& buffers;
   Word4* ring;        // [stage][4][lane]
   uint32_t* columns;  // of weights: [query][high, low][pair of tokens]
   Word2* products;    // [sinks][step][lane], of queries
@@ -40,9 +40,9 @@ struct HalfPages : FloatPlaces {
     return kStages * 4 * kWarp * sizeof(Word4) + 2 * kQueries * kColumn * sizeof(uint32_t) + (sinks ? 2 : 1) * queries;
   }
 
-  GRAPHOPT_DEVICE HalfPages(const Layout& layout, const State& state, const Desk& desk)
-      : layout(layout), state(state), desk(desk) {
-    ring = reinterpret_cast<Word4*>(desk.pages);
+  GRAPHOPT_DEVICE HalfPages(const Layout& layout, const State& state, const WarpScratch& buffers)
+      : layout(layout), state(state), buffers(buffers) {
+    ring = reinterpret_cast<Word4*>(buffers.pages);
     columns = reinterpret_cast<uint32_t*>(ring + kStages * 4 * kWarp);
     products = reinterpret_cast<Word2*>(columns + 2 * kQueries * kColumn);
   }
@@ -60,7 +60,7 @@ struct HalfPages : FloatPlaces {
 
   // Each lane splits what it multiplies, a part of query g / 2, and returns what products with its own are counted in.
   GRAPHOPT_DEVICE float split(bool sinks) const {
-    const float* const query = desk.query(sinks, g / 2);
+    const float* const query = buffers.query(sinks, g / 2);
     Word2* const to = products + (sinks ? key_steps(layout) * kWarp : 0) + lane();
     float most = 0;
     for (int c = t; c < static_cast<int>(layout.size); c += 4) {
@@ -82,7 +82,7 @@ struct HalfPages : FloatPlaces {
 
   GRAPHOPT_DEVICE size_t first_of(const Tile& tile) const {
     if (!tile.there) return kNone;
-    const size_t place = place_of(layout, desk.reading->head, tile.page);
+    const size_t place = place_of(layout, buffers.reading->head, tile.page);
     return (place * layout.page + static_cast<size_t>(tile.offset)) * layout.size;
   }
   GRAPHOPT_DEVICE int tokens() const {

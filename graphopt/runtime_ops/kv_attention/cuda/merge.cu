@@ -11,10 +11,10 @@ constexpr unsigned kMergeThreads = 256, kMergeWarps = kMergeThreads / kWarp;
 constexpr int kTogether = 4;  // parts that a warp loads before it adds
 
 // [part]: what its numbers count, then a sum of each warp, then the sums of values of each warp
-struct MergeDesk {
+struct MergeScratch {
   float *weights, *of_warps, *values;
 
-  GRAPHOPT_BOTH MergeDesk(char* memory, int parts) {
+  GRAPHOPT_BOTH MergeScratch(char* memory, int parts) {
     weights = reinterpret_cast<float*>(memory);
     of_warps = weights + rounded(parts), values = of_warps + kMergeWarps;
   }
@@ -35,31 +35,31 @@ void merge(AttendRun run) {
   if (!query.used) return;
   const size_t first = static_cast<size_t>(segment.first_partial) +
                        static_cast<size_t>(tile - segment.first_tile) * static_cast<size_t>(segment.parts);
-  const MergeDesk desk(shared_memory(), segment.parts);
+  const MergeScratch buffers(shared_memory(), segment.parts);
   const int thread = static_cast<int>(thread_index().x), threads = static_cast<int>(kMergeThreads);
 
   float largest = kNothing;
   for (int part = thread; part < segment.parts; part += threads) {
     const PartialResult result(run.partials, call.layout, first + static_cast<size_t>(part));
     const float of_part = result.largest[index];
-    desk.weights[part] = of_part;
+    buffers.weights[part] = of_part;
     largest = of_part > largest ? of_part : largest;
   }
   largest = reduce_max(largest);
-  if (lane() == 0) desk.of_warps[warp()] = largest;
+  if (lane() == 0) buffers.of_warps[warp()] = largest;
   sync_block();
-  for (unsigned i = 0; i < kMergeWarps; ++i) largest = desk.of_warps[i] > largest ? desk.of_warps[i] : largest;
+  for (unsigned i = 0; i < kMergeWarps; ++i) largest = buffers.of_warps[i] > largest ? buffers.of_warps[i] : largest;
   sync_block();
   float sum = 0;
   for (int part = thread; part < segment.parts; part += threads) {
     const PartialResult result(run.partials, call.layout, first + static_cast<size_t>(part));
-    const float of_part = desk.weights[part], added = result.sums[index];
+    const float of_part = buffers.weights[part], added = result.sums[index];
     const float weight = of_part == largest ? 1.0f : exp2_of(of_part - largest);
     sum = multiply_add(added, weight, sum);
-    desk.weights[part] = weight;
+    buffers.weights[part] = weight;
   }
   sum = reduce_sum(sum);
-  if (lane() == 0) desk.of_warps[warp()] = sum;
+  if (lane() == 0) buffers.of_warps[warp()] = sum;
   sync_block();
 
   for (int span = 4 * lane(); span < size; span += 4 * kWarp) {
@@ -71,7 +71,7 @@ void merge(AttendRun run) {
       GRAPHOPT_UNROLL
       for (int i = 0; i < kTogether; ++i) {
         const int one = part + i * static_cast<int>(kMergeWarps);
-        weights[i] = one < segment.parts ? desk.weights[one] : 0.0f;
+        weights[i] = one < segment.parts ? buffers.weights[one] : 0.0f;
         const int some = one < segment.parts ? one : part;
         const PartialResult result(run.partials, call.layout, first + static_cast<size_t>(some));
         values[i] = load_four(result.values + index * size + span);
@@ -85,7 +85,7 @@ void merge(AttendRun run) {
         }
       }
     }
-    store_four(desk.values + warp() * size + span, total);
+    store_four(buffers.values + warp() * size + span, total);
   }
   sync_block();
   if (warp()) return;
@@ -93,11 +93,11 @@ void merge(AttendRun run) {
   float values[kLaneChannels] = {};
   GRAPHOPT_UNROLL
   for (unsigned i = 0; i < kMergeWarps; ++i) {
-    sum += desk.of_warps[i];
+    sum += buffers.of_warps[i];
     GRAPHOPT_UNROLL
     for (int k = 0; k < kLaneChannels; ++k) {
       const int c = lane() + k * kWarp;
-      if (c < size) values[k] += desk.values[static_cast<int>(i) * size + c];
+      if (c < size) values[k] += buffers.values[static_cast<int>(i) * size + c];
     }
   }
   write_row(call, place.row, place.head, query.position, query.head, largest * kLn2, sum, values);
@@ -112,7 +112,7 @@ const char* merge_parts(const AttendRun& run, void* stream) {
     most = run.plan.segment[i].parts > most ? run.plan.segment[i].parts : most;
   }
   const unsigned blocks = static_cast<unsigned>(run.plan.tiles) * kTileQueries;
-  return launch(merge, {blocks, 1, 1}, kMergeThreads, MergeDesk::bytes(run.call.layout, most), stream, run);
+  return launch(merge, {blocks, 1, 1}, kMergeThreads, MergeScratch::bytes(run.call.layout, most), stream, run);
 }
 
 }  // namespace graphopt

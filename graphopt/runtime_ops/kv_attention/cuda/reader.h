@@ -146,13 +146,13 @@ struct SharedQueries {
 };
 
 // The shared memory of a warp: what it reads, and in the end its results.
-struct Desk {
+struct WarpScratch {
   SharedQueries queries;
   Reading* reading;
   float *largest, *sums;  // of each query
   char* pages;            // for the storage's own use, and in the end for values, [query][size]
 
-  GRAPHOPT_BOTH Desk(const SharedQueries& queries, char* memory) : queries(queries) {
+  GRAPHOPT_BOTH WarpScratch(const SharedQueries& queries, char* memory) : queries(queries) {
     reading = reinterpret_cast<Reading*>(memory);
     largest = reinterpret_cast<float*>(reading + 1), sums = largest + kQueries;
     pages = reinterpret_cast<char*>(sums + kQueries);

@@ -14,7 +14,7 @@ struct CodePlaces {
 
 // Scores of the 16 tokens of a tile, which the first 16 lanes have. Each lane multiplies every fourth four of the channels, for all queries; then lanes swap sums until each has those
 // of its own query.
-GRAPHOPT_DEVICE void score_slot(const float* keys, const Desk& desk, bool sinks, int size,
+GRAPHOPT_DEVICE void score_slot(const float* keys, const WarpScratch& buffers, bool sinks, int size,
                                 float (&scores)[kLaneTokens]) {
   const int t = lane() % 4;
   float sums[4][kQueries] = {};  // [token][query]
@@ -27,7 +27,7 @@ GRAPHOPT_DEVICE void score_slot(const float* keys, const Desk& desk, bool sinks,
     for (int i = 0; i < 4; ++i) loaded[i] = load_four(key + i * size + c);
     GRAPHOPT_UNROLL
     for (int j = 0; j < kQueries; ++j) {
-      const Four query = load_four(desk.query(sinks, j) + c + 4 * t);
+      const Four query = load_four(buffers.query(sinks, j) + c + 4 * t);
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
         GRAPHOPT_UNROLL

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 
@@ -18,18 +18,15 @@ MOST_TOKENS = 1 << 62
 """Of a row; positions beyond are no longer safe to add to in int64."""
 
 
-def check(
-    attributes: KVAttributes,
-    query: Array,
-    key: Array,
-    value: Array,
-    past: Array,
-    new: Array,
-    sink_logits: Array,
-    sink_query: Array,
-    state: Mapping[str, Array],
-) -> None:
-    """Raise ``ValueError`` where the inputs of a call do not fit its attributes or one another."""
+def check(attributes: KVAttributes, inputs: Sequence[Array], state: Mapping[str, Array]) -> None:
+    """Raise ``ValueError`` where the inputs of a call do not fit its attributes or one another.
+
+    Args:
+        attributes: of the node.
+        inputs: of the node, of which the first seven are no state.
+        state: by the names of the inputs.
+    """
+    query, key, value, past, new, sink_logits, sink_query = inputs[:7]
     if key.ndim != 3 or key.shape[2] % attributes.kv_heads:
         raise ValueError(f"KVAttention: key is [B, S, {attributes.kv_heads} D], not {list(key.shape)}")
     batch, columns, width = key.shape
@@ -49,6 +46,10 @@ def check(
         is_used = attributes.summarizes if name == "summaries" else attributes.levels or name in ("keys", "values")
         shape = state[name].shape if not is_used and state[name].ndim == 4 and not state[name].size else tensor.shape
         _check_tensor(name, state[name], shape, tensor.dtype)
+    _check_lengths(attributes, past, new, pages, columns)
+
+
+def _check_lengths(attributes: KVAttributes, past: Array, new: Array, pages: int, columns: int) -> None:
     for row, (before, count) in enumerate(zip(past.tolist(), new.tolist(), strict=True)):
         if before < 0:
             raise ValueError(f"KVAttention: past[{row}] is {before}, a number of tokens is at least 0")

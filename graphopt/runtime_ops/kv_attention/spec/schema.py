@@ -53,7 +53,12 @@ def outputs_of(states: Sequence[Port]) -> tuple[Port, ...]:
 
 def shapes_of(states: Sequence[Port]) -> Callable[[Mapping[str, Dims], Mapping[str, Any]], list[Dims]]:
     """Return the function that makes the shapes of these outputs from those of the inputs."""
-    return lambda shapes, attributes: [shapes["query"], *(shapes[state.name] for state in states)]
+
+    def shapes_after(shapes: Mapping[str, Dims], attributes: Mapping[str, Any]) -> list[Dims]:
+        del attributes
+        return [shapes["query"], *(shapes[state.name] for state in states)]
+
+    return shapes_after
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:

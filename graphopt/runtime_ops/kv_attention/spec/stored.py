@@ -107,7 +107,7 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
     """
     query, key, value, past, new, sink_logits, sink_query, *tensors = inputs
     state = dict(zip(("keys", "values", "scales", "recent", "summaries"), tensors, strict=True))
-    check(attrs, query, key, value, past, new, sink_logits, sink_query, state)
+    check(attrs, inputs, state)
     batch, columns, width = key.shape
     split = (batch, columns, attrs.kv_heads, width // attrs.kv_heads)
     after = append(attrs, state, key.reshape(split), value.reshape(split), past, new)

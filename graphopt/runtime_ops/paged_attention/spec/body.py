@@ -69,7 +69,7 @@ def _write(op: OpBuilder, storage: str, inputs: Mapping[str, ir.Value]) -> tuple
     query, key, value = (op.Cast(inputs[name], to=_FLOAT) for name in ("query", "key", "value"))
     count = op.Div(op.Size(key), op.Max(op.Squeeze(op.Shape(key, start=-1), [0]), 1))
     count = op.Reshape(count, [1])
-    key, value = (op.Reshape(indicesor, op.Concat(count, heads, [-1], axis=0)) for indicesor in (key, value))
+    key, value = (op.Reshape(tensor, op.Concat(count, heads, [-1], axis=0)) for tensor in (key, value))
     size = op.Shape(key, start=2, end=3)
     first, ends = op.Slice(starts, [0], [-1]), op.Slice(starts, [1], [2**62])
     lengths = op.Sub(ends, first)
@@ -114,8 +114,8 @@ def _write(op: OpBuilder, storage: str, inputs: Mapping[str, ir.Value]) -> tuple
     )  # B, S, L
     y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), inputs["sink_logits"], heads)
     y = op.Transpose(y, perm=[0, 3, 1, 2, 4])
-    indicesor = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
-    y = op.Reshape(op.GatherND(y, indicesor), op.Shape(query))
+    tensor = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
+    y = op.Reshape(op.GatherND(y, tensor), op.Shape(query))
     return op.CastLike(y, inputs["query"]), keys, values, key_scales, value_scales
 
 

@@ -23,24 +23,17 @@ Doubles = npt.NDArray[np.float64]
 
 
 def reference(
-    query: Array,
-    key: Array,
-    value: Array,
-    starts: Array,
-    past: Array,
-    block_table: Array,
-    sink_logits: Array,
-    keys: Array,
-    values: Array,
-    key_scales: Array,
-    value_scales: Array,
-    kv_heads: int,
-    window: int,
-    scale: float,
-    softcap: float,
-    storage: str,
+    *inputs: Array, kv_heads: int, window: int, scale: float, softcap: float, storage: str
 ) -> tuple[Array, ...]:
     """Return y, float64 in the shape of `query`, and the blocks and scales after the call.
+
+    Args:
+        inputs: all eleven of the node, see :mod:`graphopt.runtime_ops.paged_attention.spec.schema`.
+        kv_heads: as the node has it, and so are the others.
+        window: tokens, 0 for none.
+        scale: of q . k.
+        softcap: 0 for none.
+        storage: of the blocks.
 
     Raises:
         ValueError: shapes or numbers do not fit one another; nothing is computed then.
@@ -49,9 +42,11 @@ def reference(
         raise ValueError(f"PagedAttention: kv_heads is at least 1 and window at least 0, not {kv_heads} and {window}")
     if storage not in STORAGES:
         raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
+    query, key, value, starts, past, block_table, sink_logits, keys, values, key_scales, value_scales = inputs
     _check_pools(keys, values, (key_scales, value_scales), kv_heads, storage)
     size = head_size(keys.shape[3], storage)
-    tokens = _check_tokens(query, key, value, starts, past, block_table, sink_logits, kv_heads, size)
+    tokens = _check_tokens(query, key, value, sink_logits, kv_heads, size)
+    _check_rows(starts, past, block_table, tokens)
     q = query.reshape(tokens, kv_heads, -1, size).astype(np.float64)
     blocks, slots = _slots(starts, past, block_table, keys).T
     after, scales, numbers = [], [], []
@@ -127,23 +122,13 @@ def _check_pools(keys: Array, values: Array, scales: tuple[Array, Array], kv_hea
     except ValueError as error:
         raise ValueError(f"PagedAttention: {error}") from error
     shape = (0,) if STORAGES[storage].levels is None else keys.shape[:3]
-    for token in scales:
-        if token.shape != shape:
-            raise ValueError(f"PagedAttention: scales of {storage} are {list(shape)}, not {list(token.shape)}")
+    for tensor in scales:
+        if tensor.shape != shape:
+            raise ValueError(f"PagedAttention: scales of {storage} are {list(shape)}, not {list(tensor.shape)}")
 
 
-def _check_tokens(
-    query: Array,
-    key: Array,
-    value: Array,
-    starts: Array,
-    past: Array,
-    table: Array,
-    sinks: Array,
-    kv_heads: int,
-    size: int,
-) -> int:
-    """Return the number of tokens, or raise ``ValueError``."""
+def _check_tokens(query: Array, key: Array, value: Array, sinks: Array, kv_heads: int, size: int) -> int:
+    """Return the number of tokens, or refuse tensors that do not fit one another."""
     across, tokens = kv_heads * size, int(np.prod(key.shape[:-1]))
     if key.shape != value.shape or key.shape[-1] != across:
         raise ValueError(f"PagedAttention: key and value are [..., {across}], not {list(key.shape)}")
@@ -151,10 +136,14 @@ def _check_tokens(
         raise ValueError(f"PagedAttention: query is {list(key.shape[:-1])} and G {across}, not {list(query.shape)}")
     if sinks.shape not in ((0,), (query.shape[-1] // size,)):
         raise ValueError(f"PagedAttention: sink_logits are {[query.shape[-1] // size]} or [0], not {list(sinks.shape)}")
+    return tokens
+
+
+def _check_rows(starts: Array, past: Array, table: Array, tokens: int) -> None:
+    """Refuse lengths that do not fit one another or the tokens."""
     if past.ndim != 1 or starts.shape != (len(past) + 1,) or table.ndim != 2 or len(table) != len(past):
         raise ValueError("PagedAttention: starts is [B + 1], past [B] and block_table [B, C]")
     if starts[0] != 0 or starts[-1] != tokens or (np.diff(starts.astype(np.int64)) < 0).any():
         raise ValueError(f"PagedAttention: starts rises from 0 to {tokens}, not {starts.tolist()}")
     if (past < 0).any():
         raise ValueError(f"PagedAttention: past is at least 0, not {past.tolist()}")
-    return tokens

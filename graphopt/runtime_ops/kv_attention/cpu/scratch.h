@@ -51,7 +51,7 @@ inline void transpose_keys(const float* keys, size_t size, size_t lines, float* 
 }
 
 // The memory of a task.
-struct Desk {
+struct AttendScratch {
   float *queries, *sink_queries, *scores, *sink_scores, *factors, *keys, *values;
   Visible* seen;
 
@@ -73,8 +73,8 @@ struct Desk {
 };
 
 size_t attend_scratch(const Layout& layout, size_t rows) {
-  Desk desk;
-  return desk.lay_out(layout, rows, reinterpret_cast<char*>(kLine));
+  AttendScratch buffers;
+  return buffers.lay_out(layout, rows, reinterpret_cast<char*>(kLine));
 }
 
 }  // namespace
