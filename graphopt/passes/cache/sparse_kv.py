@@ -11,7 +11,7 @@ from pydantic import Field, create_model
 from graphopt.analysis.structure.heads import ORIGIN, HeadScores, Rank
 from graphopt.analysis.structure.paged_caches import PagedLayer, describe, kv_nodes, layer_of
 from graphopt.errors import InputError
-from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.passes.base import Pass
 from graphopt.passes.common.paging.paged_attention import Page, page_attention
 from graphopt.passes.common.paging.positions import unbind_positions
@@ -196,7 +196,6 @@ class SparseKV(_PolicyOptions):
         self, model: ir.Model, layers: Sequence[PagedLayer], scores: HeadScores | None, ledger: Ledger
     ) -> dict[int, tuple[str, ...]]:
         """Return the policies of the layers of which there are scores."""
-        origin = model.metadata_props.get(ORIGIN)
         if scores is None or not layers:
             return {}
         if self.policy == "streaming":
@@ -204,23 +203,15 @@ class SparseKV(_PolicyOptions):
                 "the step sparse_kv has a calibration of heads, and retrieval heads that stream like all others",
                 remedy="`policy` says what retrieval heads read: dense or retrieval",
             )
-        kv_heads = {
-            parameter.number: parameter.attributes.kv_heads for parameter in layers if not parameter.attributes.window
-        }
-        scored_heads = {number: len(of) for number, of in scores.layers.items()}
+        kv_heads = {layer.number: layer.attributes.kv_heads for layer in layers if not layer.attributes.window}
+        scored_heads = {number: len(heads) for number, heads in scores.layers.items()}
         if kv_heads != scored_heads:
             raise InputError(
                 f"the calibration is of another model: its layers have {scored_heads} KV heads, those of the graph "
                 f"{kv_heads}",
                 remedy="run `graphopt heads` on this model",
             )
-        if origin is None:
-            ledger.skipped("heads", ORIGIN_UNKNOWN())
-        elif origin != scores.origin:
-            raise InputError(
-                f"the calibration is of another model: it is of {scores.origin[:12]}..., the graph of {origin[:12]}...",
-                remedy="run `graphopt heads` on this model, or on the one that it was made from",
-            )
+        _check_origin(model.metadata_props.get(ORIGIN), scores.origin, ledger)
         retrieval_heads = scores.retrieval_heads(self.retrieval_share, self.rank)
         return {
             number: tuple(self.policy if (number, head) in retrieval_heads else "streaming" for head in range(heads))
@@ -230,19 +221,15 @@ class SparseKV(_PolicyOptions):
     def _rewrite_node(
         self, graph: ir.Graph, node: ir.Node, policies_by_layer: Mapping[int, tuple[str, ...]], ledger: Ledger
     ) -> None:
-        layer = layer_of(node)
-        attributes, options = layer.attributes, self
-        if attributes.window:
-            ledger.skipped(node, OWN_WINDOW(window=attributes.window))
+        layer, options = layer_of(node), self
+        if layer.attributes.window:
+            ledger.skipped(node, OWN_WINDOW(window=layer.attributes.window))
             return
-        if not all(policy.reads_all for policy in attributes.policies_in_use):
+        if not all(policy.reads_all for policy in layer.attributes.policies_in_use):
             ledger.skipped(node, HAS_POLICIES())
             return
         policies = self._policies(layer, node, policies_by_layer)
-        page = options.page or attributes.page
-        if attributes.storage != "float32" and page != attributes.page:
-            ledger.skipped(node, PAGE_STAYS(page=attributes.page, storage=attributes.storage))
-            page = attributes.page
+        page = self._page_of(layer, node, ledger)
         if all(POLICIES[name].reads_all for name in policies):
             ledger.skipped(node, LEFT_DENSE())
             return
@@ -253,16 +240,29 @@ class SparseKV(_PolicyOptions):
                 remedy=f"give {layer.head_size} at most, or leave channels out",
             )
         change(graph, node, {**node_attributes(options, policies), "page": page})
-        instances = [POLICIES[name].of_options(dict(options)) for name in dict.fromkeys(policies)]
-        pages = [besides for policy in instances if (besides := policy.besides()) is not None]
         reads = READS(
             policies=policies,
             sinks=options.sinks,
             recent=options.recent,
-            pages=(pages[0] if len(pages) == 1 else pages) or None,
+            pages=self._pages_besides(policies),
             compensate=options.compensate and "streaming" in policies,
         )
         ledger.changed(node, reads, [node])
+
+    def _page_of(self, layer: PagedLayer, node: ir.Node, ledger: Ledger) -> int:
+        """Return the tokens of the layer's pages: those of codes keep their size."""
+        attributes = layer.attributes
+        page: int = self.page or attributes.page
+        if attributes.storage != "float32" and page != attributes.page:
+            ledger.skipped(node, PAGE_STAYS(page=attributes.page, storage=attributes.storage))
+            return attributes.page
+        return page
+
+    def _pages_besides(self, policies: Sequence[str]) -> Fact | list[Fact] | None:
+        """Return what policies say of the pages that queries read besides the first and the newest tokens."""
+        besides = [POLICIES[name].of_options(dict(self)).besides() for name in dict.fromkeys(policies)]
+        facts = [fact for fact in besides if fact is not None]
+        return facts[0] if len(facts) == 1 else facts or None
 
     def _policies(
         self, layer: PagedLayer, node: ir.Node, policies_by_layer: Mapping[int, tuple[str, ...]]
@@ -282,6 +282,17 @@ class SparseKV(_PolicyOptions):
 SparseKV.__doc__ = "\n".join(
     filter(None, [inspect.getdoc(SparseKV), *(policy.described_parameters() for policy in POLICIES.values())])
 )
+
+
+def _check_origin(origin: str | None, measured: str, ledger: Ledger) -> None:
+    """Refuse a calibration of another model than the graph was made from."""
+    if origin is None:
+        ledger.skipped("heads", ORIGIN_UNKNOWN())
+    elif origin != measured:
+        raise InputError(
+            f"the calibration is of another model: it is of {measured[:12]}..., the graph of {origin[:12]}...",
+            remedy="run `graphopt heads` on this model, or on the one that it was made from",
+        )
 
 
 def node_attributes(options: SparseKV, policies: Sequence[str]) -> dict[str, Any]:
