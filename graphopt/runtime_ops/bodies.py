@@ -47,16 +47,7 @@ def declare(model: ir.Model) -> None:
     _import_domain(model, waiting)
     bodies: dict[ir.OperatorIdentifier, ir.Function] = {}
     while waiting:
-        node = waiting.pop()
-        try:
-            node.overload = OPERATORS[node.op_type].overload_of(node)
-            if node.op_identifier() not in bodies:
-                body = bodies[node.op_identifier()] = _body_in(model, node)
-                waiting += [inner for inner in calls_of(body) if inner.domain == DOMAIN]
-        except ValueError as error:
-            raise InputError(
-                f"{DOMAIN}::{node.op_type} has no body for its attributes: {error}", node=node.name
-            ) from error
+        waiting += _add_body(bodies, model, waiting.pop())
     for key in [key for key in model.functions if key[0] == DOMAIN and key not in bodies]:
         del model.functions[key]
     model.functions.update(sorted(bodies.items()))
@@ -75,6 +66,18 @@ def _import_domain(model: ir.Model, nodes: Sequence[ir.Node]) -> None:
         model.opset_imports[DOMAIN] = max(OPERATORS[node.op_type].version for node in nodes)
     else:
         model.opset_imports.pop(DOMAIN, None)
+
+
+def _add_body(bodies: dict[ir.OperatorIdentifier, ir.Function], model: ir.Model, node: ir.Node) -> list[ir.Node]:
+    """Tell a node its overload, add its body where it is not among ``bodies``, and return our nodes in that body."""
+    try:
+        node.overload = OPERATORS[node.op_type].overload_of(node)
+        if node.op_identifier() in bodies:
+            return []
+        body = bodies[node.op_identifier()] = _body_in(model, node)
+    except ValueError as error:
+        raise InputError(f"{DOMAIN}::{node.op_type} has no body for its attributes: {error}", node=node.name) from error
+    return [inner for inner in calls_of(body) if inner.domain == DOMAIN]
 
 
 def _body_in(model: ir.Model, node: ir.Node) -> ir.Function:
