@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from graphopt.inference.decoding.continuation import Settings
     from graphopt.inference.decoding.grammar import Grammar
+    from graphopt.inference.decoding.sampling import Sampling
     from graphopt.inference.decoding.speculation import Speculation
     from graphopt.inference.session import Session
 
@@ -95,16 +96,10 @@ def run(
     from graphopt.inference.conversation.terminal import converse
     from graphopt.inference.decoding.continuation import Settings
     from graphopt.inference.decoding.proposers.registry import open_speculation
-    from graphopt.inference.decoding.sampling import Sampling
     from graphopt.inference.session import open_folder, session_from
     from graphopt.tasks import TASKS
 
-    if not chat and not prompt:
-        raise InputError("there is no prompt", remedy="give --prompt TEXT, or --chat")
-    if system is not None and not chat:
-        raise InputError("--system is told before a chat", remedy="add --chat, or leave it out")
-    if logprobs is not None and not as_json:
-        raise InputError("--logprobs are part of the JSON report", remedy="add --json")
+    _check_options(chat, prompt, system, logprobs, as_json)
     model = open_folder(folder, threads=threads, device=device)
     show_notes(model.notes)
     task = TASKS[model.manifest.task]
@@ -115,14 +110,7 @@ def run(
             raise InputError(f"{task.noun} generates nothing", file=folder, remedy=remedy)
         return task.print_run(model, prompt or [], as_json)
     session = session_from(model, device=device)
-    # In a chat the model's generation_config.json fills what the options leave out.
-    defaults = Sampling.of_folder(folder, seed) if chat and temperature != 0 else Sampling(seed=seed)
-    sampling = Sampling(
-        temperature=defaults.temperature if temperature is None else temperature,
-        top_k=defaults.top_k if top_k is None else top_k,
-        top_p=defaults.top_p if top_p is None else top_p,
-        seed=seed,
-    )
+    sampling = _sampling(folder if chat else None, temperature, top_k, top_p, seed)
     grammar = _grammar(json_schema, regex)
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
     speculation = None if speculate is None else open_speculation(session, speculate, draft_tokens)
@@ -134,6 +122,37 @@ def run(
         completions = _complete(session, prompt or [], settings, as_json, speculation)
     _print_results(completions, speculation, stats, as_json)
     return None
+
+
+def _check_options(
+    chat: bool, prompt: list[str] | None, system: str | None, logprobs: int | None, as_json: bool
+) -> None:
+    """Refuse options that say nothing without another one.
+
+    Raises:
+        InputError: names the other option.
+    """
+    if not chat and not prompt:
+        raise InputError("there is no prompt", remedy="give --prompt TEXT, or --chat")
+    if system is not None and not chat:
+        raise InputError("--system is told before a chat", remedy="add --chat, or leave it out")
+    if logprobs is not None and not as_json:
+        raise InputError("--logprobs are part of the JSON report", remedy="add --json")
+
+
+def _sampling(
+    folder: Path | None, temperature: float | None, top_k: int | None, top_p: float | None, seed: int
+) -> Sampling:
+    """Return how to draw tokens; what the options leave out is as the ``generation_config.json`` of ``folder`` says."""
+    from graphopt.inference.decoding.sampling import Sampling
+
+    defaults = Sampling.of_folder(folder, seed) if folder is not None and temperature != 0 else Sampling(seed=seed)
+    return Sampling(
+        temperature=defaults.temperature if temperature is None else temperature,
+        top_k=defaults.top_k if top_k is None else top_k,
+        top_p=defaults.top_p if top_p is None else top_p,
+        seed=seed,
+    )
 
 
 def _print_results(
