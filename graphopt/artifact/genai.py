@@ -21,7 +21,7 @@ from graphopt.analysis.structure.ports import (
 from graphopt.graph.diagnostics import Fact, Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from graphopt.tasks.causal_lm.interface import Interface
 
@@ -66,12 +66,11 @@ def genai_config(
     """
     # heads and head size: [batch, heads, length, size], or [blocks, tokens, heads, size]
     sizes = slice(2, 4) if interface.has_shared_pool else slice(1, None, 2)
-    parts = [part for part in (*GROWING, *SCALES) if CachePort(0, part).past in interface.past]
     caches = [name for name in interface.past if (port := past_port(name)) is not None and port.part in GROWING]
     shapes = {interface.inputs[name].shape[sizes] for name in caches}
+    parts = [part for part in (*GROWING, *SCALES) if CachePort(0, part).past in interface.past]
     layers = len(interface.past) // max(1, len(parts))
     numbered_names = {CachePort(layer, part).past for layer in range(layers) for part in parts}
-    names = {part: genai_pattern(part) for part in parts}
     if interface.has_pages:
         return CACHES_IN_PAGES()
     if ATTENTION_MASK not in interface.inputs and not interface.has_shared_pool:
@@ -81,10 +80,7 @@ def genai_config(
     if max_positions is None or not eos_token_ids or interface.vocabulary is None:
         return UNKNOWN()
     ((heads, size),) = shapes
-    input_names = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
-    inputs = {name: name for name in input_names if name in interface.inputs}
-    inputs |= {f"past_{part}_names": pattern[0] for part, pattern in names.items()}
-    outputs = {LOGITS: LOGITS} | {f"present_{part}_names": pattern[1] for part, pattern in names.items()}
+    inputs, outputs = _port_names(interface, parts)
     decoder = {
         # onnxruntime-genai passes keys that it does not know to onnxruntime as session entries.
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": [], **session},
@@ -110,3 +106,12 @@ def genai_config(
         return {"model": model, "search": search}
     batching = {**pool, "max_batch_size": MOST_REQUESTS, "max_scheduled_tokens": MOST_TOKENS}
     return {"model": model, "search": search, "engine": {"dynamic_batching": batching}}
+
+
+def _port_names(interface: Interface, parts: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the names of inputs and outputs, by what onnxruntime-genai calls them."""
+    patterns = {part: genai_pattern(part) for part in parts}
+    input_names = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
+    inputs = {name: name for name in input_names if name in interface.inputs}
+    inputs |= {f"past_{part}_names": pattern[0] for part, pattern in patterns.items()}
+    return inputs, {LOGITS: LOGITS} | {f"present_{part}_names": pattern[1] for part, pattern in patterns.items()}

@@ -90,26 +90,30 @@ def notes_of(model: ir.Model) -> list[Fact]:
 
 def precision_of(model: ir.Model, kernels: KernelReport | None, recipe: Recipe) -> Precision:
     """State storage and compute precision: of onnxruntime's kernels as it runs them, of ours as the graph says."""
-    storage = storage_formats(model)
-    products = [node.inputs[0] for node in model.graph if node.op_type.startswith("MatMul")]
-    in_float16 = any(value is not None and value.dtype == ir.DataType.FLOAT16 for value in products)
-    dtype = "float16" if in_float16 else "float32"
+    storage, dtype = storage_formats(model), _dtype_of_products(model.graph)
     if kernels is None or not kernels.products:
         return Precision(storage=storage, activations=dtype, notes=[NOT_QUANTIZED(dtype=dtype)])
     notes = [] if dtype == "float32" else [OTHER_COMPUTATION(dtype=dtype)]
     runtime_products = [product.activations for product in kernels.products if product.operator == FUSED]
-    own_products = [product for product in kernels.products if product.operator != FUSED]
     if runtime_products:
         notes.append(_of_session(runtime_products, recipe))
+    own_products = [
+        PRODUCTS(count=product.count, operator=product.operator, activations=product.activations)
+        for product in kernels.products
+        if product.operator != FUSED
+    ]
     if own_products:
-        product_facts = [
-            PRODUCTS(count=product.count, operator=product.operator, activations=product.activations)
-            for product in own_products
-        ]
-        notes.append(STATED_BY_GRAPH(products=product_facts))
+        notes.append(STATED_BY_GRAPH(products=own_products))
     return Precision(
         storage=storage, activations=" and ".join(kernels.activations), notes=notes, products=kernels.products
     )
+
+
+def _dtype_of_products(graph: ir.Graph) -> str:
+    """Return ``float16`` where a product reads it, else ``float32``."""
+    inputs = [node.inputs[0] for node in graph if node.op_type.startswith("MatMul")]
+    has_float16 = any(value is not None and value.dtype == ir.DataType.FLOAT16 for value in inputs)
+    return "float16" if has_float16 else "float32"
 
 
 def _of_session(activations: Sequence[str], recipe: Recipe) -> Fact:

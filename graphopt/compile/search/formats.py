@@ -108,7 +108,7 @@ def search(
     )
     choice_names = {row.weight: names[number] for row, number in zip(rows, choice_numbers, strict=True)}
     return SearchResult(
-        recipe=_pin_formats(recipe, step, choice_names, size),
+        recipe=_pin_formats(recipe, choice_names, size),
         bytes=other_bytes + sum(row.bytes[choice_names[row.weight]] for row in rows),
         loss=sum(row.losses[choice_names[row.weight]] for row in rows),
         chosen={name: choice_of(choice) for name, choice in choice_names.items()},
@@ -162,21 +162,27 @@ def _other_bytes(graph: ir.Graph, step: QuantizeWeights, matrices: set[str]) -> 
     """Return the bytes of what is no matrix: norms as they are, a token embedding of its own as it will be."""
     tied = tied_lookups(graph) if step.tied and step.embedding is not None else {}
     looked_up = {lookup.inputs[0] for lookups in tied.values() for lookup in lookups}
-    total = 0
-    for name, value in graph.initializers.items():
-        if name in matrices or value in looked_up or value.const_value is None:
-            continue
-        table = step.embedding is not None and any(use.node.op_type == "Gather" for use in value.uses())
-        dims = value.const_value.shape.numpy()
-        if table and len(dims) == 2:
-            assert step.embedding is not None
-            total += int(np.prod(dims)) + 4 * dims[0] * -(-dims[1] // (step.embedding.group or dims[1]))
-        else:
-            total += value.const_value.nbytes
-    return total
+    return sum(
+        _float_bytes(value) if step.embedding is None else _table_bytes(value, step.embedding.group)
+        for name, value in graph.initializers.items()
+        if name not in matrices and value not in looked_up
+    )
 
 
-def _pin_formats(recipe: Recipe, step: QuantizeWeights, choice_names: Mapping[str, str], size: int) -> Recipe:
+def _float_bytes(value: ir.Value) -> int:
+    """Return the bytes of a weight as it is."""
+    return 0 if value.const_value is None else value.const_value.nbytes
+
+
+def _table_bytes(value: ir.Value, group: int | None) -> int:
+    """Return the bytes of a weight whose rows, if they are looked up, will be bytes with a scale for each group."""
+    dims = () if value.const_value is None else value.const_value.shape.numpy()
+    if len(dims) != 2 or not any(use.node.op_type == "Gather" for use in value.uses()):
+        return _float_bytes(value)
+    return int(np.prod(dims)) + 4 * dims[0] * -(-dims[1] // (group or dims[1]))
+
+
+def _pin_formats(recipe: Recipe, choice_names: Mapping[str, str], size: int) -> Recipe:
     pinned_recipe = recipe.setting(
         "quantize_weights", matrices={n: choice_of(c).model_dump() for n, c in choice_names.items()}
     )

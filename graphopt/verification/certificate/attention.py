@@ -93,16 +93,16 @@ def _repeat_heads(site: Site, values: Tag, group: int) -> Tag:
     heads[1] = np.where(heads[1] > 0, heads[1] * group + np.arange(heads.shape[1])[:, None] % group, 0)
     shape = site.output_shape()
     if len(shape) == 3:
-        return _broadcast(site, heads.reshape(3, 1, 1, -1), shape)
-    return _broadcast(site, heads[:, None, :, None, :], shape)
+        return _broadcast(heads.reshape(3, 1, 1, -1), shape)
+    return _broadcast(heads[:, None, :, None, :], shape)
 
 
 def _in_cache(site: Site, heads: Coordinates, output: int) -> Tag:
     if output >= len(site.node.outputs) or not site.node.outputs[output].name:
         return None
-    return _broadcast(site, heads.labels[:, None, :, None, :], static(site.output_dims(output)))
+    return _broadcast(heads.labels[:, None, :, None, :], static(site.output_dims(output)))
 
 
-def _broadcast(site: Site, labels: np.typing.NDArray[np.int64], shape: Sequence[int]) -> Tag:
+def _broadcast(labels: np.typing.NDArray[np.int64], shape: Sequence[int]) -> Tag:
     tag = canonical(labels)
     return None if tag is None else tag.spread(shape)
