@@ -73,7 +73,7 @@ def wrong_row(of: Expression, factors: Expression, axis: int) -> Expression:
 def test_a_wrong_fold_is_refused_and_nothing_is_written(
     llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Expression]
 ) -> None:
-    monkeypatch.setattr(gains, "Scaled", wrong)
+    monkeypatch.setattr(gains, "Scale", wrong)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
