@@ -1,0 +1,222 @@
+"""Try every causal language model that transformers knows: two layers, random weights, through export and recipes.
+
+    python tools/studies/all_families.py --results families.jsonl                  # an hour; goes on where it stopped
+    python tools/studies/all_families.py --results families.jsonl --only qwen3,olmo3 --markdown docs/all-families.md
+
+Each family runs in a process of its own, with a limit of time. A row is written when its family ends, and a family that
+has a row is not tried again. A configuration is made small by its own names: sizes that every configuration has, by
+whatever names it knows them, in all of its parts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+RECIPES = ("rotate", "int4-rtn", "small-rtn", "rotate-kv4", "w4a8-rtn")
+"""One recipe for each kind of rewrite: rotations, onnxruntime's products, ours, caches, inputs in codes."""
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "dim": 64,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "n_inner": 96,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "n_ctx": 128,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "word_embed_proj_dim": 64,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "state_size": 16,
+    "sliding_window": 32,
+    "vocab_size_per_layer_input": 320,
+    "hidden_size_per_layer_input": 16,
+}
+"""Sizes of a small model, by the names that configurations have for them."""
+
+
+def small(config_class: Any) -> Any:
+    """Return the configuration of a model of two layers."""
+    config = config_class()
+    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
+        for name, size in SIZES.items():
+            if isinstance(getattr(part, name, None), int):
+                setattr(part, name, size)
+        for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+            kinds = getattr(part, name, None)
+            if isinstance(kinds, list) and kinds:
+                # Two layers of as many kinds as there are.
+                setattr(part, name, (list(dict.fromkeys(kinds)) * 2)[:2])
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if hasattr(part, name):
+                setattr(part, name, 0)
+    return config
+
+
+def families() -> dict[str, Any]:
+    """Return the configuration classes of all causal language models, by model type."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return {name: CONFIG_MAPPING[name] for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name in CONFIG_MAPPING}
+
+
+def attempt(family: str, folder: Path) -> dict[str, str]:
+    """Return what came of each stage of a family, in this process: ``ok``, or what was said."""
+    import torch
+    import transformers
+
+    import graphopt
+    from graphopt.errors import GraphoptError
+    from graphopt.models.checkpoint import quiet
+
+    row: dict[str, str] = {}
+    try:
+        with quiet():
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(small(families()[family]))
+            model.save_pretrained(folder / "checkpoint")
+    except Exception as error:  # whatever a configuration does not like about its sizes
+        return {"configuration": _line(error)}
+    stages = {"export": lambda: graphopt.export(folder / "checkpoint", folder / "float32")}
+    stages |= {recipe: lambda recipe=recipe: _optimize(folder, recipe) for recipe in RECIPES}
+    for name, run in stages.items():
+        try:
+            with quiet():
+                run()
+            row[name] = "ok"
+        except GraphoptError as error:
+            row[name] = _line(error)
+        except Exception as error:  # a fault of ours, which the table shows as such
+            row[name] = f"FAULT {type(error).__name__}: {_line(error)}"
+        if row[name] != "ok" and name == "export":
+            break
+    return row
+
+
+def _optimize(folder: Path, recipe: str) -> None:
+    import graphopt
+
+    graphopt.optimize(folder / "float32", recipe, folder / recipe, quality_tokens=0)
+    graphopt.load(folder / recipe)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def attempt_apart(family: str, seconds: float) -> dict[str, str]:
+    """Return what came of each stage of a family, tried in a process that may take so many seconds."""
+    with tempfile.TemporaryDirectory(prefix="family-") as temporary:
+        result = Path(temporary) / "row.json"
+        command = [sys.executable, __file__, "--attempt", family, "--results", str(result)]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        try:
+            process = subprocess.run(
+                command, capture_output=True, text=True, timeout=seconds, check=False, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            return {"process": f"took more than {seconds:g} s"}
+        if not result.is_file():
+            return {"process": f"FAULT ended with {process.returncode}: {process.stderr[-200:]}"}
+        row: dict[str, str] = json.loads(result.read_text("utf-8"))
+        return row
+
+
+def summary(rows: dict[str, dict[str, str]]) -> list[list[str]]:
+    """Return a line for each family: how far it got, and what the first stage that failed said."""
+    lines = []
+    for family, row in sorted(rows.items()):
+        failures = [(name, text) for name, text in row.items() if text != "ok"]
+        reached = ", ".join(name for name, text in row.items() if text == "ok") or "nothing"
+        lines.append([family, reached, f"{failures[0][0]}: {failures[0][1]}" if failures else ""])
+    return lines
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="a file of rows, one a line")],
+    only: Annotated[str, typer.Option(help="families, separated by commas; all by default")] = "",
+    seconds: Annotated[float, typer.Option(help="what a family may take")] = 240,
+    markdown: Annotated[Path | None, typer.Option(help="write the table here too")] = None,
+    attempt_family: Annotated[str, typer.Option("--attempt", hidden=True)] = "",
+) -> None:
+    """Try families that have no row yet, and print all rows."""
+    if attempt_family:
+        folder = Path(tempfile.mkdtemp(prefix="family-"))
+        try:
+            results.write_text(json.dumps(attempt(attempt_family, folder)), "utf-8")
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+    lines = results.read_text("utf-8").splitlines() if results.is_file() else []
+    rows: dict[str, dict[str, str]] = {row["family"]: row["stages"] for row in map(json.loads, lines)}
+    wanted = only.split(",") if only else list(families())
+    for family in track([family for family in wanted if family not in rows], "families"):
+        start = time.monotonic()
+        rows[family] = attempt_apart(family, seconds)
+        row = {"family": family, "seconds": round(time.monotonic() - start), "stages": rows[family]}
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    headings, cells = ["family", "what it went through", "where it stopped"], summary(rows)
+    table = Table(*headings)
+    for line in cells:
+        table.add_row(*line)
+    Console().print(table)
+    stages = Counter(name for row in rows.values() for name, text in row.items() if text == "ok")
+    print(f"{len(rows)} families: " + ", ".join(f"{name} {count}" for name, count in stages.items()))
+    if markdown is not None:
+        text = "".join(
+            f"| {' | '.join(cell.replace('|', '/') for cell in line)} |\n" for line in [headings, ["---"] * 3, *cells]
+        )
+        markdown.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
