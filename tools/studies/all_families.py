@@ -195,8 +195,8 @@ def main(
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
-    lines = results.read_text("utf-8").splitlines() if results.is_file() else []
-    rows: dict[str, dict[str, str]] = {row["family"]: row["stages"] for row in map(json.loads, lines)}
+    earlier = results.read_text("utf-8").splitlines() if results.is_file() else []
+    rows: dict[str, dict[str, str]] = {row["family"]: row["stages"] for row in map(json.loads, earlier)}
     wanted = only.split(",") if only else list(families())
     for family in track([family for family in wanted if family not in rows], "families"):
         start = time.monotonic()
