@@ -10,6 +10,7 @@ whatever names it knows them, in all of its parts.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,8 +127,10 @@ def attempt(family: str, folder: Path) -> dict[str, str]:
             model.save_pretrained(folder / "checkpoint")
     except Exception as error:  # whatever a configuration does not like about its sizes
         return {"configuration": _line(error)}
-    stages = {"export": lambda: graphopt.export(folder / "checkpoint", folder / "float32")}
-    stages |= {recipe: lambda recipe=recipe: _optimize(folder, recipe) for recipe in RECIPES}
+    stages: dict[str, Callable[[], object]] = {
+        "export": functools.partial(graphopt.export, folder / "checkpoint", folder / "float32"),
+        **{recipe: functools.partial(_optimize, folder, recipe) for recipe in RECIPES},
+    }
     for name, run in stages.items():
         try:
             with quiet():
