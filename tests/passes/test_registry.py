@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 import graphopt.passes.algebra
+from graphopt.artifact import artifact
+from graphopt.cli import app
 from graphopt.passes import PASSES
 from graphopt.passes.phases import PHASES
 from graphopt.passes.recipe import load_recipe
@@ -32,7 +36,8 @@ class Shout(Pass):
     loudly: bool = True
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
-        """Rename nodes."""
+        """Rename the graph."""
+        model.graph.name = f"{model.graph.name}!" if self.loudly else model.graph.name
 '''
 
 
@@ -42,6 +47,21 @@ def test_a_file_in_the_folder_of_a_phase_is_a_step_that_recipes_know(tmp_path: P
         assert [step.name for step in recipe.steps][:4] == ["canonicalize", "fold_norms", "rotate", "shout"]
         assert recipe.steps[3].model_dump()["loudly"] is False
     assert "shout" not in PASSES
+
+
+def test_a_new_pass_is_run_from_the_command_line_with_its_options(llama_artifact: Path, tmp_path: Path) -> None:
+    names = {}
+    with file_added(PASSES, "graphopt.passes.algebra", tmp_path, FILE):
+        for loudly in ("true", "false"):
+            out = tmp_path / loudly
+            options = ["--recipe", "rotate", "--output", str(out), "--add", "shout", "--set", f"shout.loudly={loudly}"]
+            result = CliRunner().invoke(app, ["optimize", str(llama_artifact), *options, "--no-run"])
+            assert result.exit_code == 0, result.output
+            recipe = artifact.read(out).manifest.recipe
+            assert recipe is not None
+            assert {"step": "shout", "loudly": loudly == "true"} in recipe["steps"]
+            names[loudly] = str(artifact.read(out).model.graph.name)
+    assert names["true"] == f"{names['false']}!"
 
 
 def test_passes_are_listed_by_phase_and_each_behind_those_it_comes_after() -> None:
