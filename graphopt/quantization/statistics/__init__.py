@@ -1,10 +1,10 @@
 """What the inputs of products look like, collected by running the graph itself on a text.
 
-pieces.py     a graph cut into parts that run one after the other
-moments.py    sums over tokens: Hessian, mean, largest, kurtosis
-squares.py    of these, X^T X in blocks
-kept.py       the folder where they lie, by content of model and text
-collect.py    the run: piece by piece, text by text, resumed where it was cut off
+partition.py   a graph cut into parts that run one after the other
+moments.py     sums over tokens: Hessian, mean, largest, kurtosis
+squares.py     of these, X^T X in blocks
+store.py       the folder where they lie, by content of model and text
+collect.py     the run: piece by piece, text by text, resumed where it was cut off
 """
 
 from graphopt.quantization.statistics.collect import Calibration

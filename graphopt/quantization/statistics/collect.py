@@ -93,14 +93,15 @@ class Calibration:
         Raises:
             InputError: it is not kept and the model may not be run, or cannot be; or what it computes is not finite.
         """
-        taps = {node: node.inputs[0] for node in nodes}
-        values = list(dict.fromkeys(value for value in taps.values() if value is not None))
+        taps = {node: value for node in nodes if (value := node.inputs[0]) is not None}
+        values = list(dict.fromkeys(taps.values()))
         folder = self.model_folder(model)
         index = read_index(folder / "index.json")
         if index is None or any(value.name not in index.inputs for value in values):
             index = self._collect(model, values, folder)
-        self.statistics |= {value.name or "": index.inputs[value.name or ""] for value in values}
-        return {node: index.inputs[value.name or ""] for node, value in taps.items() if value is not None}
+        statistics = {value: index.inputs[value.name or ""] for value in values}
+        self.statistics |= {value.name or "": inputs for value, inputs in statistics.items()}
+        return {node: statistics[value] for node, value in taps.items()}
 
     def _collect(self, model: ir.Model, values: Sequence[ir.Value], folder: Path) -> Index:
         if self._runner is None:

@@ -117,20 +117,7 @@ class Interface:
         ins, outs = {port.name: port for port in inputs}, {port.name: port for port in outputs}
         caches = {name: port for name in ins if (port := past_port(name)) is not None}
         past, present = tuple(caches), tuple(port.present for port in caches.values())
-        for name, ports in ((INPUT_IDS, ins), (LOGITS, outs), *((name, outs) for name in present)):
-            if name not in ports:
-                raise InputError(
-                    f"the graph has no {'input' if ports is ins else 'output'} of this name",
-                    tensor=name,
-                    remedy=f"it has {', '.join(ports)}; export it with `graphopt export`, or rename it",
-                )
-        unknown = [name for name in ins if name not in _INPUTS and name not in past]
-        if unknown:
-            raise InputError(
-                "the graph has an input that graphopt does not know how to feed",
-                tensor=unknown[0],
-                remedy="known are input_ids, attention_mask, position_ids and past_key_values.N.key/.value",
-            )
+        _check_names(ins, outs, past, present)
         _check_pages(ins, past, layers)
         return cls(ins, outs, past, present, layers, pads, windows or {})
 
@@ -270,6 +257,26 @@ def _pool_feeds(input_ids: IntArray, attention_mask: IntArray, blocks: int) -> d
         PAST_LENGTHS: lengths[PAST_LENGTH].astype(np.int32),
         BLOCK_TABLE: np.arange(batch * (blocks // batch), dtype=np.int32).reshape(batch, -1),
     }
+
+
+def _check_names(
+    inputs: Mapping[str, Port], outputs: Mapping[str, Port], past: Sequence[str], present: Sequence[str]
+) -> None:
+    """Refuse a graph that lacks a port of a language model, or has an input that none has."""
+    for name, ports in ((INPUT_IDS, inputs), (LOGITS, outputs), *((name, outputs) for name in present)):
+        if name not in ports:
+            raise InputError(
+                f"the graph has no {'input' if ports is inputs else 'output'} of this name",
+                tensor=name,
+                remedy=f"it has {', '.join(ports)}; export it with `graphopt export`, or rename it",
+            )
+    unknown = [name for name in inputs if name not in _INPUTS and name not in past]
+    if unknown:
+        raise InputError(
+            "the graph has an input that graphopt does not know how to feed",
+            tensor=unknown[0],
+            remedy="known are input_ids, attention_mask, position_ids and past_key_values.N.key/.value",
+        )
 
 
 def _check_pages(inputs: Mapping[str, Port], past: Sequence[str], layers: Sequence[PagedLayer]) -> None:
