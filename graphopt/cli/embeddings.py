@@ -10,10 +10,10 @@ from graphopt.errors import InputError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from graphopt.inference.session import Opened
+    from graphopt.inference.session import OpenModel
 
 
-def print_embeddings(model: Opened, texts: list[str], as_json: bool) -> None:
+def print_embeddings(model: OpenModel, texts: list[str], as_json: bool) -> None:
     """Print the cosines between the embeddings of ``texts``; with ``as_json`` the embeddings too."""
     from graphopt.inference.embeddings import encoder_of
     from graphopt.inference.embeddings.evaluate import cosine_matrix
@@ -32,7 +32,7 @@ def print_embeddings(model: Opened, texts: list[str], as_json: bool) -> None:
     return None
 
 
-def print_closeness(model: Opened, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
+def print_closeness(model: OpenModel, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
     """Print the cosines of the embeddings of lines of ``text`` with those of ``reference``.
 
     Raises:

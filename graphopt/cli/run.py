@@ -116,7 +116,7 @@ def run(
     speculation = None if speculate is None else open_speculation(session, speculate, draft_tokens)
     if chat:
         completions: Sequence[dict[str, Any]] = converse(
-            session, system=system, said=prompt or [], settings=settings, streams=not as_json, proposer=speculation
+            session, system=system, messages=prompt or [], settings=settings, streams=not as_json, proposer=speculation
         )
     else:
         completions = _complete(session, prompt or [], settings, as_json, speculation)

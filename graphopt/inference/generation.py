@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.errors import InputError
-from graphopt.inference.decoding.continuation import Continuation, Settings, Stopped, Taken, start
+from graphopt.inference.decoding.continuation import Continuation, Settings, StepOutput, StopReason, start
 from graphopt.inference.decoding.decoder import Decoder, Logits
 from graphopt.inference.decoding.draft_verification import Columns, Verdict
 from graphopt.inference.decoding.logprobs import TokenLogprob
@@ -53,17 +53,17 @@ class Completion(BaseModel):
     prompt: list[int]
     tokens: list[int]
     text: str | None
-    stopped: Stopped
+    stopped: StopReason
     logprobs: list[TokenLogprob] | None = None
 
     @classmethod
-    def of(cls, row: Continuation) -> Completion:
+    def from_row(cls, row: Continuation) -> Completion:
         """Return what a row has become."""
         return cls(
             prompt=row.prompt,
             tokens=row.tokens,
             text=None if row.session.tokenizer is None else row.text,
-            stopped=row.stopped or "interrupted",
+            stopped=row.stop_reason or "interrupted",
             logprobs=None if row.settings.logprobs is None else row.logprobs,
         )
 
@@ -83,7 +83,7 @@ class Step:
 
     tokens: tuple[int | None, ...]
     texts: tuple[str, ...]
-    stopped: tuple[Stopped | None, ...]
+    stopped: tuple[StopReason | None, ...]
     logprobs: tuple[TokenLogprob | None, ...]
 
 
@@ -146,7 +146,7 @@ def complete(
     rows = _rows(session, prompts, settings)
     for _ in _generate(session, rows, proposer):
         pass
-    return [Completion.of(row) for row in rows]
+    return [Completion.from_row(row) for row in rows]
 
 
 def steps(
@@ -164,7 +164,7 @@ def run(
     rows: Sequence[Continuation],
     ids: IntArray,
     mask: IntArray | None = None,
-    halted: Callable[[], bool] = lambda: False,
+    is_halted: Callable[[], bool] = lambda: False,
     drafts: Drafting | None = None,
 ) -> Generator[Step, None, None]:
     """Continue rows until all of them have ended.
@@ -174,7 +174,7 @@ def run(
         rows: the texts, by row of the batch.
         ids: the tokens of the rows that are not fed yet, [batch, length].
         mask: which of them are tokens, as for :meth:`Decoder.step`.
-        halted: asked after each run of the model, a part of a long prompt included; where it says yes, all rows end
+        is_halted: asked after each run of the model, a part of a long prompt included; where it says yes, all rows end
             where they are, and the decoder tells what it was fed.
         drafts: guesses at the tokens behind the prompt. Whenever the caller stops, the decoder's cache holds what it
             would without them.
@@ -185,43 +185,43 @@ def run(
         # One token a row is never taken back.
         before = None if drafts is None or columns.ids.shape[1] == 1 or prompt else decoder.mark()
         newest: Logits = np.empty((0, 0, 0), np.float32)
-        interrupted, began = False, time.perf_counter()
+        is_interrupted, begin = False, time.perf_counter()
         for _, logits in decoder.feed(columns.ids, columns.mask):
-            newest = logits[:, -columns.read :]
-            interrupted = halted()
-            if interrupted:
+            newest = logits[:, -columns.sample_count :]
+            is_interrupted = is_halted()
+            if is_interrupted:
                 break
-        seconds = time.perf_counter() - began
-        verdict, lengths = Verdict.of(rows), [len(row.tokens) for row in rows]
+        seconds = time.perf_counter() - begin
+        verdict, lengths = Verdict.for_rows(rows), [len(row.tokens) for row in rows]
         try:
-            if interrupted:
+            if is_interrupted:
                 yield _step(rows, [row.interrupt() for row in rows])
             else:
-                for taken in verdict.check(rows, columns.drafts, newest, decoder.hidden):
-                    yield _step(rows, taken)
+                for outputs in verdict.check(rows, columns.drafts, newest, decoder.hidden):
+                    yield _step(rows, outputs)
         finally:
             if drafts is not None and not prompt:
                 if before is not None:
                     drafts.settle(verdict, decoder, before)
                 drafts.learn(verdict, columns.ids.shape[1], seconds)
-        if all(row.stopped is not None for row in rows):
+        if all(row.stop_reason is not None for row in rows):
             return
         # A row that has ended stays in the batch; its mask of 0 takes no position and hides the tokens fed for it.
         new = [row.tokens[length:] for row, length in zip(rows, lengths, strict=True)]
         if drafts is not None:
             columns = drafts.next(new, decoder)
         else:
-            texts = [tokens if row.stopped is None else () for row, tokens in zip(rows, new, strict=True)]
-            columns = Columns.of(texts, [()] * len(rows))
+            texts = [tokens if row.stop_reason is None else () for row, tokens in zip(rows, new, strict=True)]
+            columns = Columns.from_rows(texts, [()] * len(rows))
         prompt = False
 
 
-def _step(rows: Sequence[Continuation], taken: Sequence[Taken]) -> Step:
+def _step(rows: Sequence[Continuation], outputs: Sequence[StepOutput]) -> Step:
     return Step(
-        tuple(each.token for each in taken),
-        tuple(each.text for each in taken),
-        tuple(row.stopped for row in rows),
-        tuple(each.logprob for each in taken),
+        tuple(output.token for output in outputs),
+        tuple(output.text for output in outputs),
+        tuple(row.stop_reason for row in rows),
+        tuple(output.logprob for output in outputs),
     )
 
 
@@ -232,14 +232,14 @@ def room_for(rows: Sequence[Continuation]) -> int:
 
 def _rows(session: Session, prompts: str | Sequence[Prompt], settings: Settings) -> list[Continuation]:
     rows: list[Continuation] = []
-    seen: Counter[tuple[int, ...]] = Counter()
+    occurrences: Counter[tuple[int, ...]] = Counter()
     for number, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts, start=1):
         if len(prompt) == 0:
             raise InputError(f"prompt {number} is empty", remedy="give it a text or at least one token")
         ids = session.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         key = tuple(ids)
-        rows.append(start(session, ids, settings, name=f"prompt {number}", occurrence=seen[key]))
-        seen[key] += 1
+        rows.append(start(session, ids, settings, name=f"prompt {number}", occurrence=occurrences[key]))
+        occurrences[key] += 1
     if not rows:
         raise InputError("there is no prompt", remedy="give at least one")
     if len({len(row.prompt) for row in rows}) > 1 and not session.interface.takes_padding:

@@ -30,42 +30,42 @@ UNKNOWN = Rule(
 
 
 def elsewhere(
-    reports: Sequence[PassReport], made_for: str, here: InstructionSet, costs: Costs | None = None
+    reports: Sequence[PassReport], made_for: str, machine: InstructionSet, costs: Costs | None = None
 ) -> Fact | None:
     """Return what it costs that another kernel would have been chosen here; ``None`` where no other is faster.
 
     Args:
         reports: of the passes that made the model; the last one of ``lower`` counts.
         made_for: the instruction set that it chose for.
-        here: the instruction set of this machine.
+        machine: the instruction set of this machine.
         costs: what kernels take; by default the costs that ship with the package.
     """
-    known = shipped_costs() if costs is None else costs
+    table = shipped_costs() if costs is None else costs
     last = next((report for report in reversed(reports) if report.name == "lower"), None)
-    if last is None or made_for == here:
+    if last is None or made_for == machine:
         return None
-    found = []
-    for (bits, ours), count in sorted(Counter(_choices(last)).items()):
-        choice = known.compare(bits, here)
-        if choice.is_faster == ours:
+    facts = []
+    for (bits, is_graphopt), count in sorted(Counter(_choices(last)).items()):
+        choice = table.compare(bits, machine)
+        if choice.is_faster == is_graphopt:
             continue
         if choice.reason.code == NOT_MEASURED.code:
-            found.append(UNKNOWN(count=count, bits=bits))
+            facts.append(UNKNOWN(count=count, bits=bits))
             continue
         figures = choice.reason.figures
         ours_us, theirs_us = (float(str(figures[name])) for name in ("ours_us", "theirs_us"))
-        names = ("graphopt", "onnxruntime") if ours else ("onnxruntime", "graphopt")
+        names = ("graphopt", "onnxruntime") if is_graphopt else ("onnxruntime", "graphopt")
         # The figures are of the row in which graphopt's kernel has the least advantage.
-        bound, ratio = ("up to", ours_us / theirs_us) if ours else ("at least", theirs_us / ours_us)
+        bound, ratio = ("up to", ours_us / theirs_us) if is_graphopt else ("at least", theirs_us / ours_us)
         if ratio > 1:  # else a tie, which goes to graphopt's kernel
-            found.append(SLOWER(count=count, bits=bits, kernel=names[0], other=names[1], bound=bound, ratio=ratio))
-    return ELSEWHERE(made_for=made_for, here=here, costs=found) if found else None
+            facts.append(SLOWER(count=count, bits=bits, kernel=names[0], other=names[1], bound=bound, ratio=ratio))
+    return ELSEWHERE(made_for=made_for, here=machine, costs=facts) if facts else None
 
 
 def _choices(report: PassReport) -> Iterator[tuple[int, bool]]:
     """Yield the bits of each product that was chosen for by costs, and whether graphopt's kernel was chosen."""
-    made = ((change.what.figures.get("reason"), True) for change in report.changes)
-    left = ((skip.reason, False) for skip in report.skips)
-    for reason, ours in (*made, *left):
+    changes = ((change.what.figures.get("reason"), True) for change in report.changes)
+    skips = ((skip.reason, False) for skip in report.skips)
+    for reason, is_graphopt in (*changes, *skips):
         if isinstance(reason, Fact) and reason.code in (MEASURED_COSTS.code, NOT_MEASURED.code):
-            yield int(str(reason.figures["bits"])), ours
+            yield int(str(reason.figures["bits"])), is_graphopt

@@ -84,8 +84,8 @@ class Session:
     @property
     def endless(self) -> bool:
         """Whether sequences have no maximum length: all caches drop old tokens, and all distances were trained on."""
-        trained, reach = self.manifest.model.max_positions, self.interface.reach
-        return reach is not None and (trained is None or reach <= trained)
+        positions, reach = self.manifest.model.max_positions, self.interface.reach
+        return reach is not None and (positions is None or reach <= positions)
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:
@@ -155,9 +155,9 @@ class Session:
         if count is not None:
             recipe = (self.manifest.recipe or {}).get("name")
             made_by = f" by the step last_logits of its recipe {recipe}" if recipe else ""
-            which = "position" if count == 1 else f"{count} positions"
+            scope = "position" if count == 1 else f"{count} positions"
             raise InputError(
-                f"the model computes logits of the last {which} only{made_by}; this needs those of every position",
+                f"the model computes logits of the last {scope} only{made_by}; this needs those of every position",
                 file=self.file,
                 tensor="logits",
                 remedy="use the model without that step: it generates the same text",
@@ -218,43 +218,43 @@ def load(path: str | Path, *, threads: int = 0, native: bool = True, device: Dev
     return session_from(open_folder(path, threads=threads, native=native, device=device), native, device)
 
 
-def session_from(opened: Opened, native: bool = True, device: Device = "cpu") -> Session:
+def session_from(model: OpenModel, native: bool = True, device: Device = "cpu") -> Session:
     """Return the causal language model that was opened.
 
     Args:
-        opened: the model.
+        model: the model.
         native: whether it was opened with graphopt's own kernels.
         device: what it was opened to compute on.
 
     Raises:
         InputError: it is no causal language model, or its caches are cut to a window.
     """
-    task = opened.manifest.task
+    task = model.manifest.task
     if not TASKS[task].generates:
         raise InputError(
             f"this model is of the kind {task}, which makes no text",
-            file=opened.file,
+            file=model.file,
             remedy="`graphopt run` and `graphopt eval` take it; graphopt.load_encoder opens an encoder",
         )
-    interface = Interface.of_session(opened.inference)
+    interface = Interface.of_session(model.inference)
     if interface.windows:
         raise InputError(
             "its caches are cut to a window, and tokens could not be taken back",
-            file=opened.file,
+            file=model.file,
             tensor=next(iter(interface.windows)),
             remedy="make an artifact of the file that it came from: `graphopt export`, or `graphopt optimize`",
         )
     if interface.has_shared_pool:
         raise InputError(
             "this model is made for an engine that many requests share, such as onnxruntime-genai's",
-            file=opened.file,
+            file=model.file,
             remedy="run it there, see docs/serving.md; or optimize without the step serve",
         )
-    return Session(interface=interface, native=native, device=device, **vars(opened))
+    return Session(interface=interface, native=native, device=device, **vars(model))
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenModel:
     """A model of any kind in onnxruntime, with its manifest and tokenizer; see :class:`Session` for the attributes."""
 
     file: Path
@@ -266,7 +266,7 @@ class Opened:
 
 def open_folder(
     path: str | Path, *, threads: int = 0, native: bool = True, device: Device = "cpu", entries: Entries = NO_ENTRIES
-) -> Opened:
+) -> OpenModel:
     """Open a model of any kind, with ``entries`` beside those of its manifest; see :func:`load` for the rest."""
     path = Path(path)
     file = path / artifact.MODEL if path.is_dir() else path
@@ -286,7 +286,7 @@ def open_folder(
         facts = with_positions(facts_of(folder, task), inference.get_modelmeta().custom_metadata_map)
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts)
     notes = _notes(manifest) if native and device == "cpu" and library_path() is not None else ()
-    return Opened(file, inference, manifest, read_tokenizer(folder / TOKENIZER), notes)
+    return OpenModel(file, inference, manifest, read_tokenizer(folder / TOKENIZER), notes)
 
 
 def _notes(manifest: Manifest) -> tuple[Fact, ...]:

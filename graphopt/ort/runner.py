@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 # Bytes of weights up to which a part is told from others by its content, and of results that are kept.
-_SMALL, _KEPT = 1 << 20, 1 << 24
+_SMALL, _MAX_RESULTS = 1 << 20, 1 << 24
 
 Results = list[list[Array]]
 
@@ -70,13 +70,13 @@ class Runner:
             Exception: whatever onnxruntime raises where it cannot run the part.
         """
         names = [value.name or "" for value in part.graph.inputs]
-        fed = [{name: call[name] for name in names} for call in calls]
-        key = _key(part, fed)
+        inputs = [{name: call[name] for name in names} for call in calls]
+        key = _key(part, inputs)
         if key in self._results:
             return self._results[key]
         with self.opened(part) as session:
-            results = [run(session, None, feeds) for feeds in fed]
-        if key and sum(array.nbytes for outputs in results for array in outputs) <= _KEPT:
+            results = [run(session, None, feeds) for feeds in inputs]
+        if key and sum(array.nbytes for outputs in results for array in outputs) <= _MAX_RESULTS:
             self._results[key] = results
         return results
 
@@ -88,8 +88,8 @@ def part_of(model: ir.Model, value: ir.Value) -> ir.Model:
         ValueError: it cannot be cut out, since it captures values of an outer graph.
     """
     part = ir.convenience.extract(model.graph, list(model.graph.inputs), [value])
-    for unused in [port for port in part.inputs if not port.uses()]:
-        part.inputs.remove(unused)
+    for port in [port for port in part.inputs if not port.uses()]:
+        part.inputs.remove(port)
     return ir.Model(part, ir_version=model.ir_version)
 
 

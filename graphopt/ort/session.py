@@ -50,10 +50,10 @@ PROVIDERS: dict[Device, tuple[str, ...]] = {
 
 Array = npt.NDArray[Any]
 
-_ERRORS_ONLY, _NOTHING = 3, 4
+_ERRORS_ONLY, _FATAL_ONLY = 3, 4
 
 # onnxruntime's message for a node that has neither kernel nor body.
-_UNREGISTERED = "is not a registered function/op"
+_UNKNOWN_OPERATOR = "is not a registered function/op"
 
 
 def import_onnxruntime() -> Any:
@@ -81,7 +81,7 @@ def open_session(
     device: Device = "cpu",
     rewritten: bool = True,
     profile: Path | None = None,
-    changed: bytes | None = None,
+    content: bytes | None = None,
     in_place: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open an onnxruntime session.
@@ -96,7 +96,7 @@ def open_session(
         device: ``cuda``: the first NVIDIA GPU, by onnxruntime's CUDA provider.
         rewritten: let onnxruntime optimize the graph before it runs it; if false, nodes run as they are written.
         profile: what the name of a profile begins with, which onnxruntime writes when ``end_profiling`` is called.
-        changed: the model itself, in the place of the file's; its external data lies beside the file.
+        content: the model itself, in the place of the file's; its external data lies beside the file.
         in_place: the model names the files of its external data from the root of the disk on, as
             :func:`graphopt.graph.weights.data_file.save_model` writes it.
 
@@ -120,11 +120,11 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
-    if in_place and changed is None:
-        changed = path.read_bytes()
-    if changed is not None:
+    if in_place and content is None:
+        content = path.read_bytes()
+    if content is not None:
         options.add_session_config_entry(_DATA_FOLDER, path.absolute().anchor if in_place else str(path.parent))
-    library = library_path(device) if native and not _lacks_kernels(path, changed) else None
+    library = library_path(device) if native and not _lacks_kernels(path, content) else None
     if library is not None:
         try:
             options.register_custom_ops_library(str(library))
@@ -132,7 +132,7 @@ def open_session(
             raise InputError(f"onnxruntime cannot load graphopt's kernels: {error}", file=library) from error
     try:
         session = ort.InferenceSession(
-            str(path) if changed is None else changed, options, providers=list(PROVIDERS[device])
+            str(path) if content is None else content, options, providers=list(PROVIDERS[device])
         )
     except Exception as error:
         raise InputError(f"onnxruntime cannot load the model: {error}", file=path) from error
@@ -215,12 +215,12 @@ def native_operators(device: Device = "cpu") -> frozenset[str]:
     lacks it; otherwise it loads the node or reports another error.
     """
     library = library_path(device)
-    return frozenset() if library is None else _registered(library)
+    return frozenset() if library is None else _probe_operators(library)
 
 
 @functools.cache
-def _registered(library: Path) -> frozenset[str]:
-    ort, found = import_onnxruntime(), set()
+def _probe_operators(library: Path) -> frozenset[str]:
+    ort, names = import_onnxruntime(), set()
     for name, operator in OPERATORS.items():
         x = ir.val("x", ir.DataType.FLOAT, ["n"])
         node = ir.node(name, [x], domain=DOMAIN)
@@ -228,15 +228,15 @@ def _registered(library: Path) -> frozenset[str]:
         imports = {"": NEWEST_OPSET, DOMAIN: operator.version}
         model = ir.Model(ir.Graph([x], node.outputs, nodes=[node], opset_imports=imports, name=name), ir_version=10)
         options = ort.SessionOptions()
-        options.log_severity_level = _NOTHING
+        options.log_severity_level = _FATAL_ONLY
         options.register_custom_ops_library(str(library))
         try:
             ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            if _UNREGISTERED in str(error):
+            if _UNKNOWN_OPERATOR in str(error):
                 continue
-        found.add(name)
-    return frozenset(found)
+        names.add(name)
+    return frozenset(names)
 
 
 @contextlib.contextmanager

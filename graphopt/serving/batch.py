@@ -41,33 +41,33 @@ class Batch:
 
     def __init__(self, folder: Path, *, threads: int = 0, on_failure: Callable[[Exception], None]) -> None:
         self._folder, self._threads, self._on_failure = folder, threads, on_failure
-        self._asked: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()
         self._running: dict[Any, Stream] = {}  # by the Engine's request
         self._waiting: list[Stream] = []
         self._count = self._stuck = 0
         batching = json_object(folder / GENAI_CONFIG).get("engine", {}).get("dynamic_batching", {})
         self._block, self._blocks = int(batching.get("block_size", 16)), int(batching.get("num_blocks", 0))
-        started: Future[int] = Future()
-        self._thread = threading.Thread(target=self._own, args=(started,), name="engine", daemon=True)
+        ready: Future[int] = Future()
+        self._thread = threading.Thread(target=self._run_engine, args=(ready,), name="engine", daemon=True)
         self._thread.start()
-        self._most = started.result()
+        self._max_running = ready.result()
 
     def begin(self, turn: Turn, deliver: Callable[[Event], None]) -> Stream:
         """Begin a stream; ``deliver`` gets its events, the last with ``finish``. Callable from any thread."""
-        stream = Stream(turn, deliver, made=list(turn.known))
-        self._asked.put(lambda: self._arrive(stream))
+        stream = Stream(turn, deliver, output=list(turn.prior_tokens))
+        self._commands.put(lambda: self._arrive(stream))
         return stream
 
     def cancel(self, stream: Stream) -> None:
         """End a stream and give its blocks back; nothing happens where it has ended. Callable from any thread."""
-        self._asked.put(lambda: self._leave(stream))
+        self._commands.put(lambda: self._leave(stream))
 
     def close(self) -> None:
         """Cancel all streams and let the Engine go."""
-        self._asked.put(lambda: False)
+        self._commands.put(lambda: False)
         self._thread.join()
 
-    def _own(self, started: Future[int]) -> None:
+    def _run_engine(self, ready: Future[int]) -> None:
         import onnxruntime_genai
 
         self._genai = onnxruntime_genai
@@ -79,9 +79,9 @@ class Batch:
                 config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
             self._engine = onnxruntime_genai.Engine(onnxruntime_genai.Model(config))
             buffer = self._engine.create_event_buffer(_EVENTS)
-            started.set_result(self._engine.get_capabilities().configured_max_batch_size)
+            ready.set_result(self._engine.get_capabilities().configured_max_batch_size)
         except Exception as error:
-            return started.set_exception(error)
+            return ready.set_exception(error)
         try:
             while self._obey():
                 self._admit()
@@ -95,8 +95,8 @@ class Batch:
     def _obey(self) -> bool:
         """Do what was asked since; wait for it where there is nothing else to do."""
         going = True
-        while going and not (self._asked.empty() and (self._running or self._waiting)):
-            going = self._asked.get()()
+        while going and not (self._commands.empty() and (self._running or self._waiting)):
+            going = self._commands.get()()
         return going
 
     def _arrive(self, stream: Stream) -> bool:
@@ -112,7 +112,7 @@ class Batch:
 
     def _admit(self) -> None:
         self._waiting.sort(key=lambda stream: stream.number)
-        while self._waiting and len(self._running) < self._most and self._fits(self._waiting[0]):
+        while self._waiting and len(self._running) < self._max_running and self._fits(self._waiting[0]):
             self._start(self._waiting.pop(0))
 
     def _fits(self, stream: Stream) -> bool:
@@ -121,7 +121,7 @@ class Batch:
         One that had to leave once comes back when it would not have to leave at once. Shared blocks count for each
         request that has them, so this may be late, but never too late: the last one that runs needs no permission.
         """
-        if not stream.aside or not self._running:
+        if not stream.is_deferred or not self._running:
             return True
         return sum(map(self._blocks_of, self._running.values())) + self._blocks_of(stream) + 1 <= self._blocks
 
@@ -130,18 +130,18 @@ class Batch:
 
     def _start(self, stream: Stream) -> None:
         turn = stream.turn
-        stream.again = len(stream.made) if turn.replays else 0
-        fed = turn.prompt if turn.replays else (*turn.prompt, *stream.made)
+        stream.replay_count = len(stream.output) if turn.replays else 0
+        tokens = turn.prompt if turn.replays else (*turn.prompt, *stream.output)
         # known tokens have no room left beside them
-        made = 0 if turn.replays else len(stream.made)
-        if len(stream.made) >= turn.limit:
+        count = 0 if turn.replays else len(stream.output)
+        if len(stream.output) >= turn.limit:
             return stream.deliver(Event(finish="length"))
         stream.request, stream.turn_id = self._engine.create_request(), None
         self._running[stream.request] = stream
         try:
             options = self._genai.TurnOptions(stream.request)
-            options.set_max_generated_tokens(turn.limit - made)
-            options.set_min_generated_tokens(max(0, turn.least - made))
+            options.set_max_generated_tokens(turn.limit - count)
+            options.set_min_generated_tokens(max(0, turn.min_tokens - count))
             options.set_do_sample(turn.temperature > 0)
             if turn.temperature > 0:
                 options.set_temperature(turn.temperature)
@@ -152,49 +152,49 @@ class Batch:
                 options.set_repetition_penalty(turn.repetition_penalty)
             if turn.guidance is not None:
                 options.set_guidance(*turn.guidance)
-            stream.turn_id = stream.request.begin_turn(np.array(fed, np.int32), options)
+            stream.turn_id = stream.request.begin_turn(np.array(tokens, np.int32), options)
         except Exception as error:
             self._end(stream, Event(finish="error", message=str(error)))
 
     def _hear(self, events: Any) -> None:
         flags = self._genai.EngineEventFlags
-        moved = blocked = False
+        has_moved = is_blocked = False
         for event in events or ():
-            blocked |= bool(event.flags & flags.CAPACITY_BLOCKED)  # of the whole batch: no request is named
+            is_blocked |= bool(event.flags & flags.CAPACITY_BLOCKED)  # of the whole batch: no request is named
             stream = self._running.get(event.request)
             if stream is None:
                 continue
             if event.flags & flags.TOKEN:
-                moved = True
+                has_moved = True
                 self._token(stream, event.token)
             if event.flags & flags.FAILED:
-                moved = True
-                self._failed(stream, event)
+                has_moved = True
+                self._handle_failure(stream, event)
             elif event.flags & flags.TURN_FINISHED:
-                moved = True
+                has_moved = True
                 self._end(stream, self._last(event))
-        self._stuck = self._stuck + 1 if blocked and not moved else 0
+        self._stuck = self._stuck + 1 if is_blocked and not has_moved else 0
         if self._stuck >= _STUCK:
             self._make_room()
 
     def _token(self, stream: Stream, token: int) -> None:
-        if stream.again:
-            stream.again -= 1
+        if stream.replay_count:
+            stream.replay_count -= 1
             return
-        stream.made.append(token)
+        stream.output.append(token)
         stream.deliver(Event(token))
 
     def _last(self, event: Any) -> Event:
         reasons = self._genai.FinishReason
-        found = {
+        finish = {
             reasons.EOS: "stop",
             reasons.STOP_STRING: "stop",
             reasons.MAX_GENERATED_TOKENS: "length",
             reasons.MAX_SESSION_TOKENS: "length",
         }.get(event.finish_reason, "cancelled")
-        return Event(finish=found, cached=event.usage.cached_prompt_tokens if event.usage else 0)
+        return Event(finish=finish, cached_tokens=event.usage.cached_prompt_tokens if event.usage else 0)
 
-    def _failed(self, stream: Stream, event: Any) -> None:
+    def _handle_failure(self, stream: Stream, event: Any) -> None:
         codes = self._genai.EngineErrorCode
         if event.error_code in (codes.ENGINE_EXECUTION_FAILURE, codes.ENGINE_CONTRACT_FAILURE):
             raise RuntimeError(f"the engine is no longer healthy: {event.error_code.name}")
@@ -204,18 +204,18 @@ class Batch:
 
     def _make_room(self) -> None:
         """Let the youngest requests give their blocks back, until each other one can have one more."""
-        self._stuck = freed = 0
-        while freed < len(self._running):
+        self._stuck = block_count = 0
+        while block_count < len(self._running):
             youngest = max(self._running.values(), key=lambda stream: stream.number)
-            freed += self._blocks_of(youngest)
+            block_count += self._blocks_of(youngest)
             self._set_aside(youngest, "the pool of blocks is too small for it")
 
-    def _set_aside(self, stream: Stream, alone: str) -> None:
-        """Let a request wait until another one ends; where there is none, it ends by the error ``alone``."""
+    def _set_aside(self, stream: Stream, message: str) -> None:
+        """Let a request wait until another one ends; where there is none, it ends by the error ``message``."""
         if len(self._running) == 1:
-            return self._end(stream, Event(finish="error", message=alone))
+            return self._end(stream, Event(finish="error", message=message))
         self._release(stream)
-        stream.aside = True
+        stream.is_deferred = True
         self._waiting.append(stream)
         return None
 

@@ -26,13 +26,13 @@ class Entry:
         prompt: tokens of its prompt.
         seed: of its random numbers.
         worker: the process that has it.
-        moved: whether that process made a token of it.
+        note_token: whether that process made a token of it.
     """
 
     prompt: int
     seed: int
     worker: int
-    moved: bool = False
+    note_token: bool = False
 
 
 class Journal:
@@ -62,15 +62,15 @@ class Journal:
         Raises:
             ValueError: another worker crashed before it made a token of what was sent.
         """
-        before = self._read(name)
-        if before is not None and not before.moved and self._crashed(before.worker):
+        before = self._load(name)
+        if before is not None and not before.note_token and self._has_crashed(before.worker):
             raise ValueError("a worker crashed while it read this request, so no other one gets it")
         entry = Entry(*((tokens, seed) if before is None else (before.prompt, before.seed)), self._process)
         self._fresh[name] = entry
         self._write(name, entry)
         return entry
 
-    def moved(self, name: str) -> None:
+    def note_token(self, name: str) -> None:
         """Write down that a token was made: what is sent to another worker from now on is another list of tokens."""
         entry = self._fresh.pop(name, None)
         if entry is not None:
@@ -79,16 +79,16 @@ class Journal:
     def end(self, name: str) -> None:
         """Forget a request that has ended, unless another worker has it by now."""
         self._fresh.pop(name, None)
-        entry = self._read(name)
+        entry = self._load(name)
         if entry is not None and entry.worker == self._process:
             self._file(name).unlink(missing_ok=True)
 
-    def crashed(self, why: str) -> None:
+    def note_crash(self, reason: str) -> None:
         """Write down that this process ends because of what it computed."""
-        self._crash.write(why)
+        self._crash.write(reason)
         self._crash.flush()
 
-    def _read(self, name: str) -> Entry | None:
+    def _load(self, name: str) -> Entry | None:
         try:
             return Entry(**json.loads(self._file(name).read_text()))
         except (OSError, ValueError, TypeError):
@@ -105,7 +105,7 @@ class Journal:
         # Clients may choose the name.
         return self._folder / f"request-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
-    def _crashed(self, process: int) -> bool:
+    def _has_crashed(self, process: int) -> bool:
         file = self._crash_of(process)
         return process != self._process and file.is_file() and file.stat().st_size > 0
 

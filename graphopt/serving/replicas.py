@@ -67,7 +67,7 @@ class _Process:
         self.start()
 
     def start(self) -> None:
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         quiet = "DYN_LOG" not in os.environ
         errors = subprocess.PIPE if quiet else None
         # A session of its own: Ctrl-C in a terminal is for us, who let requests end.
@@ -80,11 +80,11 @@ class _Process:
     def _pass_on(self, lines: IO[bytes]) -> None:
         """Print what the process prints, without a line for each request that is refused or moves."""
         for line in lines:
-            if not any(each in line for each in _OF_REQUESTS):
+            if not any(pattern in line for pattern in _OF_REQUESTS):
                 sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
 
-    def look(self, now: float) -> None:
+    def look(self, time_now: float) -> None:
         """Start the process again where it has ended: at once, and less and less often where that does not help."""
         code = self.process.poll()
         if code is None:
@@ -92,12 +92,12 @@ class _Process:
         if not self._due:
             if code == _UNUSABLE:
                 raise InputError(f"the {self.title} cannot run", remedy="see its message above")
-            self.failures = 0 if now - self._began > _LONG else self.failures + 1
+            self.failures = 0 if time_now - self._start_time > _LONG else self.failures + 1
             delay = 0.0 if self.failures < 2 else min(_LONG, 0.5 * 2**self.failures)
-            how = signal.Signals(-code).name if code < 0 else f"code {code}"
-            self._say(f"the {self.title} ended ({how}); it starts again" + (f" in {delay:.0f} s" if delay else ""))
-            self._due = now + delay
-        if now >= self._due:
+            ending = signal.Signals(-code).name if code < 0 else f"code {code}"
+            self._say(f"the {self.title} ended ({ending}); it starts again" + (f" in {delay:.0f} s" if delay else ""))
+            self._due = time_now + delay
+        if time_now >= self._due:
             self._due = 0.0
             self.start()
 
@@ -122,20 +122,20 @@ def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
     _require("dynamo._core", "ai-dynamo-runtime, which has packages for Linux only")
     _require("onnxruntime_genai", "onnxruntime-genai")
     port = _free_port(settings.host, settings.port) if settings.front else 0
-    asked: list[int] = []
+    signals: list[int] = []
     with contextlib.ExitStack() as stack:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-serve-")))
         for number in (signal.SIGTERM, signal.SIGINT):
-            stack.callback(signal.signal, number, signal.signal(number, lambda code, _: asked.append(code)))
+            stack.callback(signal.signal, number, signal.signal(number, lambda code, _: signals.append(code)))
         processes = _start(folder.resolve(), settings, port, state, say)
-        stack.callback(_stop, processes, settings.patience, asked)
-        told = not settings.front
-        while not asked:
-            now = time.monotonic()
+        stack.callback(_stop, processes, settings.patience, signals)
+        is_announced = not settings.front
+        while not signals:
+            time_now = time.monotonic()
             for process in processes:
-                process.look(now)
-            if not told and _ready(settings, port):
-                told = True
+                process.look(time_now)
+            if not is_announced and _ready(settings, port):
+                is_announced = True
                 workers = f"{settings.replicas} worker{'s' if settings.replicas > 1 else ''}"
                 say(f"serving {settings.name} at http://{_address(settings.host)}:{port}/v1 with {workers}")
             time.sleep(_LOOK)
@@ -143,7 +143,7 @@ def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
 
 
 def _start(folder: Path, settings: Settings, port: int, state: Path, say: Callable[[str], None]) -> list[_Process]:
-    shared = {
+    environment = {
         "DYN_LOG": "error,dynamo_llm::discovery::controller=warn",
         "DYN_FILE_KV": str(state / "discovery"),
         "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
@@ -156,32 +156,32 @@ def _start(folder: Path, settings: Settings, port: int, state: Path, say: Callab
     if settings.discovery == "file":
         # All of them are on this machine, whatever address the front has.
         hosts = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
-        shared |= {**dict.fromkeys(hosts, "127.0.0.1"), "DYN_SELF_HOST_METADATA": "0"}
-    where = ["--discovery", settings.discovery]
+        environment |= {**dict.fromkeys(hosts, "127.0.0.1"), "DYN_SELF_HOST_METADATA": "0"}
+    discovery = ["--discovery", settings.discovery]
     module = [sys.executable, "-m"]
-    found = []
+    processes = []
     if settings.front:
-        command = [*module, "graphopt.serving.front", "--host", settings.host, "--port", str(port), *where]
-        found.append(_Process("front", command, shared, say))
+        command = [*module, "graphopt.serving.front", "--host", settings.host, "--port", str(port), *discovery]
+        processes.append(_Process("front", command, environment, say))
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.replicas)
     command = [*module, "graphopt.serving.worker", str(folder), "--name", settings.name, "--state", str(state)]
-    command += ["--threads", str(threads), *where]
+    command += ["--threads", str(threads), *discovery]
     command += ["--tool-parser", settings.tool_parser] if settings.tool_parser else []
-    found += [_Process(f"worker {number}", command, shared, say) for number in range(1, settings.replicas + 1)]
-    return found
+    processes += [_Process(f"worker {number}", command, environment, say) for number in range(1, settings.replicas + 1)]
+    return processes
 
 
-def _stop(processes: list[_Process], patience: float, asked: list[int]) -> None:
+def _stop(processes: list[_Process], patience: float, signals: list[int]) -> None:
     """Let the front finish what it has and take nothing new; then the workers have nothing to do."""
     workers = [process for process in processes if process.title != "front"]
     fronts = [process for process in processes if process.title == "front"]
-    once = len(asked)
+    count = len(signals)
     for group, seconds in ((fronts, patience + 5), (workers, 10.0)):
         end = time.monotonic() + seconds
         for process in group:
             process.stop(signal.SIGTERM)
         while any(process.process.poll() is None for process in group):
-            if time.monotonic() > end or len(asked) > max(once, 1):
+            if time.monotonic() > end or len(signals) > max(count, 1):
                 for process in group:
                     process.stop(signal.SIGKILL)
             time.sleep(_LOOK / 2)
@@ -216,11 +216,11 @@ def _address(host: str) -> str:
 def _ready(settings: Settings, port: int) -> bool:
     """Return whether the front offers the model, and knows all workers."""
     try:
-        found = []
+        answers = []
         for path in ("v1/models", "health"):
             with urllib.request.urlopen(f"http://{_address(settings.host)}:{port}/{path}", timeout=2) as answer:
-                found.append(json.load(answer))
-        workers = sum(each["endpoint"] == "generate" for each in found[1]["instances"])
-        return workers >= settings.replicas and any(each["id"] == settings.name for each in found[0]["data"])
+                answers.append(json.load(answer))
+        workers = sum(entry["endpoint"] == "generate" for entry in answers[1]["instances"])
+        return workers >= settings.replicas and any(entry["id"] == settings.name for entry in answers[0]["data"])
     except (OSError, ValueError, KeyError):
         return False

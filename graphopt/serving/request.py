@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-_REFUSED = {
+_NEUTRAL_VALUES = {
     "n": (1, "choices"),
     "best_of": (1, "choices"),
     "frequency_penalty": (0, "frequency penalties"),
@@ -127,48 +127,48 @@ def turn_of(
     sampling = request.get("sampling_options") or {}
     stop = request.get("stop_conditions") or {}
     output = request.get("output_options") or {}
-    for name, (nothing, called) in _REFUSED.items():
-        if sampling.get(name) not in (None, nothing):
-            raise ValueError(f"{called} are not offered: {name}={sampling[name]}")
+    for name, (neutral, title) in _NEUTRAL_VALUES.items():
+        if sampling.get(name) not in (None, neutral):
+            raise ValueError(f"{title} are not offered: {name}={sampling[name]}")
     if output.get("logprobs") is not None or output.get("prompt_logprobs") is not None:
         raise ValueError("log probabilities are not offered")
     begin = len(tokens) if prompt is None else prompt
-    known = len(tokens) - begin
+    prior = len(tokens) - begin
     room = limits.positions - begin
-    asked = stop.get("max_tokens")
+    max_tokens = stop.get("max_tokens")
     defaults = limits.sampling if limits.sampling.get("do_sample") else {}
 
-    def chosen(name: str, other: Any) -> Any:
+    def option(name: str, fallback: Any) -> Any:
         value = sampling.get(name)
-        return defaults.get(name, other) if value is None else value
+        return defaults.get(name, fallback) if value is None else value
 
-    limit = room if asked is None else min(room, asked + known)
+    limit = room if max_tokens is None else min(room, max_tokens + prior)
     return Turn(
         tuple(tokens[:begin]),
         limit,
         tuple(tokens[begin:]),
-        least=limit if stop.get("ignore_eos") else min(limit, (stop.get("min_tokens") or 0) + known),
-        temperature=float(chosen("temperature", 1.0)),
-        top_k=max(0, int(chosen("top_k", 0))),
-        top_p=float(chosen("top_p", 1.0)),
+        min_tokens=limit if stop.get("ignore_eos") else min(limit, (stop.get("min_tokens") or 0) + prior),
+        temperature=float(option("temperature", 1.0)),
+        top_k=max(0, int(option("top_k", 0))),
+        top_p=float(option("top_p", 1.0)),
         seed=seed,
-        repetition_penalty=float(chosen("repetition_penalty", 1.0)),
+        repetition_penalty=float(option("repetition_penalty", 1.0)),
         guidance=_guidance(sampling.get("guided_decoding")),
     )
 
 
-def _guidance(asked: Mapping[str, Any] | None) -> tuple[str, str] | None:
-    found = {name: value for name, value in (asked or {}).items() if value is not None}
-    if "json" in found:
-        schema = json.loads(Grammar.json_schema(found["json"]).text)
+def _guidance(decoding: Mapping[str, Any] | None) -> tuple[str, str] | None:
+    options = {name: value for name, value in (decoding or {}).items() if value is not None}
+    if "json" in options:
+        schema = json.loads(Grammar.json_schema(options["json"]).text)
         style = {"x-guidance": JSON_STYLE | schema.get("x-guidance", {})} if isinstance(schema, dict) else {}
         return "json_schema", json.dumps({**schema, **style} if style else schema)
-    if "regex" in found:
-        return "regex", str(found["regex"])
-    if "choice" in found:
-        return "regex", "|".join(re.escape(choice) for choice in found["choice"])
-    if "grammar" in found:
-        return "lark_grammar", str(found["grammar"])
-    if found.keys() - {"backend", "whitespace_pattern"}:
-        raise ValueError(f"this form of a reply is not offered: {', '.join(sorted(found))}")
+    if "regex" in options:
+        return "regex", str(options["regex"])
+    if "choice" in options:
+        return "regex", "|".join(re.escape(choice) for choice in options["choice"])
+    if "grammar" in options:
+        return "lark_grammar", str(options["grammar"])
+    if options.keys() - {"backend", "whitespace_pattern"}:
+        raise ValueError(f"this form of a reply is not offered: {', '.join(sorted(options))}")
     return None

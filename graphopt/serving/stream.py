@@ -15,9 +15,9 @@ class Turn:
 
     Attributes:
         prompt: tokens of the prompt.
-        known: tokens that were made of it before, by another worker; the stream goes on behind them.
+        prior_tokens: tokens that were made of it before, by another worker; the stream goes on behind them.
         limit: tokens to make at most, the known ones among them.
-        least: tokens before which the text does not end.
+        min_tokens: tokens before which the text does not end.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: draw among so many; 0 for all.
         top_p: draw among the most likely that reach this probability.
@@ -28,8 +28,8 @@ class Turn:
 
     prompt: tuple[int, ...]
     limit: int
-    known: tuple[int, ...] = ()
-    least: int = 0
+    prior_tokens: tuple[int, ...] = ()
+    min_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -51,13 +51,13 @@ class Event:
         token: the next token.
         finish: ``stop``, ``length``, ``cancelled`` or ``error``, at the end.
         message: what is wrong, where it is refused or failed.
-        cached: tokens of the prompt that the Engine had already, at the end.
+        cached_tokens: tokens of the prompt that the Engine had already, at the end.
     """
 
     token: int | None = None
     finish: str | None = None
     message: str = ""
-    cached: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -68,19 +68,19 @@ class Stream:
         turn: what to continue.
         deliver: called with each event, on the Engine's thread.
         number: its age; the oldest is the smallest.
-        made: tokens behind the prompt, known ones among them.
+        output: tokens behind the prompt, known ones among them.
     """
 
     turn: Turn
     deliver: Callable[[Event], None]
     number: int = 0
-    made: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
     request: Any = None
     turn_id: int | None = None
-    again: int = 0  # tokens that the Engine makes anew, and that were delivered before
-    aside: bool = False  # whether it had to leave a full pool
+    replay_count: int = 0  # tokens that the Engine makes anew, and that were delivered before
+    is_deferred: bool = False  # whether it had to leave a full pool
 
     @property
     def tokens(self) -> int:
         """Tokens so far."""
-        return len(self.turn.prompt) + len(self.made)
+        return len(self.turn.prompt) + len(self.output)

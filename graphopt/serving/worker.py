@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator
 
 _MOVING = 60.0  # seconds that a request which moves to another worker may take
-CRASHED = 70
+CRASH_EXIT_CODE = 70
 """Exit code of a worker whose Engine can no longer go on."""
 
 
@@ -53,14 +53,14 @@ class Worker:
 
         self._batch = await asyncio.to_thread(Batch, self._folder, threads=self._threads, on_failure=self._fail)
         limits = self._limits
-        offered = backend.LlmRegistration(
+        registration = backend.LlmRegistration(
             context_length=limits.positions,
             kv_cache_block_size=limits.block,
             total_kv_blocks=limits.blocks,
             max_num_seqs=limits.requests,
             max_num_batched_tokens=limits.tokens,
         )
-        return backend.EngineConfig(model=str(self._folder), served_model_name=self._name, llm=offered)
+        return backend.EngineConfig(model=str(self._folder), served_model_name=self._name, llm=registration)
 
     async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Give the tokens of a request, and at last why they end and how many there were.
@@ -81,8 +81,8 @@ class Worker:
         assert self._batch is not None
         tokens = tokens_of(request, self._limits)
         turn_of(request, self._limits, tokens)  # what cannot be done is refused before anything is written down
-        asked = (request.get("sampling_options") or {}).get("seed")
-        entry = self._journal.take(name, len(tokens), secrets.randbits(31) if asked is None else int(asked))
+        seed = (request.get("sampling_options") or {}).get("seed")
+        entry = self._journal.take(name, len(tokens), secrets.randbits(31) if seed is None else int(seed))
         turn = turn_of(request, self._limits, tokens, min(entry.prompt, len(tokens)), entry.seed)
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -92,20 +92,20 @@ class Worker:
 
         stream = self._batch.begin(turn, deliver)
         self._streams[name] = stream
-        made, event = 0, Event(finish="cancelled")
+        count, event = 0, Event(finish="cancelled")
         try:
             while (event := await events.get()).finish is None:
-                if not made:
-                    self._journal.moved(name)
-                made += 1
+                if not count:
+                    self._journal.note_token(name)
+                count += 1
                 yield {"token_ids": [event.token], "index": 0}
             if event.finish == "error":
                 raise ValueError(event.message)
             usage = {
                 "prompt_tokens": len(tokens),
-                "completion_tokens": made,
-                "total_tokens": len(tokens) + made,
-                "prompt_tokens_details": {"cached_tokens": event.cached},
+                "completion_tokens": count,
+                "total_tokens": len(tokens) + count,
+                "prompt_tokens_details": {"cached_tokens": event.cached_tokens},
             }
             yield {"token_ids": [], "index": 0, "finish_reason": event.finish, "completion_usage": usage}
         finally:
@@ -128,10 +128,10 @@ class Worker:
 
     def _fail(self, error: Exception) -> None:
         """End the process: the front moves its requests to another worker."""
-        self._journal.crashed(str(error))
+        self._journal.note_crash(str(error))
         sys.stderr.write(f"the engine cannot go on: {error}\n")
         sys.stderr.flush()
-        os._exit(CRASHED)
+        os._exit(CRASH_EXIT_CODE)
 
     # What else the protocol asks for, and this worker has not.
 

@@ -86,7 +86,7 @@ def test_a_stream_goes_on_where_another_worker_left_it(
     how: dict[str, object], wide: Counted, prompts: list[tuple[int, ...]]
 ) -> None:
     (whole, _), *_ = run(wide, [Turn(prompts[0], 24, **how)])  # type: ignore[arg-type]
-    (rest, last), *_ = run(wide, [Turn(prompts[0], 24, known=tuple(whole[:9]), **how)])  # type: ignore[arg-type]
+    (rest, last), *_ = run(wide, [Turn(prompts[0], 24, prior_tokens=tuple(whole[:9]), **how)])  # type: ignore[arg-type]
     assert rest == whole[9:]
     assert last.finish == ("length" if len(whole) == 24 else "stop")
 
@@ -94,14 +94,14 @@ def test_a_stream_goes_on_where_another_worker_left_it(
 def test_a_stream_that_is_cancelled_gives_its_blocks_back(tight: Counted, prompts: list[tuple[int, ...]]) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     left = tight.left
-    long = tight.begin(Turn(prompts[0], 170, least=170), events.put)
+    long = tight.begin(Turn(prompts[0], 170, min_tokens=170), events.put)
     for _ in range(80):  # about half of the pool
         assert events.get(timeout=60).finish is None
     tight.cancel(long)
     while (event := events.get(timeout=60)).finish is None:
         pass
     assert event.finish == "cancelled"
-    (tokens, last), *_ = run(tight, [Turn(prompts[1], 170, least=170)])
+    (tokens, last), *_ = run(tight, [Turn(prompts[1], 170, min_tokens=170)])
     assert (len(tokens), last.finish) == (170, "length")
     assert tight.left == left
     tight.cancel(long)  # nothing happens

@@ -63,6 +63,6 @@ def test_a_request_of_which_there_are_tokens_goes_on(journal: Journal, tmp_path:
     # and then no further: nothing was made of these nine tokens
     other = Journal(tmp_path)
     other._process += 1
-    journal.crashed("not healthy")
+    journal.note_crash("not healthy")
     with pytest.raises(ValueError, match="crashed"):
         other.take("a", 9, 0)

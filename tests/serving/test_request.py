@@ -54,13 +54,13 @@ def test_a_turn_is_what_was_asked_for() -> None:
     sampling = {"temperature": 0.5, "top_k": -1, "top_p": 0.9, "n": 1, "presence_penalty": 0.0, "logit_bias": None}
     request = {"sampling_options": sampling, "stop_conditions": {"max_tokens": 5, "min_tokens": 2}}
     turn = turn_of(request, LIMITS, [1, 2, 3], seed=9)
-    assert (turn.prompt, turn.known, turn.limit, turn.least, turn.seed) == ((1, 2, 3), (), 5, 2, 9)
+    assert (turn.prompt, turn.prior_tokens, turn.limit, turn.min_tokens, turn.seed) == ((1, 2, 3), (), 5, 2, 9)
     assert (turn.temperature, turn.top_k, turn.top_p) == (0.5, 0, 0.9)
     # moved from another worker, which made two tokens: the front counts them off
     moved = turn_of({**request, "stop_conditions": {"max_tokens": 3}}, LIMITS, [1, 2, 3, 4, 5], prompt=3)
-    assert (moved.prompt, moved.known, moved.limit) == ((1, 2, 3), (4, 5), 5)
+    assert (moved.prompt, moved.prior_tokens, moved.limit) == ((1, 2, 3), (4, 5), 5)
     # no more than there are positions; no end of text before
-    assert turn_of({"stop_conditions": {"ignore_eos": True}}, LIMITS, [1, 2, 3]).least == 61
+    assert turn_of({"stop_conditions": {"ignore_eos": True}}, LIMITS, [1, 2, 3]).min_tokens == 61
 
 
 def test_a_text_begins_as_the_tokenizer_begins_it() -> None:

@@ -135,7 +135,7 @@ def expected(served: Path, session: Session) -> Any:
 
     def texts(prompts: list[str], tokens: list[int], least: bool = False) -> list[str]:
         turns = [
-            Turn(tuple(session.encode(prompt)), limit, least=limit if least else 0)
+            Turn(tuple(session.encode(prompt)), limit, min_tokens=limit if least else 0)
             for prompt, limit in zip(prompts, tokens, strict=True)
         ]
         return [session.decode(made) for made, _ in run(batch, turns)]

@@ -115,7 +115,7 @@ def main(
             fed.append((name, dict(task.text_feeds(model.graph, np.array([ids[begin : begin + length]], np.int64)))))
     masked(model, products)
     outputs = [task.output, *(f"neurons.{number}" for number in range(len(products)))]
-    session = open_session(file, changed=ir.to_proto(model).SerializeToString())
+    session = open_session(file, content=ir.to_proto(model).SerializeToString())
     found: dict[tuple[str, float], list[Floats]] = {}
     for name, feeds in fed:
         ones = {f"mask.{number}": np.ones((length, width), np.float32) for number, width in enumerate(widths)}

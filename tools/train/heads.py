@@ -98,7 +98,7 @@ def opened(folder: Path, threads: int) -> Session:
     if isinstance(done, Fact):
         raise InputError(f"this model cannot have heads: {done}", file=session.file)
     changed = ir.to_proto(model).SerializeToString()
-    inference = open_session(session.file, entries=session.manifest.session, threads=threads, changed=changed)
+    inference = open_session(session.file, entries=session.manifest.session, threads=threads, content=changed)
     return dataclasses.replace(session, inference=inference, interface=Interface.of_session(inference))
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from graphopt.inference.decoding.speculation import Speculation
     from graphopt.inference.session import Session
 
-MOST = 1024
+MAX_REPLY_TOKENS = 1024
 """Tokens of a reply at most, by default."""
 
 
@@ -51,7 +51,7 @@ class Conversation:
         messages: what was said so far, as the template sees it.
         settings: how the next reply is made.
         last: the last reply, with the prompt that it continued; ``None`` before the first.
-        fed: tokens of the prompt that the last turn fed to the model; the cache held the others.
+        fed_tokens: tokens of the prompt that the last turn fed to the model; the cache held the others.
 
     Raises:
         InputError: the model has no chat template, or no tokenizer.
@@ -73,9 +73,9 @@ class Conversation:
         self._template = ChatTemplate.of_folder(session.file.parent)
         first = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = [*first, *messages]
-        self.settings = settings or Settings(max_new_tokens=MOST)
+        self.settings = settings or Settings(max_new_tokens=MAX_REPLY_TOKENS)
         self.last: Completion | None = None
-        self.fed = 0
+        self.fed_tokens = 0
         self._tools, self._variables = tools, dict(variables or {})
         self._decoder: Decoder | None = None
         self._tokens: list[int] = []  # of the conversation; the cache holds the first of them
@@ -94,16 +94,16 @@ class Conversation:
         assert self.last is not None
         return self.last
 
-    def stream(self, message: str | Message, halted: Callable[[], bool] = lambda: False) -> Iterator[str]:
+    def stream(self, message: str | Message, is_halted: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """Say something and give the model's reply piece by piece.
 
         The message is checked at once; the model runs as the pieces are consumed. A reply that is not consumed to its
-        end, or that ``halted`` ends, becomes part of the conversation as far as it came; if nothing came, neither the
-        message nor the reply does.
+        end, or that ``is_halted`` ends, becomes part of the conversation as far as it came; if nothing came, neither
+        the message nor the reply does.
 
         Args:
             message: what the user says, or a message with a role of its own, such as the result of a tool.
-            halted: asked after each run of the model whether to end the reply.
+            is_halted: asked after each run of the model whether to end the reply.
 
         Raises:
             InputError: the template refuses the message, the conversation has more tokens than the model has positions,
@@ -112,24 +112,24 @@ class Conversation:
         """
         if self._open is not None:
             self._open.close()
-        said = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
-        messages = [*self.messages, said]
+        turn = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+        messages = [*self.messages, turn]
         text = self._template.render(messages, tools=self._tools, **self._variables)
         settings = replace(self.settings, eos=(*self.settings.eos, *self._end_of_turn()))
         row = start(self._session, self._tokens_of(text), settings, name="the conversation")
-        self._open = self._answer(messages, text, row, halted)
+        self._open = self._answer(messages, text, row, is_halted)
         return self._open
 
     def _answer(
-        self, messages: Sequence[Message], text: str, row: Continuation, halted: Callable[[], bool]
+        self, messages: Sequence[Message], text: str, row: Continuation, is_halted: Callable[[], bool]
     ) -> Generator[str, None, None]:
-        decoder, kept = self._continued(row)
-        self._tokens, self._text, self.fed = row.prompt, "", len(row.prompt) - kept
+        decoder, prefix = self._reuse_decoder(row)
+        self._tokens, self._text, self.fed_tokens = row.prompt, "", len(row.prompt) - prefix
         drafts = None if self._speculation is None else self._speculation.start(self._session, [row])
-        ids = np.array([row.prompt[kept:]], np.int64)
+        ids = np.array([row.prompt[prefix:]], np.int64)
         try:
-            with closing(run(decoder, [row], ids, halted=halted, drafts=drafts)) as found:
-                for step in found:
+            with closing(run(decoder, [row], ids, is_halted=is_halted, drafts=drafts)) as steps:
+                for step in steps:
                     if step.texts[0]:
                         yield step.texts[0]
         except GeneratorExit:
@@ -139,24 +139,26 @@ class Conversation:
             self._decoder, self._tokens = None, []
             raise
         self._tokens = [*row.prompt, *row.tokens]
-        if row.stopped != "stop string":
+        if row.stop_reason != "stop string":
             # The tokens of a stop string are in the cache, and its text is not part of the reply.
             self._text = text + row.text
-        self.last = Completion.of(row)
-        if row.tokens or row.stopped != "interrupted":
+        self.last = Completion.from_row(row)
+        if row.tokens or row.stop_reason != "interrupted":
             self.messages = [*messages, {"role": "assistant", "content": row.text}]
 
-    def _continued(self, row: Continuation) -> tuple[Decoder, int]:
+    def _reuse_decoder(self, row: Continuation) -> tuple[Decoder, int]:
         """Return a decoder that holds the beginning of a prompt, and how many of its tokens that is."""
         if self._decoder is not None:
-            fed = int(self._decoder.tokens[0])
+            length = int(self._decoder.tokens[0])
             # The last token is fed in any case: its logits choose the next.
-            pairs = zip(self._tokens[:fed], row.prompt[:-1], strict=False)
-            kept = next((place for place, (old, new) in enumerate(pairs) if old != new), min(fed, len(row.prompt) - 1))
+            pairs = zip(self._tokens[:length], row.prompt[:-1], strict=False)
+            prefix = next(
+                (index for index, (old, new) in enumerate(pairs) if old != new), min(length, len(row.prompt) - 1)
+            )
             try:
-                if kept < fed:
-                    self._decoder.rewind(kept)
-                return self._decoder, kept
+                if prefix < length:
+                    self._decoder.rewind(prefix)
+                return self._decoder, prefix
             except InputError:
                 pass  # pages that it would read again are overwritten: all is fed again
         self._decoder = Decoder(self._session, 1, room=room_for([row]))
@@ -166,25 +168,25 @@ class Conversation:
         """Return the tokens of a rendered conversation: those that are known, and behind them those of what is new."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
-        known = len(self._text)
-        if known and text.startswith(self._text):
-            first = next((place for place, (begin, _) in enumerate(encoding.offsets) if begin >= known), len(ids))
-            if first == 0 or encoding.offsets[first - 1][1] <= known:
+        length = len(self._text)
+        if length and text.startswith(self._text):
+            first = next((index for index, (begin, _) in enumerate(encoding.offsets) if begin >= length), len(ids))
+            if first == 0 or encoding.offsets[first - 1][1] <= length:
                 return [*self._tokens, *ids[first:]]
         return ids
 
     def _end_of_turn(self) -> list[int]:
         """Return the tokenizer's EOS token: some models state another one in their configuration, from before chat."""
         token = self._template.special.get("eos_token")
-        found = None if token is None else self._tokenizer.token_to_id(token)
-        return [] if found is None else [found]
+        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        return [] if token_id is None else [token_id]
 
 
 def chat(
     session: Session,
     messages: Sequence[Message],
     *,
-    max_new_tokens: int | None = MOST,
+    max_new_tokens: int | None = MAX_REPLY_TOKENS,
     sampling: Sampling = GREEDY,
     stop: Sequence[str] = (),
     grammar: Grammar | None = None,

@@ -69,17 +69,17 @@ def environment(jinja2: Any) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    jinja_environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = _tojson
-    made.globals |= {
+    jinja_environment.filters["tojson"] = _tojson
+    jinja_environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": _Dict(),
         "namespace": Namespace,
     }
-    return made
+    return jinja_environment
 
 
 class _Dict:

@@ -22,7 +22,7 @@ TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Message = Mapping[str, Any]
 """``role`` and ``content``, and what else a template reads, such as ``tool_calls``: plain JSON data."""
@@ -50,22 +50,22 @@ class ChatTemplate:
             InputError: there is none, or it cannot be read.
         """
         config = json_object(folder / CONFIG)
-        file, found = folder / TEMPLATE, None
+        file, source = folder / TEMPLATE, None
         if file.is_file():
             try:
-                found = file.read_text(encoding="utf-8")
+                source = file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
                 raise InputError(f"the chat template is not UTF-8: {error}", file=file) from error
         elif "chat_template" in config:
-            file, found = folder / CONFIG, _default(config["chat_template"], folder / CONFIG)
-        if found is None:
+            file, source = folder / CONFIG, _default(config["chat_template"], folder / CONFIG)
+        if source is None:
             raise InputError(
                 "this model has no chat template, so it cannot chat",
                 file=folder,
                 remedy=f"put the {TEMPLATE} of the checkpoint into the folder if the model was trained to chat; a base "
                 "model only completes texts: `graphopt run FOLDER --prompt TEXT`",
             )
-        return cls(found, file, special_tokens(folder))
+        return cls(source, file, special_tokens(folder))
 
     def render(
         self,
@@ -87,8 +87,8 @@ class ChatTemplate:
             InputError: the template refuses the messages, or cannot be rendered.
             MissingDependencyError: jinja2 is not installed.
         """
-        template = self._compiled
-        told = {
+        template = self._template
+        context = {
             **self.special,
             **_plain(variables),
             "messages": [_reasoning(_plain(message)) for message in messages],
@@ -97,13 +97,13 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            text = template.render(told)
+            text = template.render(context)
         except Exception as error:  # a template is code: it may raise anything
             raise InputError(f"the chat template refuses these messages: {error}", file=self.file) from error
         return str(text)
 
     @cached_property
-    def _compiled(self) -> Any:
+    def _template(self) -> Any:
         jinja2 = import_jinja2()
         try:
             return environment(jinja2).from_string(self.source)
@@ -113,17 +113,17 @@ class ChatTemplate:
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """Return the named special tokens of the model in a folder, by name, such as ``eos_token``."""
-    told = {**json_object(folder / SPECIAL), **json_object(folder / CONFIG)}
-    found = {name: told[name] for name in _NAMED if name in told}
-    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    config = {**json_object(folder / SPECIAL), **json_object(folder / CONFIG)}
+    tokens = {name: config[name] for name in _TOKEN_NAMES if name in config}
+    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: value for name, value in contents.items() if isinstance(value, str)}
 
 
 def _reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Give a message's reasoning the names that templates read: ``reasoning_content``, and ``thinking`` for gpt-oss."""
     names = ("reasoning_content", "thinking", "reasoning")
-    found = next((message[name] for name in names if message.get(name) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _plain(value: Any) -> Any:
@@ -138,9 +138,9 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {_plain(key): _plain(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(element) for element in value]
     raise InputError(
         f"a message holds a {type(value).__name__}", remedy="give text, numbers, booleans, lists and dictionaries"
     )
@@ -149,8 +149,8 @@ def _plain(value: Any) -> Any:
 def _default(template: Any, file: Path) -> str:
     """Return the template, or the one called ``default`` where a model has several."""
     if isinstance(template, list):
-        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = named.get("default")
+        templates = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = templates.get("default")
     if not isinstance(template, str):
         raise InputError("its chat_template is neither a text nor a list with one called default", file=file)
     return template

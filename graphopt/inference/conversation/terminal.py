@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphopt.inference.decoding.speculation import Speculation
     from graphopt.inference.session import Session
 
-_PROMPT, _MORE = ">>> ", "... "
+_PROMPT, _CONTINUATION_PROMPT = ">>> ", "... "
 _HELP = """/reset   begin a new conversation
 /tokens  show how many tokens there are, and how fast the last reply was
 /exit    end (so do /quit, /bye and Ctrl-D)
@@ -34,7 +34,7 @@ def converse(
     session: Session,
     *,
     system: str | None,
-    said: Sequence[str],
+    messages: Sequence[str],
     settings: Settings,
     streams: bool = True,
     proposer: Speculation | None = None,
@@ -44,7 +44,7 @@ def converse(
     Args:
         session: the model.
         system: what it is told before.
-        said: what the user says, turn by turn; where this is empty, lines of standard input.
+        messages: what the user says, turn by turn; where this is empty, lines of standard input.
         settings: how replies are made.
         streams: whether to print replies as they come.
         proposer: what guesses tokens; replies stay the same.
@@ -52,7 +52,7 @@ def converse(
     Raises:
         InputError: the model has no chat template; or, where nobody is there to try again, a turn is refused.
     """
-    interactive = not said and sys.stdin.isatty()
+    interactive = not messages and sys.stdin.isatty()
     chat = _Chat(
         lambda: Conversation(session, system=system, settings=settings, proposer=proposer),
         Console(stderr=True),
@@ -62,10 +62,10 @@ def converse(
         chat.err.print(
             f"[dim]{escape(session.file.parent.name)}: /help lists commands, Ctrl-D ends[/dim]", highlight=False
         )
-    for message in said or _lines(interactive):
-        if said or not chat.obey(message, interactive):
+    for message in messages or _lines(interactive):
+        if messages or not chat.obey(message, interactive):
             chat.turn(message, interactive)
-        if chat.ended:
+        if chat.is_over:
             break
     return chat.turns
 
@@ -79,15 +79,15 @@ class _Chat:
     streams: bool
 
     def __post_init__(self) -> None:
-        self.conversation, self.ended, self.seconds = self.new(), False, 0.0
+        self.conversation, self.is_over, self.seconds = self.new(), False, 0.0
         self.turns: list[dict[str, Any]] = []
 
     def turn(self, message: str, interactive: bool) -> None:
         """Say something and print the reply as it comes."""
         begin = time.perf_counter()
         try:
-            with _until_interrupted() as halted:
-                for piece in self.conversation.stream(message, halted):
+            with _until_interrupted() as is_halted:
+                for piece in self.conversation.stream(message, is_halted):
                     if self.streams:
                         sys.stdout.write(piece)
                         sys.stdout.flush()
@@ -102,14 +102,16 @@ class _Chat:
         if self.streams:
             sys.stdout.write("\n")
             sys.stdout.flush()
-        self.turns.append({"message": message, "fed": self.conversation.fed, "reply": reply.model_dump(mode="json")})
-        why = {
+        self.turns.append(
+            {"message": message, "fed": self.conversation.fed_tokens, "reply": reply.model_dump(mode="json")}
+        )
+        reason = {
             "length": f"stopped after {len(reply.tokens)} tokens: --max-new-tokens allows more",
             "positions": "stopped: the model has no position left; /reset begins a new conversation",
             "interrupted": "interrupted",
         }.get(reply.stopped)
-        if why is not None and self.streams:
-            self.err.print(f"[dim]({why})[/dim]", highlight=False)
+        if reason is not None and self.streams:
+            self.err.print(f"[dim]({reason})[/dim]", highlight=False)
         if reply.stopped == "interrupted" and not interactive:
             raise KeyboardInterrupt
 
@@ -117,7 +119,7 @@ class _Chat:
         """Return whether the line is empty or a command, after it was obeyed."""
         word = line.strip()
         if word in ("/exit", "/quit", "/bye"):
-            self.ended = True
+            self.is_over = True
         elif word == "/reset":
             self.conversation = self.new()
             self.err.print("[dim](a new conversation)[/dim]", highlight=False)
@@ -134,14 +136,14 @@ class _Chat:
         return True
 
     def _counts(self) -> str:
-        told = f"{self.conversation.tokens} tokens in the conversation"
+        text = f"{self.conversation.tokens} tokens in the conversation"
         reply = self.conversation.last
         if reply is None:
-            return told
-        made = len(reply.tokens)
+            return text
+        count = len(reply.tokens)
         return (
-            f"{told}; the last turn fed {self.conversation.fed} and made {made} in {self.seconds:.1f} s, "
-            f"{made / max(self.seconds, 1e-9):.1f} tokens/s"
+            f"{text}; the last turn fed {self.conversation.fed_tokens} and made {count} in {self.seconds:.1f} s, "
+            f"{count / max(self.seconds, 1e-9):.1f} tokens/s"
         )
 
 
@@ -153,7 +155,7 @@ def _lines(interactive: bool) -> Iterator[str]:
     parts: list[str] = []
     while True:
         try:
-            line = input((_MORE if parts else _PROMPT) if interactive else "")
+            line = input((_CONTINUATION_PROMPT if parts else _PROMPT) if interactive else "")
         except EOFError:
             if interactive:
                 sys.stdout.write("\n")
@@ -175,9 +177,9 @@ def _lines(interactive: bool) -> Iterator[str]:
 @contextlib.contextmanager
 def _until_interrupted() -> Iterator[Callable[[], bool]]:
     """Give a function that says whether Ctrl-C was pressed; a run of the model is never cut off in the middle."""
-    pressed = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    interrupt = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupt.set())
     try:
-        yield pressed.is_set
+        yield interrupt.is_set
     finally:
         signal.signal(signal.SIGINT, before)

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from graphopt.inference.decoding.grammar import Grammar
     from graphopt.inference.session import Session
 
-Stopped = Literal["end of text", "stop string", "length", "positions", "interrupted"]
+StopReason = Literal["end of text", "stop string", "length", "positions", "interrupted"]
 
-_AT_LENGTH: Stopped = "length"
-_AT_POSITIONS: Stopped = "positions"
+_AT_LENGTH: StopReason = "length"
+_AT_POSITIONS: StopReason = "positions"
 _ENDLESS = 1 << 62
 
 
@@ -64,7 +64,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Taken:
+class StepOutput:
     """What one step adds.
 
     Attributes:
@@ -89,7 +89,7 @@ class Continuation:
         tokens: its new tokens, without the one that ended it.
         text: the text of the new tokens; empty without a tokenizer.
         logprobs: of the new tokens, where that was asked for.
-        stopped: why it has ended, or ``None`` while it continues.
+        stop_reason: why it has ended, or ``None`` while it continues.
         hidden: the hidden state [width] that the newest token was chosen by, where the model gives it.
     """
 
@@ -97,12 +97,12 @@ class Continuation:
     settings: Settings
     prompt: list[int]
     limit: int
-    stopped_at_limit: Stopped
+    stopped_at_limit: StopReason
     random: np.random.Generator
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    stopped: Stopped | None = None
+    stop_reason: StopReason | None = None
     hidden: npt.NDArray[np.floating] | None = None
 
     def __post_init__(self) -> None:
@@ -114,33 +114,33 @@ class Continuation:
         grammar = self.settings.grammar
         self._matcher = None if grammar is None else grammar.matcher(self.session, sorted(self.eos))
 
-    def step(self, logits: npt.NDArray[np.floating]) -> Taken:
+    def step(self, logits: npt.NDArray[np.floating]) -> StepOutput:
         """Choose the next token by the logits of the newest one, [vocabulary], and take it in."""
-        if self.stopped is not None:
-            return Taken()
+        if self.stop_reason is not None:
+            return StepOutput()
         candidates = logits if self._matcher is None else self._matcher.mask_logits(logits)
         token = self.settings.sampling.choose(candidates, self.random)
         if token in self.eos:
-            self.stopped = "end of text"
-            return Taken(text=self._finish())
+            self.stop_reason = "end of text"
+            return StepOutput(text=self._finish())
         self.tokens.append(token)
         logprob = None
         if self.settings.logprobs is not None:
             logprob = token_logprob(self.session, logits, token, self.settings.logprobs)
             self.logprobs.append(logprob)
         if len(self.tokens) == self.limit:
-            self.stopped = self.stopped_at_limit
+            self.stop_reason = self.stopped_at_limit
         if self._matcher is not None:
             self._matcher.take(token)
             if self._matcher.complete:
-                self.stopped = "end of text"
+                self.stop_reason = "end of text"
         piece = "" if self._stream is None else self._stops.push(self._stream.push(token))
         self.text += piece
-        if self._stops.found is not None:
-            self.stopped = "stop string"
-        elif self.stopped is not None:
+        if self._stops.match is not None:
+            self.stop_reason = "stop string"
+        elif self.stop_reason is not None:
             piece += self._finish()
-        return Taken(token, piece, logprob)
+        return StepOutput(token, piece, logprob)
 
     def count_allowed(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens, from the first on, the grammar allows next: all of them without one."""
@@ -148,22 +148,22 @@ class Continuation:
 
     def forced_tokens(self) -> list[int]:
         """Return the tokens that spell what the grammar leaves no choice about; none without a grammar."""
-        return [] if self._matcher is None or self.stopped is not None else self._matcher.forced_tokens()
+        return [] if self._matcher is None or self.stop_reason is not None else self._matcher.forced_tokens()
 
-    def interrupt(self) -> Taken:
+    def interrupt(self) -> StepOutput:
         """End it here."""
-        if self.stopped is not None:
-            return Taken()
-        self.stopped = "interrupted"
-        return Taken(text=self._finish())
+        if self.stop_reason is not None:
+            return StepOutput()
+        self.stop_reason = "interrupted"
+        return StepOutput(text=self._finish())
 
     def _finish(self) -> str:
         """Return the text that was held back, now that no more tokens come."""
-        held = "" if self._stream is None else self._stops.push(self._stream.finish())
-        if self._stops.found is None:
-            held += self._stops.finish()
-        self.text += held
-        return held
+        remainder = "" if self._stream is None else self._stops.push(self._stream.finish())
+        if self._stops.match is None:
+            remainder += self._stops.finish()
+        self.text += remainder
+        return remainder
 
 
 def start(
@@ -186,7 +186,7 @@ def start(
     session.check_tokens(ids)
     if not ids:
         raise InputError(f"{name} has no tokens", remedy="give it a text that the tokenizer knows")
-    room, wanted = session.max_positions, settings.max_new_tokens
+    room, max_new = session.max_positions, settings.max_new_tokens
     if room is not None:
         if len(ids) > room:
             raise InputError(
@@ -196,7 +196,7 @@ def start(
             )
         # The last token is chosen but never fed, so it takes no position.
         room += 1 - len(ids)
-    limit, at_limit = _ENDLESS if wanted is None else wanted, _AT_LENGTH
+    limit, at_limit = _ENDLESS if max_new is None else max_new, _AT_LENGTH
     if room is not None and room < limit:
         limit, at_limit = room, _AT_POSITIONS
     return Continuation(session, settings, ids, limit, at_limit, settings.sampling.stream(ids, occurrence))

@@ -25,7 +25,7 @@ from graphopt.inference.decoding.feeds import Feeds
 from graphopt.inference.decoding.unpadded_prefill import feed_rows, is_faster_unpadded
 from graphopt.inference.states.device_memory import memory_of
 from graphopt.inference.states.growing import GrowingStates
-from graphopt.inference.states.paged import PagedStates
+from graphopt.inference.states.pages import PagedStates
 from graphopt.inference.states.state_file import StateFile
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class Decoder:
         decoder = cls(session, len(content.tokens)) if content.model == session.fingerprint else None
         if decoder is None or content.layout != decoder.states.layout:
             raise InputError("the cache is of another model", file=file, remedy=f"it was not written by {session.file}")
-        decoder.states.restore(content.saved)
+        decoder.states.restore(content.states)
         decoder._rows = CountedRows(session.interface, content.tokens, content.columns)
         return decoder
 

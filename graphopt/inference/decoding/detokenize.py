@@ -28,20 +28,20 @@ class TextStream:
     def __init__(self, session: Session, prompt: Sequence[int]) -> None:
         self._session = session
         self._ids = list(prompt[-self._CONTEXT :])
-        self._given = len(self._ids)  # tokens whose text has been returned
+        self._emitted_count = len(self._ids)  # tokens whose text has been returned
 
     def push(self, token: int) -> str:
         """Return the text that ``token`` completes; may be empty."""
         self._ids.append(token)
         text = self._session.decode(self._ids)
-        before = self._session.decode(self._ids[: self._given])
+        before = self._session.decode(self._ids[: self._emitted_count])
         if len(text) <= len(before) or text.endswith(_INCOMPLETE):
             return ""
-        del self._ids[: self._given]
-        self._given = len(self._ids)
+        del self._ids[: self._emitted_count]
+        self._emitted_count = len(self._ids)
         return text[len(before) :]
 
     def finish(self) -> str:
         """Return what was held back, with a mark (U+FFFD) for a character that was never completed."""
-        before = self._session.decode(self._ids[: self._given])
+        before = self._session.decode(self._ids[: self._emitted_count])
         return self._session.decode(self._ids)[len(before) :]

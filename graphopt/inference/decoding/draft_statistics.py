@@ -19,7 +19,7 @@ class DraftStats:
     Attributes:
         tokens: tokens of texts behind the first of each.
         widths: steps behind prompts, by their columns.
-        checked: guesses that were checked, by source and place in the draft.
+        checks: guesses that were checked, by source and place in the draft.
         right: those of them that were right.
         drafting: seconds spent on drafts.
         verifying: seconds of steps with drafts.
@@ -30,7 +30,7 @@ class DraftStats:
 
     tokens: int = 0
     widths: Counter[int] = field(default_factory=Counter)
-    checked: Counter[tuple[str, int]] = field(default_factory=Counter)
+    checks: Counter[tuple[str, int]] = field(default_factory=Counter)
     right: Counter[tuple[str, int]] = field(default_factory=Counter)
     drafting: float = 0.0
     verifying: float = 0.0
@@ -69,20 +69,20 @@ class DraftStats:
         else:
             self.plain += seconds
 
-    def judged(self, draft: Sequence[Guess], right: int, wrong: bool) -> None:
+    def record_verdict(self, draft: Sequence[Guess], right: int, wrong: bool) -> None:
         """Count the guesses of a draft that were checked: the right ones, and the wrong one behind them."""
-        for place, guess in enumerate(draft[: right + wrong]):
-            self.checked[guess.source, place] += 1
-            self.right[guess.source, place] += place < right
+        for position, guess in enumerate(draft[: right + wrong]):
+            self.checks[guess.source, position] += 1
+            self.right[guess.source, position] += position < right
 
     def acceptance(self) -> dict[str, list[float]]:
         """Return by source the share of guesses that were right, by place in the draft, of those whose turn came."""
-        places: defaultdict[str, list[int]] = defaultdict(list)
-        for source, place in self.checked:
-            places[source].append(place)
+        lengths: defaultdict[str, int] = defaultdict(int)
+        for source, position in self.checks:
+            lengths[source] = max(lengths[source], position + 1)
         return {
-            source: [_share(self.right[source, place], self.checked[source, place]) for place in range(max(of) + 1)]
-            for source, of in sorted(places.items())
+            source: [_share(self.right[source, position], self.checks[source, position]) for position in range(length)]
+            for source, length in sorted(lengths.items())
         }
 
     def report(self) -> dict[str, Any]:
@@ -117,5 +117,5 @@ class DraftStats:
         yield from self.notes
 
 
-def _share(part: int, of: int) -> float:
-    return part / of if of else 0.0
+def _share(part: int, total: int) -> float:
+    return part / total if total else 0.0

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.inference.decoding.continuation import Continuation, Taken
+from graphopt.inference.decoding.continuation import Continuation, StepOutput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class Columns:
     drafts: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, texts: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]) -> Columns:
+    def from_rows(cls, texts: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]]) -> Columns:
         """Return the columns of the tokens of each row, and its draft behind them; an empty row is padding."""
         rows = [[*text, *draft] for text, draft in zip(texts, drafts, strict=True)]
         width = max(map(len, rows))
@@ -54,7 +54,7 @@ class Columns:
         return cls(ids, mask, drafts)
 
     @property
-    def read(self) -> int:
+    def sample_count(self) -> int:
         """How many of the last positions are sampled from."""
         return 1 + max(map(len, self.drafts))
 
@@ -64,17 +64,18 @@ class Verdict:
     """What became of the drafts of a step.
 
     Attributes:
-        sampled: by row, how many positions were sampled from; one more than guesses were right, unless the text ended.
+        sample_counts: by row, how many positions were sampled from; one more than guesses were right, unless the
+            text ended.
         right: by row, how many guesses were right.
         wrong: by row, whether a guess was wrong.
     """
 
-    sampled: list[int]
+    sample_counts: list[int]
     right: list[int]
     wrong: list[bool]
 
     @classmethod
-    def of(cls, rows: Sequence[Continuation]) -> Verdict:
+    def for_rows(cls, rows: Sequence[Continuation]) -> Verdict:
         """Return the verdict of a step before anything is sampled."""
         return cls([0] * len(rows), [0] * len(rows), [False] * len(rows))
 
@@ -84,7 +85,7 @@ class Verdict:
         drafts: Sequence[Sequence[int]],
         logits: Logits,
         hidden: Hidden | None = None,
-    ) -> Iterator[list[Taken]]:
+    ) -> Iterator[list[StepOutput]]:
         """Sample position by position, and yield by row what each position adds: nothing behind a wrong guess.
 
         Nothing is sampled before it is asked for: where the caller stops, the rows are as far as it has seen.
@@ -97,22 +98,22 @@ class Verdict:
                 model gives them.
         """
         number = len(rows)
-        going = [row.stopped is None for row in rows]
-        place = 0
-        while place == 0 or any(going):
-            taken = [Taken()] * number
+        going = [row.stop_reason is None for row in rows]
+        position = 0
+        while position == 0 or any(going):
+            outputs = [StepOutput()] * number
             for index, row in enumerate(rows):
                 if not going[index]:
                     continue
                 draft = drafts[index]
-                behind = len(draft) + 1 - place  # positions from this one to the end
+                offset = len(draft) + 1 - position  # positions from this one to the end
                 if hidden is not None:
-                    row.hidden = hidden[index, -behind]
-                taken[index] = each = row.step(logits[index, -behind])
-                self.sampled[index] += 1
-                if place < len(draft) and each.token is not None:
-                    self.right[index] += each.token == draft[place]
-                    self.wrong[index] = each.token != draft[place]
-                going[index] = row.stopped is None and place < len(draft) and not self.wrong[index]
-            place += 1
-            yield taken
+                    row.hidden = hidden[index, -offset]
+                outputs[index] = output = row.step(logits[index, -offset])
+                self.sample_counts[index] += 1
+                if position < len(draft) and output.token is not None:
+                    self.right[index] += output.token == draft[position]
+                    self.wrong[index] = output.token != draft[position]
+                going[index] = row.stop_reason is None and position < len(draft) and not self.wrong[index]
+            position += 1
+            yield outputs

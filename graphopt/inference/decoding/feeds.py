@@ -36,9 +36,9 @@ class Feeds:
     def bind(self, feeds: Mapping[str, Array]) -> None:
         """Let the next run read ``feeds``."""
         for name, array in feeds.items():
-            there = self._bound.get(name)
-            if there is not None and there.shape == array.shape and there.dtype == array.dtype:
-                there[...] = array
+            target = self._bound.get(name)
+            if target is not None and target.shape == array.shape and target.dtype == array.dtype:
+                target[...] = array
                 continue
             numbers = np.array(array, order="C")
             if not self._in_place:

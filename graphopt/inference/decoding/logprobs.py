@@ -71,12 +71,15 @@ def token_logprob(session: Session, logits: Floats, token: int, top: int) -> Tok
     count = min(top, len(values))
     likely = np.argpartition(-values, count - 1)[:count] if count else np.empty(0, np.int64)
     # Equal ones in the order of the vocabulary.
-    ranked = sorted(likely.tolist(), key=lambda each: (-values[each], each))
+    ranking = sorted(likely.tolist(), key=lambda candidate: (-values[candidate], candidate))
     return TokenLogprob(
         token=token,
         text=_text(session, token),
         logprob=float(values[token]),
-        top=[Likely(token=each, text=_text(session, each), logprob=float(values[each])) for each in ranked],
+        top=[
+            Likely(token=candidate, text=_text(session, candidate), logprob=float(values[candidate]))
+            for candidate in ranking
+        ],
     )
 
 

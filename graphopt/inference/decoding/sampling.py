@@ -59,11 +59,11 @@ class Sampling:
         Raises:
             InputError: the file is not JSON, or a value is out of range.
         """
-        said = json_object(folder / GENERATION_CONFIG)
-        if not said.get("do_sample"):
+        config = json_object(folder / GENERATION_CONFIG)
+        if not config.get("do_sample"):
             return cls(seed=seed)
-        top_k = said.get("top_k") or None  # 0 is all
-        return cls(said.get("temperature", 1.0), top_k, said.get("top_p", 1.0), seed)
+        top_k = config.get("top_k") or None  # 0 is all
+        return cls(config.get("temperature", 1.0), top_k, config.get("top_p", 1.0), seed)
 
     def stream(self, prompt: Sequence[int], occurrence: int = 0) -> np.random.Generator:
         """Return the random generator of one row.
@@ -85,10 +85,10 @@ class Sampling:
         Raises:
             GraphoptError: the logits are NaN.
         """
-        places, weights = self._likely(logits)
-        found = np.zeros(logits.shape)
-        found[places] = weights / weights.sum()
-        return found
+        candidates, weights = self._likely(logits)
+        probabilities = np.zeros(logits.shape)
+        probabilities[candidates] = weights / weights.sum()
+        return probabilities
 
     def _likely(self, logits: npt.NDArray[np.floating]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return the tokens that may be drawn, in the order of the vocabulary, and their weights, above 0."""
@@ -103,24 +103,24 @@ class Sampling:
             return np.array([values.argmax()]), np.ones(1)
         with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf, as it should
             weights = np.exp((values - peak) / self.temperature)
-        least = 0.0
+        threshold = 0.0
         if self.top_k is not None and self.top_k < len(weights):
             likely = np.zeros(weights.shape, np.bool_)
             likely[np.argpartition(values, -self.top_k)[-self.top_k :]] = True
             weights[~likely] = 0
         if self.top_p < 1:
             # All tokens up to this weight together weigh half of what top_p leaves out: only the others are sorted.
-            least = 0.5 * (1 - self.top_p) * weights.sum() / len(weights)
-        places = np.flatnonzero(weights > least)
-        total, weights = weights.sum(), weights[places]
+            threshold = 0.5 * (1 - self.top_p) * weights.sum() / len(weights)
+        candidates = np.flatnonzero(weights > threshold)
+        total, weights = weights.sum(), weights[candidates]
         if self.top_p < 1:
-            ranks = np.argsort(-values[places])  # of logits, which still differ where weights no longer do
+            ranks = np.argsort(-values[candidates])  # of logits, which still differ where weights no longer do
             mass = np.cumsum(weights[ranks])
             # The fewest tokens that reach top_p: a token is dropped when those before it already reach it.
             count = 1 + int(np.count_nonzero(mass[:-1] < self.top_p * total))
-            kept = np.sort(ranks[:count])
-            places, weights = places[kept], weights[kept]
-        return places, weights
+            nucleus = np.sort(ranks[:count])
+            candidates, weights = candidates[nucleus], weights[nucleus]
+        return candidates, weights
 
     def choose(self, logits: npt.NDArray[np.floating], random: np.random.Generator) -> int:
         """Draw a token; it takes one number from ``random``, or none at temperature 0.
@@ -137,11 +137,11 @@ class Sampling:
             # argmax takes NaN for the largest.
             if np.isfinite(logits[best]):
                 return best
-        places, weights = self._likely(logits)
+        candidates, weights = self._likely(logits)
         # In the order of the vocabulary, not of likelihood: logits that differ in the last bit then rarely change it.
         reach = np.cumsum(weights)
-        drawn = int(np.searchsorted(reach, random.random() * reach[-1], side="right"))
-        return int(places[min(drawn, len(places) - 1)])
+        index = int(np.searchsorted(reach, random.random() * reach[-1], side="right"))
+        return int(candidates[min(index, len(candidates) - 1)])
 
 
 GREEDY = Sampling()

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _STALL = 2.0
 """Times its usual time that a step is charged for, at most: what comes on top was another program's."""
 
-_SEEN = 4
+_OBSERVE_INTERVAL = 4
 """Every so many steps without a draft the time of one is looked at: that takes a hundredth of a short step itself."""
 
-_REPLAYED = 4
+_MAX_REPLAY = 4
 """Tokens that are fed once more, at most, before a step without a draft takes them in for good."""
 
 
@@ -78,11 +78,11 @@ class Speculation:
         costs = costs_of(session, len(rows))
         if costs.different:
             widths = ", ".join(map(str, costs.different))
-            what = f"logits of {widths} tokens in a step differ in their last bits from those of single tokens"
+            difference = f"logits of {widths} tokens in a step differ in their last bits from those of single tokens"
             if self.strict:
-                self.stats.note(f"no drafts: {what}, so that texts could change")
+                self.stats.note(f"no drafts: {difference}, so that texts could change")
                 return None
-            self.stats.note(f"{what}: where two tokens are nearly alike, a text may differ from plain decoding")
+            self.stats.note(f"{difference}: where two tokens are nearly alike, a text may differ from plain decoding")
         if self._newest is not None:
             self._newest.catch_up()  # a proposer may remember texts that have ended
         self._newest = Drafting(self, session, rows, costs)
@@ -102,20 +102,20 @@ class Drafting:
         InputError: the proposer refuses the rows.
     """
 
-    def __init__(self, by: Speculation, session: Session, rows: Sequence[Continuation], costs: Costs) -> None:
-        self._by, self._rows, self._costs = by, rows, costs
-        self._longest = LONGEST if by.tokens is None else by.tokens
+    def __init__(self, speculation: Speculation, session: Session, rows: Sequence[Continuation], costs: Costs) -> None:
+        self._speculation, self._rows, self._costs = speculation, rows, costs
+        self._longest = LONGEST if speculation.tokens is None else speculation.tokens
         if session.interface.last_logits is not None:
             self._longest = min(self._longest, session.interface.last_logits - 1)
         self._texts: list[list[int]] = [[] for _ in rows]  # tokens of each row that go before its draft
-        self._again: list[list[int]] = [[] for _ in rows]  # those of them that were fed before
-        self._none: list[list[Guess]] = [[] for _ in rows]
+        self._replays: list[list[int]] = [[] for _ in rows]  # those of them that were fed before
+        self._no_drafts: list[list[Guess]] = [[] for _ in rows]
         self._no_guesses: list[list[int]] = [[] for _ in rows]
-        self._drafts = self._none
+        self._drafts = self._no_drafts
         self._unseen: list[list[int]] = [[] for _ in rows]  # tokens of each row that the proposer does not know yet
-        began = time.perf_counter()
-        by.proposer.begin(rows)
-        self._drafting = time.perf_counter() - began  # seconds since the last step
+        start = time.perf_counter()
+        speculation.proposer.begin(rows)
+        self._drafting = time.perf_counter() - start  # seconds since the last step
         self._settling = 0.0
         self._single = 0  # steps of one column
         self._new = True  # the first draft takes longer: the prompt is read
@@ -128,28 +128,28 @@ class Drafting:
             decoder: of the batch.
         """
         for row, new in enumerate(tokens):
-            again = self._again[row]
-            self._texts[row] = [*again, *new[-1:]] if self._rows[row].stopped is None else []
-            if again:
-                self._again[row] = []
+            replay = self._replays[row]
+            self._texts[row] = [*replay, *new[-1:]] if self._rows[row].stop_reason is None else []
+            if replay:
+                self._replays[row] = []
             self._unseen[row] += new
-        asked = self._longest
-        if asked and self._by.tokens is None:
-            asked = self._by.lengths.to_ask(self._costs, sum(map(bool, self._texts)))
-        if not asked:  # most steps of a text that drafts do not suit: they should cost what plain decoding costs
-            self._drafts = self._none
-            return Columns.of(self._texts, self._no_guesses)
-        began = time.perf_counter()
-        self._drafts = self._drafted(decoder, asked)
-        columns = Columns.of(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
-        self._drafting += time.perf_counter() - began
+        length = self._longest
+        if length and self._speculation.tokens is None:
+            length = self._speculation.lengths.to_ask(self._costs, sum(map(bool, self._texts)))
+        if not length:  # most steps of a text that drafts do not suit: they should cost what plain decoding costs
+            self._drafts = self._no_drafts
+            return Columns.from_rows(self._texts, self._no_guesses)
+        start = time.perf_counter()
+        self._drafts = self._propose(decoder, length)
+        columns = Columns.from_rows(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
+        self._drafting += time.perf_counter() - start
         return columns
 
     def catch_up(self) -> None:
         """Tell the proposer the tokens that it does not know yet: while it is not asked, it need not follow."""
         for row, tokens in enumerate(self._unseen):
             if tokens:
-                self._by.proposer.commit(row, tokens)
+                self._speculation.proposer.commit(row, tokens)
                 self._unseen[row] = []
 
     def settle(self, verdict: Verdict, decoder: Decoder, before: Mark) -> None:
@@ -160,19 +160,19 @@ class Drafting:
             decoder: of the batch.
             before: its mark before the step.
         """
-        began = time.perf_counter()
-        kept = before.tokens.copy()
+        start = time.perf_counter()
+        lengths = before.tokens.copy()
         for row, text in enumerate(self._texts):
             if text:
-                kept[row] += len(text) + max(0, verdict.sampled[row] - 1)
-        if (kept < decoder.tokens).any():
-            decoder.roll_back(before, kept)
+                lengths[row] += len(text) + max(0, verdict.sample_counts[row] - 1)
+        if (lengths < decoder.tokens).any():
+            decoder.roll_back(before, lengths)
         # A row that went back further feeds its tokens once more.
-        back = (kept - decoder.tokens).tolist()
+        back = (lengths - decoder.tokens).tolist()
         for row, draft in enumerate(self._drafts):
-            fed = [*self._texts[row], *(guess.token for guess in draft)]
-            self._again[row] = fed[: back[row]]
-        self._settling = time.perf_counter() - began
+            fed_tokens = [*self._texts[row], *(guess.token for guess in draft)]
+            self._replays[row] = fed_tokens[: back[row]]
+        self._settling = time.perf_counter() - start
 
     def learn(self, verdict: Verdict, columns: int, seconds: float) -> None:
         """Take in what became of a step.
@@ -182,50 +182,50 @@ class Drafting:
             columns: of the step.
             seconds: that the model took.
         """
-        by, costs, drafting = self._by, self._costs, self._drafting
-        live, sampled = sum(map(bool, verdict.sampled)), sum(verdict.sampled)
-        given = sampled / max(1, live)
+        speculation, costs, drafting = self._speculation, self._costs, self._drafting
+        live, token_count = sum(map(bool, verdict.sample_counts)), sum(verdict.sample_counts)
+        tokens_per_row = token_count / max(1, live)
         self._drafting = 0.0
         if columns == 1:
-            by.stats.count(1, sampled, seconds, drafting, given * costs.of(1))
+            speculation.stats.count(1, token_count, seconds, drafting, tokens_per_row * costs.seconds_of(1))
             self._single += 1
-            if self._single % _SEEN == 0:
+            if self._single % _OBSERVE_INTERVAL == 0:
                 costs.observe(1, seconds)
-            by.lengths.spent(drafting, 0.0, costs)
+            speculation.lengths.record_step(drafting, 0.0, costs)
             return
         # For guesses, or for tokens that are fed once more because of them.
-        began = time.perf_counter()
+        start = time.perf_counter()
         seconds += self._settling
-        usual = costs.of(columns)
+        typical = costs.seconds_of(columns)
         costs.observe(columns, seconds)
-        by.stats.count(columns, sampled, seconds, drafting, given * costs.of(1))
+        speculation.stats.count(columns, token_count, seconds, drafting, tokens_per_row * costs.seconds_of(1))
         for draft, right, wrong in zip(self._drafts, verdict.right, verdict.wrong, strict=True):
-            by.stats.judged(draft, right, wrong)
-            by.lengths.chances.learn(draft, right, wrong)
-        by.lengths.spent(drafting + min(seconds, _STALL * usual), given, costs)
-        self._settling, self._drafting = 0.0, time.perf_counter() - began
+            speculation.stats.record_verdict(draft, right, wrong)
+            speculation.lengths.chances.learn(draft, right, wrong)
+        speculation.lengths.record_step(drafting + min(seconds, _STALL * typical), tokens_per_row, costs)
+        self._settling, self._drafting = 0.0, time.perf_counter() - start
 
-    def _drafted(self, decoder: Decoder, asked: int) -> list[list[Guess]]:
-        by = self._by
+    def _propose(self, decoder: Decoder, asked: int) -> list[list[Guess]]:
+        speculation = self._speculation
         live = [row for row, text in enumerate(self._texts) if text]
         room, limits = decoder.room_for_drafts().tolist(), [0] * len(self._rows)
         for row in live:
-            text, each = self._texts[row], self._rows[row]
-            if len(text) <= _REPLAYED:
-                left = min(LONGEST, room[row]) + 1 - len(text), each.limit - len(each.tokens) - 1
-                limits[row] = max(0, min(asked, self._longest, *left))
+            text, continuation = self._texts[row], self._rows[row]
+            if len(text) <= _MAX_REPLAY:
+                bounds = min(LONGEST, room[row]) + 1 - len(text), continuation.limit - len(continuation.tokens) - 1
+                limits[row] = max(0, min(asked, self._longest, *bounds))
         if not any(limits):
-            return self._none
+            return self._no_drafts
         self.catch_up()
-        began = time.perf_counter()
-        drafts = by.proposer.propose([[] for _ in limits], limits)
-        by.lengths.drafted(None if self._new else time.perf_counter() - began, sum(map(len, drafts)))
+        start = time.perf_counter()
+        drafts = speculation.proposer.propose([[] for _ in limits], limits)
+        speculation.lengths.record_proposal(None if self._new else time.perf_counter() - start, sum(map(len, drafts)))
         self._new = False
         for row in live:
             draft = drafts[row][: limits[row]]
             drafts[row] = draft[: self._rows[row].count_allowed([guess.token for guess in draft])]
-        if by.tokens is None and any(drafts):
-            length = by.lengths.to_check(drafts, list(map(len, self._texts)), self._costs)
+        if speculation.tokens is None and any(drafts):
+            length = speculation.lengths.to_check(drafts, list(map(len, self._texts)), self._costs)
             drafts = [draft[:length] for draft in drafts]
         return drafts
 

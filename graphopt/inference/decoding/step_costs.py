@@ -52,9 +52,9 @@ class Costs:
 
     def __post_init__(self) -> None:
         widest = max(self.seconds)
-        self._width = [next(each for each in self.seconds if each >= columns) for columns in range(widest + 1)]
+        self._width = [next(width for width in self.seconds if width >= columns) for columns in range(widest + 1)]
 
-    def of(self, columns: int) -> float:
+    def seconds_of(self, columns: int) -> float:
         """Return the seconds of a step of so many columns: those of the next width that was measured."""
         if columns < len(self._width):  # asked several times a token
             return self.seconds[self._width[columns]] * self._drift
@@ -65,13 +65,13 @@ class Costs:
         if columns >= len(self._width) or seconds <= 0:
             return
         # A single time may be far off: the machine was busy.
-        wrong = min(1.0, max(-1.0, math.log(seconds / self.of(columns))))
+        wrong = min(1.0, max(-1.0, math.log(seconds / self.seconds_of(columns))))
         self._drift *= math.exp(_PACE * wrong)
         if columns in self.seconds:
             self.seconds[columns] *= math.exp(_PACE / 2 * wrong)
 
 
-_known: WeakKeyDictionary[object, dict[int, Costs]] = WeakKeyDictionary()
+_costs_of_session: WeakKeyDictionary[object, dict[int, Costs]] = WeakKeyDictionary()
 
 
 def costs_of(session: Session, batch: int) -> Costs:
@@ -84,13 +84,13 @@ def costs_of(session: Session, batch: int) -> Costs:
     Raises:
         InputError: a step fails.
     """
-    of_session = _known.setdefault(session.inference, {})
+    of_session = _costs_of_session.setdefault(session.inference, {})
     if batch not in of_session:
-        of_session[batch] = _measured(session, batch)
+        of_session[batch] = _measure(session, batch)
     return of_session[batch]
 
 
-def _measured(session: Session, batch: int) -> Costs:
+def _measure(session: Session, batch: int) -> Costs:
     room = WIDTHS[-1] if session.max_positions is None else session.max_positions - _BEGINNING
     widths = [width for width in WIDTHS if width <= room] or [1]
     vocabulary = session.interface.vocabulary or 2
@@ -98,31 +98,31 @@ def _measured(session: Session, batch: int) -> Costs:
     decoder = Decoder(session, batch, room=ids.shape[1])
     decoder.step(ids[:, :_BEGINNING])
     begin = decoder.tokens
-    singly, found = [], {1: math.inf}
+    singly, best = [], {1: math.inf}
     for column in range(_BEGINNING, ids.shape[1]):
-        logits, seconds = _timed(decoder, ids[:, column : column + 1])
+        logits, seconds = _time_step(decoder, ids[:, column : column + 1])
         singly.append(logits)
-        found[1] = min(found[1], seconds)
+        best[1] = min(best[1], seconds)
     different = []
     for width in widths[1:]:
-        found[width] = math.inf
-        spent = 0.0
+        best[width] = math.inf
+        total = 0.0
         for number in range(_ROUNDS[1]):
             decoder.rewind(begin)
-            logits, seconds = _timed(decoder, ids[:, _BEGINNING : _BEGINNING + width])
-            found[width] = min(found[width], seconds)
-            spent += seconds
+            logits, seconds = _time_step(decoder, ids[:, _BEGINNING : _BEGINNING + width])
+            best[width] = min(best[width], seconds)
+            total += seconds
             if number == 0:
-                alone = np.concatenate(singly[:width], axis=1)[:, -logits.shape[1] :]
-                if not np.array_equal(alone, logits, equal_nan=True):
+                single = np.concatenate(singly[:width], axis=1)[:, -logits.shape[1] :]
+                if not np.array_equal(single, logits, equal_nan=True):
                     different.append(width)
-            if spent > _PATIENCE and number + 1 >= (_ROUNDS[0] if seconds < _PATIENCE else 1):
+            if total > _PATIENCE and number + 1 >= (_ROUNDS[0] if seconds < _PATIENCE else 1):
                 break
-    return Costs(found, tuple(different))
+    return Costs(best, tuple(different))
 
 
-def _timed(decoder: Decoder, ids: IntArray) -> tuple[np.ndarray, float]:
-    began = time.perf_counter()
+def _time_step(decoder: Decoder, ids: IntArray) -> tuple[np.ndarray, float]:
+    start = time.perf_counter()
     logits = decoder.step(ids)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     return logits.copy(), seconds

@@ -19,7 +19,7 @@ class StopStrings:
         strings: the stop strings.
 
     Attributes:
-        found: the stop string that ended the text, or ``None`` so far.
+        match: the stop string that ended the text, or ``None`` so far.
 
     Raises:
         InputError: one of them is empty.
@@ -29,26 +29,28 @@ class StopStrings:
         if "" in strings:
             raise InputError("a stop string is empty", remedy="give at least one character, or leave it out")
         self._strings = tuple(strings)
-        self._held = ""
-        self.found: str | None = None
+        self._pending = ""
+        self.match: str | None = None
 
     def push(self, piece: str) -> str:
         """Add a piece and return the text that is certain to stand before any stop string."""
-        text = self._held + piece
+        text = self._pending + piece
         # The one that is complete first, whatever the pieces are.
-        ends = [(text.find(each) + len(each), text.find(each), each) for each in self._strings if each in text]
+        ends = [
+            (text.find(string) + len(string), text.find(string), string) for string in self._strings if string in text
+        ]
         if ends:
-            _, place, self.found = min(ends)
-            self._held = ""
-            return text[:place]
-        keep = len(text) - max((_overlap(text, each) for each in self._strings), default=0)
-        self._held = text[keep:]
+            _, position, self.match = min(ends)
+            self._pending = ""
+            return text[:position]
+        keep = len(text) - max((_overlap(text, string) for string in self._strings), default=0)
+        self._pending = text[keep:]
         return text[:keep]
 
     def finish(self) -> str:
         """Return what was held back: the text has ended for another reason."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:

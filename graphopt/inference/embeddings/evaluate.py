@@ -48,8 +48,8 @@ def cosine_matrix(embeddings: npt.NDArray[np.floating]) -> npt.NDArray[np.float6
     """Return the cosine of each embedding [texts, width] with each, [texts, texts]."""
     lengths = np.linalg.norm(embeddings, axis=1, keepdims=True).astype(np.float64)
     units = embeddings / np.maximum(lengths, np.finfo(np.float64).tiny)
-    found: npt.NDArray[np.float64] = units @ units.T
-    return found
+    cosines_of_pairs: npt.NDArray[np.float64] = units @ units.T
+    return cosines_of_pairs
 
 
 def evaluate_embeddings(
@@ -73,39 +73,40 @@ def evaluate_embeddings(
     lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
     if not lines:
         raise InputError("the text has no line to embed", remedy="give a text with one sentence in a line")
-    whole, theirs = ([each.encode(line) for line in lines] for each in (session, reference))
-    if whole != theirs:
+    whole, reference_whole = ([encoder.encode(line) for line in lines] for encoder in (session, reference))
+    if whole != reference_whole:
         raise InputError(
             "the reference has another tokenizer: the two models read different tokens",
             file=reference.file.parent,
             remedy="give the artifact that the model was made from as the reference",
         )
-    bounds = [each.max_positions for each in (session, reference) if each.max_positions is not None]
+    bounds = [encoder.max_positions for encoder in (session, reference) if encoder.max_positions is not None]
     longest = min(bounds) if bounds else None
     # The last token ends a text in BERT and its kin, so it stays.
     sequences = [ids if longest is None or len(ids) <= longest else [*ids[: longest - 1], ids[-1]] for ids in whole]
 
     def say(offset: int) -> Callable[[int, int], None]:
-        return lambda done, of: None if on_progress is None else on_progress(offset + done, 2 * of)
+        return lambda count, total: None if on_progress is None else on_progress(offset + count, 2 * total)
 
-    expected = reference.embed_tokens(sequences, say(0))
-    began = time.perf_counter()
-    got = session.embed_tokens(sequences, say(len(sequences)))
-    seconds = time.perf_counter() - began
-    if got.shape != expected.shape:
+    reference_embeddings = reference.embed_tokens(sequences, say(0))
+    start = time.perf_counter()
+    embeddings = session.embed_tokens(sequences, say(len(sequences)))
+    seconds = time.perf_counter() - start
+    if embeddings.shape != reference_embeddings.shape:
         raise InputError(
-            f"the reference makes embeddings of {expected.shape[1]} numbers, the model of {got.shape[1]}",
+            f"the reference makes embeddings of {reference_embeddings.shape[1]} numbers, "
+            f"the model of {embeddings.shape[1]}",
             file=reference.file,
             remedy="give the artifact that the model was made from as the reference",
         )
-    found = cosines(expected, got)
+    values = cosines(reference_embeddings, embeddings)
     return EmbeddingEvaluation(
         texts=len(lines),
         tokens=sum(map(len, sequences)),
         cut=sum(len(ids) < len(before) for ids, before in zip(sequences, whole, strict=True)),
-        cosine_mean=float(found.mean()),
-        cosine_1_percent=float(np.quantile(found, 0.01, method="lower")),
-        cosine_smallest=float(found.min()),
-        width=got.shape[1],
+        cosine_mean=float(values.mean()),
+        cosine_1_percent=float(np.quantile(values, 0.01, method="lower")),
+        cosine_smallest=float(values.min()),
+        width=embeddings.shape[1],
         seconds=seconds,
     )

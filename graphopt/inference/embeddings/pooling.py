@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 
 
-def pooled(hidden: Floats, mask: npt.NDArray[np.bool_], ways: Sequence[Pooling]) -> Floats:
+def pool(hidden: Floats, mask: npt.NDArray[np.bool_], ways: Sequence[Pooling]) -> Floats:
     """Return one embedding for each text, [texts, width x ways]; the ways stand side by side.
 
     Args:
@@ -23,10 +23,10 @@ def pooled(hidden: Floats, mask: npt.NDArray[np.bool_], ways: Sequence[Pooling])
         mask: [texts, length], which columns are tokens; each row has one at least.
         ways: how; none means "mean".
     """
-    return np.concatenate([_pooled(hidden, mask, way) for way in ways or ("mean",)], axis=-1).astype(np.float32)
+    return np.concatenate([_pool(hidden, mask, way) for way in ways or ("mean",)], axis=-1).astype(np.float32)
 
 
-def _pooled(hidden: Floats, mask: npt.NDArray[np.bool_], way: Pooling) -> npt.NDArray[Any]:
+def _pool(hidden: Floats, mask: npt.NDArray[np.bool_], way: Pooling) -> npt.NDArray[Any]:
     """Return the embeddings [texts, width].
 
     With h_i the hidden states of the n tokens of a text: "mean" is the sum of h_i over n, "mean_sqrt_len_tokens" over
@@ -34,25 +34,25 @@ def _pooled(hidden: Floats, mask: npt.NDArray[np.bool_], way: Pooling) -> npt.ND
     each channel, "cls" and "lasttoken" the first and the last state.
     """
     rows, weights = np.arange(len(mask)), mask.astype(np.float64)
-    found: npt.NDArray[Any]
+    embeddings: npt.NDArray[Any]
     match way:
         case "mean" | "mean_sqrt_len_tokens":
             counts = weights.sum(axis=1, keepdims=True)
-            found = _sum(hidden, weights) / (counts if way == "mean" else np.sqrt(counts))
+            embeddings = _sum(hidden, weights) / (counts if way == "mean" else np.sqrt(counts))
         case "weightedmean":
             weights *= np.arange(1, mask.shape[1] + 1)
-            found = _sum(hidden, weights) / weights.sum(axis=1, keepdims=True)
+            embeddings = _sum(hidden, weights) / weights.sum(axis=1, keepdims=True)
         case "max":
-            found = np.where(mask[..., None], hidden, -np.inf).max(axis=1)
+            embeddings = np.where(mask[..., None], hidden, -np.inf).max(axis=1)
         case "cls":
-            found = hidden[rows, mask.argmax(axis=1)]
+            embeddings = hidden[rows, mask.argmax(axis=1)]
         case "lasttoken":
-            found = hidden[rows, mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)]
+            embeddings = hidden[rows, mask.shape[1] - 1 - mask[:, ::-1].argmax(axis=1)]
         case _:
             assert_never(way)
-    return found
+    return embeddings
 
 
 def _sum(hidden: Floats, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    found: npt.NDArray[np.float64] = np.einsum("tlw,tl->tw", hidden.astype(np.float64), weights)
-    return found
+    total: npt.NDArray[np.float64] = np.einsum("tlw,tl->tw", hidden.astype(np.float64), weights)
+    return total

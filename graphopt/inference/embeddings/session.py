@@ -11,8 +11,8 @@ import numpy.typing as npt
 from graphopt.analysis.structure.ports import HIDDEN
 from graphopt.artifact.tokens import TOKENIZER
 from graphopt.errors import GraphoptError, InputError
-from graphopt.inference.embeddings.pooling import pooled
-from graphopt.inference.session import Opened, open_folder
+from graphopt.inference.embeddings.pooling import pool
+from graphopt.inference.session import OpenModel, open_folder
 from graphopt.ort.session import run
 from graphopt.tasks.encoder import Encoder, EncoderInterface
 
@@ -113,22 +113,22 @@ class EncoderSession:
         # Texts of like length share a batch, so that little of it is padding.
         order = sorted(range(len(sequences)), key=lambda index: len(sequences[index]))
         size = _BATCH if self.interface.takes_padding else 1
-        found: dict[int, Floats] = {}
+        embeddings: dict[int, Floats] = {}
         for first in range(0, len(order), size):
             batch = order[first : first + size]
             ids, mask = self._batch([sequences[index] for index in batch])
-            made = pooled(self.hidden(ids, mask), mask.astype(bool), self.manifest.model.pooling)
-            if not np.isfinite(made).all():
+            vectors = pool(self.hidden(ids, mask), mask.astype(bool), self.manifest.model.pooling)
+            if not np.isfinite(vectors).all():
                 raise GraphoptError(
                     "the model's hidden states are not finite",
                     file=self.file,
                     tensor=HIDDEN,
                     remedy="the weights or the precision are at fault: compare with the model it was made from",
                 )
-            found |= dict(zip(batch, made, strict=True))
+            embeddings |= dict(zip(batch, vectors, strict=True))
             if on_progress is not None:
                 on_progress(first + len(batch), len(order))
-        return np.stack([found[index] for index in range(len(sequences))])
+        return np.stack([embeddings[index] for index in range(len(sequences))])
 
     def _batch(self, sequences: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
         """Return tokens and mask [texts, length], filled up at the end."""
@@ -157,17 +157,17 @@ def load_encoder(path: str | Path, *, threads: int = 0, native: bool = True, dev
     return encoder_of(open_folder(path, threads=threads, native=native, device=device))
 
 
-def encoder_of(opened: Opened) -> EncoderSession:
+def encoder_of(model: OpenModel) -> EncoderSession:
     """Return the encoder that was opened.
 
     Raises:
         InputError: it is no encoder.
     """
-    if opened.manifest.task != Encoder.name:
+    if model.manifest.task != Encoder.name:
         raise InputError(
-            f"this model is of the kind {opened.manifest.task}, which makes no embeddings",
-            file=opened.file,
+            f"this model is of the kind {model.manifest.task}, which makes no embeddings",
+            file=model.file,
             remedy="graphopt.load opens a causal language model",
         )
-    interface = EncoderInterface.of_session(opened.inference)
-    return EncoderSession(opened.file, opened.inference, interface, opened.manifest, opened.tokenizer)
+    interface = EncoderInterface.of_session(model.inference)
+    return EncoderSession(model.file, model.inference, interface, model.manifest, model.tokenizer)

@@ -45,34 +45,34 @@ def read_events(file: Path) -> tuple[list[list[Event]], list[int]]:
         InputError: it is no profile.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        entries = json.loads(file.read_text(encoding="utf-8"))
         kernels = [
-            Event(each["name"].removesuffix(_KERNEL), each["args"].get("op_name", "?"), each["ts"], each["dur"])
-            for each in found
-            if each.get("cat") == "Node" and each["name"].endswith(_KERNEL)
+            Event(event["name"].removesuffix(_KERNEL), event["args"].get("op_name", "?"), event["ts"], event["dur"])
+            for event in entries
+            if event.get("cat") == "Node" and event["name"].endswith(_KERNEL)
         ]
-        runs = [(each["ts"], each["dur"]) for each in found if each["name"] == "model_run"]
+        runs = [(event["ts"], event["dur"]) for event in entries if event["name"] == "model_run"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"the profile of onnxruntime cannot be read: {error}", file=file) from error
     if not runs:
         raise InputError("the profile of onnxruntime holds no run of the model", file=file)
     runs.sort()
-    kernels.sort(key=lambda each: each.start)
+    kernels.sort(key=lambda event: event.start)
     return list(_by_run(kernels, runs)), [duration for _, duration in runs]
 
 
 def _by_run(kernels: Sequence[Event], runs: Sequence[tuple[int, int]]) -> Iterator[list[Event]]:
-    at = 0
+    index = 0
     for start, duration in runs:
-        while at < len(kernels) and kernels[at].start < start:
-            at += 1
-        begin = at
-        while at < len(kernels) and kernels[at].start <= start + duration:
-            at += 1
-        yield list(kernels[begin:at])
+        while index < len(kernels) and kernels[index].start < start:
+            index += 1
+        begin = index
+        while index < len(kernels) and kernels[index].start <= start + duration:
+            index += 1
+        yield list(kernels[begin:index])
 
 
-def origins(file: ir.Graph, optimized: ir.Graph) -> Mapping[str, str]:
+def origins(file: ir.Graph, runtime_graph: ir.Graph) -> Mapping[str, str]:
     """Return, for the name of each node that onnxruntime runs, the name of the node of the file that it stands for.
 
     A fused node makes the value that the last of its nodes made. A node of an inlined body makes values that the file
@@ -80,26 +80,26 @@ def origins(file: ir.Graph, optimized: ir.Graph) -> Mapping[str, str]:
     What leads nowhere keeps its own name.
     """
     makers = {value.name: node.name or "" for node in file for value in node.outputs if value.name}
-    there = {node.name: node for node in file if node.name}
-    found: dict[str, str] = {}
+    nodes = {node.name: node for node in file if node.name}
+    origin_of: dict[str, str] = {}
     by_node: dict[ir.Node, str] = {}
-    for node in reversed(list(optimized)):
-        named = next((makers[value.name] for value in node.outputs if value.name in makers), None)
-        origin = named or (node.name if node.name in there else None)
+    for node in reversed(list(runtime_graph)):
+        maker = next((makers[value.name] for value in node.outputs if value.name in makers), None)
+        origin = maker or (node.name if node.name in nodes else None)
         uses = [] if origin is not None else [use for value in node.outputs for use in value.uses()]
         origin = origin or next(
-            (each for use in uses if (each := _made_for(use.node, use.idx, there)) is not None), None
+            (event for use in uses if (event := _made_for(use.node, use.idx, nodes)) is not None), None
         )
         origin = origin or next((by_node[use.node] for use in uses if use.node in by_node), None)
         if origin is not None:
             by_node[node] = origin
-            found[node.name or ""] = origin
-    return found
+            origin_of[node.name or ""] = origin
+    return origin_of
 
 
-def _made_for(node: ir.Node, place: int, there: Mapping[str, ir.Node]) -> str | None:
+def _made_for(node: ir.Node, index: int, nodes: Mapping[str, ir.Node]) -> str | None:
     """Return the node of the file that makes what a node, known by its name, reads in this place."""
-    reader = there.get(node.name or "")
-    value = None if reader is None or place >= len(reader.inputs) else reader.inputs[place]
+    reader = nodes.get(node.name or "")
+    value = None if reader is None or index >= len(reader.inputs) else reader.inputs[index]
     maker = None if value is None else value.producer()
     return None if maker is None else maker.name

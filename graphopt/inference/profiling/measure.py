@@ -19,7 +19,7 @@ from graphopt.errors import InputError
 from graphopt.graph.onnx_file import load as load_file
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.profiling.events import Event, origins, read_events
-from graphopt.inference.session import Opened, open_folder, session_from
+from graphopt.inference.session import OpenModel, open_folder, session_from
 from graphopt.ort.session import open_session
 from graphopt.util.progress import Progress, silent
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROMPT, TOKENS, REPEATS = 128, 32, 5
 """Tokens of a prompt, single tokens behind it, and how often the prompt is read."""
 
-_PROBED = 1 << 27
+_PROBE_BYTES = 1 << 27
 _EXTERNAL = {
     "session.optimized_model_external_initializers_file_name": "optimized.data",
     "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
@@ -104,47 +104,47 @@ def profile(
     Raises:
         InputError: it is no causal language model, or cannot be run; or its prompt is too long.
     """
-    opened = open_folder(path, threads=threads)
-    limit = session_from(opened).max_positions
+    model = open_folder(path, threads=threads)
+    limit = session_from(model).max_positions
     if limit is not None and prompt + tokens > limit:
         raise InputError(
             f"{prompt} tokens and {tokens} more do not fit {limit} positions", file=path, remedy="ask for fewer tokens"
         )
-    ids = np.random.default_rng(0).integers(0, session_from(opened).interface.vocabulary or 1, (1, prompt + tokens))
+    ids = np.random.default_rng(0).integers(0, session_from(model).interface.vocabulary or 1, (1, prompt + tokens))
 
-    def run(given: Opened) -> tuple[list[float], list[float]]:
-        session, feeds, steps = session_from(given), [], []
+    def run(model: OpenModel) -> tuple[list[float], list[float]]:
+        session, feeds, steps = session_from(model), [], []
         for _ in range(repeats + 1):
             decoder = Decoder(session, 1, room=prompt + tokens)
-            feeds.append(_timed(lambda decoder=decoder: list(decoder.feed(ids[:, :prompt]))))  # type: ignore[misc]
-        for at in range(prompt, prompt + tokens):
-            steps.append(_timed(lambda at=at: decoder.step(ids[:, at : at + 1])))  # type: ignore[misc]
+            feeds.append(_time(lambda decoder=decoder: list(decoder.feed(ids[:, :prompt]))))  # type: ignore[misc]
+        for position in range(prompt, prompt + tokens):
+            steps.append(_time(lambda position=position: decoder.step(ids[:, position : position + 1])))  # type: ignore[misc]
         return feeds[1:], steps
 
     on_stage("running it without a profile")
-    plain = run(opened)
+    plain = run(model)
     bandwidth = probe()
     on_stage("running it with a profile")
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        entries, optimized = {**opened.manifest.session, **_EXTERNAL}, Path(folder) / "optimized.onnx"
+        entries, graph_file = {**model.manifest.session, **_EXTERNAL}, Path(folder) / "optimized.onnx"
         session = open_session(
-            opened.file, entries=entries, threads=threads, optimized_to=optimized, profile=Path(folder) / "profile"
+            model.file, entries=entries, threads=threads, optimized_to=graph_file, profile=Path(folder) / "profile"
         )
-        run(dataclasses.replace(opened, inference=session))
-        written = Path(session.end_profiling())
-        kernels, seconds = read_events(written)
-        names = origins(load_file(opened.file).graph, ir.load(optimized).graph)
+        run(dataclasses.replace(model, inference=session))
+        trace = Path(session.end_profiling())
+        kernels, seconds = read_events(trace)
+        names = origins(load_file(model.file).graph, ir.load(graph_file).graph)
         if perfetto is not None:
-            perfetto.write_bytes(written.read_bytes())
+            perfetto.write_bytes(trace.read_bytes())
     # The first prompt warms up; every prompt is read in equally many pieces.
     first = (len(kernels) - tokens) // (repeats + 1)
     parts = slice(first, len(kernels) - tokens), slice(len(kernels) - tokens, None)
-    made = [
+    runs = [
         _run(kernels[part], seconds[part], count, new, statistics.median(times), names)
         for part, count, new, times in zip(parts, (repeats, tokens), (prompt, 1), plain, strict=True)
     ]
     bandwidth = max(bandwidth, probe())
-    return Profile(model=str(path), threads=threads, bandwidth=bandwidth, prompt=made[0], token=made[1])
+    return Profile(model=str(path), threads=threads, bandwidth=bandwidth, prompt=runs[0], token=runs[1])
 
 
 def _run(
@@ -153,42 +153,42 @@ def _run(
     """Put the events of equal runs together: medians, since other programs disturb some of them."""
     pieces = max(1, len(micros) // runs)  # a long prompt is read in several
     totals = [sum(micros[begin : begin + pieces]) for begin in range(0, len(micros), pieces)]
-    taken: dict[str, list[int]] = {}
+    micros_of: dict[str, list[int]] = {}
     kinds: dict[str, dict[str, None]] = {}
     for number, events in enumerate(kernels):
         for event in events:
             name = names.get(event.node, event.node)
-            taken.setdefault(name, [0] * len(totals))[number // pieces] += event.duration
+            micros_of.setdefault(name, [0] * len(totals))[number // pieces] += event.duration
             kinds.setdefault(name, {})[event.operator] = None
-    found = {name: statistics.median(each) for name, each in taken.items()}
-    rest = [max(0, total - sum(each[n] for each in taken.values())) for n, total in enumerate(totals)]
-    between = statistics.median(rest)
+    medians = {name: statistics.median(values) for name, values in micros_of.items()}
+    gaps = [max(0, total - sum(values[n] for values in micros_of.values())) for n, total in enumerate(totals)]
+    gap = statistics.median(gaps)
     # A run that was disturbed nowhere; what is left of a disturbance is in the scale.
-    scale = seconds / max(1e-9, sum(found.values()) + between)
-    found = {name: each * scale for name, each in found.items()}
-    between *= scale
-    profiled = statistics.median(totals) / 1e6
+    scale = seconds / max(1e-9, sum(medians.values()) + gap)
+    medians = {name: values * scale for name, values in medians.items()}
+    gap *= scale
+    profile_seconds = statistics.median(totals) / 1e6
     return Run(
         tokens=tokens,
         runs=runs,
         seconds=seconds,
-        profiled=profiled,
-        nodes=found,
+        profiled=profile_seconds,
+        nodes=medians,
         kernels={name: list(operators) for name, operators in kinds.items()},
-        between=between,
+        between=gap,
     )
 
 
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _time(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def probe() -> float:
     """Return how many bytes per second all processors together read from memory: the best of three sums."""
     workers = os.cpu_count() or 1
-    parts = [np.ones(_PROBED // workers // 8) for _ in range(workers)]
+    parts = [np.ones(_PROBE_BYTES // workers // 8) for _ in range(workers)]
     with ThreadPoolExecutor(workers) as threads:
-        best = min(_timed(lambda: list(threads.map(np.sum, parts))) for _ in range(3))
+        best = min(_time(lambda: list(threads.map(np.sum, parts))) for _ in range(3))
     return sum(part.nbytes for part in parts) / best

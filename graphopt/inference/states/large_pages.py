@@ -24,7 +24,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     return _room.take(size).view(dtype).reshape(shape)
 
 
-def _mapped(size: int) -> mmap.mmap:
+def _map_memory(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
     # Shared memory, Python's default here, has no large pages.
@@ -49,7 +49,7 @@ class _Room:
         """Return ``size`` bytes of zeros."""
         with self._lock:
             if size > len(self._block) - self._used:
-                memory = _mapped(max(size, _BLOCK) + _LARGE_PAGE)
+                memory = _map_memory(max(size, _BLOCK) + _LARGE_PAGE)
                 raw = np.frombuffer(memory, np.uint8)
                 self._block, self._used = raw[-raw.ctypes.data % _LARGE_PAGE :], 0
             begin = self._used

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from graphopt.errors import InputError
-from graphopt.inference.states.store import Saved
+from graphopt.inference.states.store import SavedStates
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class StateFile:
         layout: kinds, sizes and policies of the states, see :attr:`StateStore.layout`.
         tokens: tokens that each row has, int64 [batch].
         columns: columns fed so far.
-        saved: the states.
+        states: the states.
     """
 
     model: str
     layout: str
     tokens: IntArray
     columns: int
-    saved: Saved
+    states: SavedStates
 
     def write(self, file: Path) -> None:
         """Write the file, whole or not at all."""
@@ -60,9 +60,9 @@ class StateFile:
             "layers": self.layout,
             "tokens": json.dumps(self.tokens.tolist()),
             "columns": str(self.columns),
-            "oldest": self.saved.progress,
+            "oldest": self.states.progress,
         }
-        states = {name: np.ascontiguousarray(array) for name, array in self.saved.arrays.items()}
+        states = {name: np.ascontiguousarray(array) for name, array in self.states.arrays.items()}
         types = {name: array.dtype.name for name, array in states.items() if array.dtype.kind == "V"}
         if types:
             metadata["types"] = json.dumps(types)
@@ -89,17 +89,17 @@ class StateFile:
         try:
             with safe_open(file, framework="numpy") as reader:
                 metadata = reader.metadata() or {}
-                states = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118, it is no dict
+                arrays = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118, it is no dict
         except (SafetensorError, OSError) as error:
             raise InputError(f"the cache file cannot be read: {error}", file=file) from error
         if metadata.get("format") != _FORMAT:
             raise InputError("this is no graphopt cache file", file=file, remedy=f"its format must be {_FORMAT!r}")
-        if metadata.pop("sha256", None) != _digest(metadata, states):
+        if metadata.pop("sha256", None) != _digest(metadata, arrays):
             raise InputError("the cache file has changed since it was written", file=file, remedy="make it again")
         types = json.loads(metadata.get("types", "{}"))
-        states |= {name: states[name].view(_TYPES[type_name]) for name, type_name in types.items()}
+        arrays |= {name: arrays[name].view(_TYPES[type_name]) for name, type_name in types.items()}
         tokens = np.array(json.loads(metadata["tokens"]), np.int64)
-        saved = Saved(states, metadata["oldest"])
+        saved = SavedStates(arrays, metadata["oldest"])
         return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), saved)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Ability = Literal["fork", "save", "split"]
 
-_ANY = 1 << 30
+_NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedStates:
     """States outside of a store.
 
     Attributes:
@@ -118,7 +118,7 @@ class StateStore(ABC):
 
     def room_for_drafts(self, tokens: IntArray) -> IntArray:
         """Return how many tokens behind the next one of each row :meth:`roll_back` can take back, int64 [batch]."""
-        return np.full(len(tokens), _ANY, np.int64)
+        return np.full(len(tokens), _NO_LIMIT, np.int64)
 
     def mark(self, tokens: IntArray) -> Mark:
         """Return what :meth:`roll_back` needs, before a step of rows that have so many tokens, int64 [batch]."""
@@ -156,11 +156,11 @@ class StateStore(ABC):
         """Kinds, sizes and policies of the states, as JSON: what the saved states of another store must have too."""
         raise NotImplementedError
 
-    def save(self, tokens: IntArray) -> Saved:
+    def save(self, tokens: IntArray) -> SavedStates:
         """Return the states of rows that have so many tokens, int64 [batch], without copies where possible."""
         raise NotImplementedError
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, states: SavedStates) -> None:
         """Continue from saved states of the same batch.
 
         Raises:

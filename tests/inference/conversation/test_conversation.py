@@ -63,12 +63,12 @@ def test_a_reply_is_the_completion_of_the_rendered_messages(session: Session) ->
 def test_a_second_turn_feeds_only_what_is_new(session: Session, fed: list[int]) -> None:
     conversation = Conversation(session, settings=SHORT)
     first = conversation.reply("a stack of names")
-    assert conversation.fed == len(first.prompt) == fed[0]
+    assert conversation.fed_tokens == len(first.prompt) == fed[0]
     assert fed[1:] == [1] * 11  # the last token of a reply is fed by the next turn
     fed.clear()
     second = conversation.reply("its top")
     new = 1 + len(tokens_of(session, "\n\n# its top\n"))
-    assert conversation.fed == fed[0] == new
+    assert conversation.fed_tokens == fed[0] == new
     assert second.prompt == [*first.prompt, *first.tokens, *second.prompt[-new + 1 :]]
     # it knows the first turn: the same tokens, fed from the beginning, are continued alike
     assert generate(session, [second.prompt], max_new_tokens=12)[0].tokens == second.tokens
@@ -83,7 +83,7 @@ def test_drafts_change_no_turn(session: Session) -> None:
     drafted = Conversation(session, settings=SHORT, proposer=Speculation(Lookup(), 3))
     for message in said:
         assert drafted.reply(message) == plain.reply(message)
-        assert drafted.fed == plain.fed
+        assert drafted.fed_tokens == plain.fed_tokens
     # A reply that is not read to its end: what was guessed behind it is no part of the conversation.
     for conversation in (plain, drafted):
         pieces = conversation.stream("a list")
@@ -107,8 +107,8 @@ def test_a_template_that_rewrites_a_reply_rewinds_the_cache(
     first = conversation.reply("a stack of names")
     fed.clear()
     second = conversation.reply("its top")
-    assert conversation.fed == fed[0] < len(second.prompt)
-    assert conversation.fed + len(first.prompt) >= len(second.prompt)
+    assert conversation.fed_tokens == fed[0] < len(second.prompt)
+    assert conversation.fed_tokens + len(first.prompt) >= len(second.prompt)
     # float32 caches, rewound: nothing is rounded
     assert generate(session, [second.prompt], max_new_tokens=12)[0].tokens == second.tokens
 
@@ -124,7 +124,7 @@ def test_a_stop_string_is_not_part_of_the_conversation(session: Session) -> None
     conversation.settings = SHORT
     second = conversation.reply("more")
     assert session.decode(second.prompt) == f"# a stack\n{first.text}\n\n# more\n"
-    assert conversation.fed < len(second.prompt)
+    assert conversation.fed_tokens < len(second.prompt)
     assert generate(session, [second.prompt], max_new_tokens=12)[0].tokens == second.tokens
 
 

@@ -47,21 +47,21 @@ def test_drafts_stop_when_they_have_cost_too_much_and_come_back() -> None:
     assert lengths.to_ask(DEAR, 1) == 11
     steps = 0
     while lengths.to_ask(DEAR, 1):
-        lengths.spent(4.0, 1.0, DEAR)  # a step that took as long as 4 and gave 1
+        lengths.record_step(4.0, 1.0, DEAR)  # a step that took as long as 4 and gave 1
         steps += 1
     assert steps <= 5  # the account allows the cost of the widest step
     for _ in range(1000):
-        lengths.spent(0.0, 0.0, DEAR)
+        lengths.record_step(0.0, 0.0, DEAR)
     assert lengths.to_ask(DEAR, 1) == 11
     # never more than a share of all steps, and the first few
-    assert lengths.lost <= 12 + 4 + 0.01 * 1000
+    assert lengths.loss <= 12 + 4 + 0.01 * 1000
 
 
 def test_gains_of_the_past_pay_for_few_losses() -> None:
     lengths = Lengths()
     for _ in range(1000):
-        lengths.spent(1.0, 4.0, CHEAP)
-    assert lengths.lost == -10
+        lengths.record_step(1.0, 4.0, CHEAP)
+    assert lengths.loss == -10
 
 
 def test_a_guess_is_checked_now_and_then_all_the_same() -> None:
@@ -71,7 +71,7 @@ def test_a_guess_is_checked_now_and_then_all_the_same() -> None:
 
 def test_a_dear_proposer_is_left_alone_and_tried_again() -> None:
     lengths = Lengths()
-    lengths.drafted(11 * 0.9, 11)
+    lengths.record_proposal(11 * 0.9, 11)
     asked = [lengths.to_ask(CHEAP, 1) for _ in range(70)]
     assert asked[:60] == [0] * 60
     assert asked[65] == 3
@@ -79,10 +79,10 @@ def test_a_dear_proposer_is_left_alone_and_tried_again() -> None:
 
 def test_costs_follow_what_is_seen() -> None:
     found = costs(1, 1.5, 2, 4, 6)
-    assert [found.of(columns) for columns in (1, 2, 3, 4, 5, 8, 12)] == [1, 1.5, 2, 2, 4, 4, 6]
+    assert [found.seconds_of(columns) for columns in (1, 2, 3, 4, 5, 8, 12)] == [1, 1.5, 2, 2, 4, 4, 6]
     for _ in range(200):
         found.observe(1, 2.0)
-    assert math.isclose(found.of(1), 2.0, rel_tol=0.01)
-    assert found.of(8) > 6  # what makes one width slower makes all slower
+    assert math.isclose(found.seconds_of(1), 2.0, rel_tol=0.01)
+    assert found.seconds_of(8) > 6  # what makes one width slower makes all slower
     found.observe(4, 1e9)
-    assert found.of(4) < 5  # a single time says little
+    assert found.seconds_of(4) < 5  # a single time says little

@@ -125,7 +125,7 @@ def test_drafts_change_nothing(
     assert complete(session, PROMPTS[:batch], settings, speculation) == plain
     stats = speculation.stats
     assert stats.tokens == sum(len(each.tokens) - 1 + (each.stopped == "end of text") for each in plain)
-    assert sum(stats.checked.values()) > (0 if proposer == "lookup" else 5)
+    assert sum(stats.checks.values()) > (0 if proposer == "lookup" else 5)
     if proposer == "right":
         assert stats.passes < 30  # plain decoding takes 39
 
@@ -214,21 +214,21 @@ def test_steps_without_drafts_cost_the_proposer_nothing(tmp_path: Path, monkeypa
     assert drafting is not None
     began = drafting._drafting  # the beginning is charged with the first step
     assert (began, speculation.stats.widths) == (0.0, {1: 19})
-    lost = speculation.lengths.lost
+    lost = speculation.lengths.loss
     for _ in range(5):
         drafting.learn(Verdict([1], [0], [False]), 1, 1.0)
-    assert speculation.lengths.lost == lost
+    assert speculation.lengths.loss == lost
 
 
 def test_a_stalled_step_is_charged_for_twice_its_time_at_most(tmp_path: Path) -> None:
     counting_model(tmp_path)
     session, speculation = load(tmp_path, threads=1), Speculation(Lookup(), 3)
     generate(session, [[1]], max_new_tokens=20, proposer=speculation)
-    drafting, lost = speculation._newest, speculation.lengths.lost
+    drafting, lost = speculation._newest, speculation.lengths.loss
     assert drafting is not None
     drafting.learn(Verdict([1], [0], [True]), 2, 1000.0)
     # _STALL times what such a step is now known to take, and not its 1000 s
-    assert speculation.lengths.lost - lost <= 2 * costs_of(session, 1).of(2)
+    assert speculation.lengths.loss - lost <= 2 * costs_of(session, 1).of(2)
 
 
 def test_products_that_differ_are_found_and_said(llama_artifact: Path) -> None:

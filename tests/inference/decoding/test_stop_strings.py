@@ -27,10 +27,10 @@ def test_pieces_add_up_to_the_text_before_the_first_stop_string(pieces: list[str
         given_out += watch.push(piece)
         so_far = "".join(pieces[:count])
         # nothing that a longer text could take back, and nothing held back without need
-        assert given_out == cut(so_far, stops) or watch.found is None
+        assert given_out == cut(so_far, stops) or watch.match is None
         assert cut(so_far, stops).startswith(given_out)
-        if watch.found is not None:
-            assert watch.found in so_far
+        if watch.match is not None:
+            assert watch.match in so_far
             break
         held = so_far[len(given_out) :]
         assert not held or any(stop.startswith(held) for stop in stops)

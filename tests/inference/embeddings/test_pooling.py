@@ -11,7 +11,7 @@ import pytest
 
 from graphopt.artifact.hf_config import Pooling, pooling_of
 from graphopt.errors import InputError
-from graphopt.inference.embeddings.pooling import pooled
+from graphopt.inference.embeddings.pooling import pool
 
 # One sum of at most 6 float64 numbers, rounded to float32 once.
 FLOAT32 = 1e-6
@@ -36,15 +36,15 @@ def test_padding_counts_for_nothing(way: Pooling) -> None:
     lengths = [6, 1, 4]
     mask = np.arange(6) < np.array(lengths)[:, None]
     hidden[~mask] = 1e6
-    found = pooled(hidden, mask, [way])
+    found = pool(hidden, mask, [way])
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(found[row], by_definition(hidden[row, :length], way), atol=FLOAT32, rtol=FLOAT32)
 
 
 def test_several_ways_stand_side_by_side_and_none_is_the_mean() -> None:
     hidden, mask = np.random.default_rng(1).standard_normal((2, 3, 4)).astype(np.float32), np.ones((2, 3), bool)
-    apart = [pooled(hidden, mask, ["cls"]), pooled(hidden, mask, [])]
-    np.testing.assert_array_equal(pooled(hidden, mask, ["cls", "mean"]), np.concatenate(apart, axis=1))
+    apart = [pool(hidden, mask, ["cls"]), pool(hidden, mask, [])]
+    np.testing.assert_array_equal(pool(hidden, mask, ["cls", "mean"]), np.concatenate(apart, axis=1))
 
 
 @pytest.mark.parametrize(

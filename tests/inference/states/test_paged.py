@@ -14,7 +14,7 @@ from graphopt.inference.generation import generate
 from graphopt.inference.session import Session, load
 from graphopt.inference.states.buffers import HostBuffer
 from graphopt.inference.states.device_memory import DeviceBuffer
-from graphopt.inference.states.paged import PagedStates
+from graphopt.inference.states.pages import PagedStates
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.evaluation import evaluate
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS

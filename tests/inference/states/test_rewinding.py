@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.errors import InputError
 from graphopt.inference.states.buffers import HostBuffer, Row
-from graphopt.inference.states.paged import move_pages
+from graphopt.inference.states.pages import move_pages
 from graphopt.inference.states.rewinding import check_length, first_length, rewind_row
 from graphopt.runtime_ops.kv_attention.spec.append import State, append
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.inference.decoding.continuation import Continuation, Settings, Taken, start
+from graphopt.inference.decoding.continuation import Continuation, Settings, StepOutput, start
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.decoding.proposers import Guess, Proposer
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
@@ -49,16 +49,16 @@ class Given(Continuation):
 
     given: list[int]
 
-    def step(self, logits: npt.NDArray[np.floating]) -> Taken:
+    def step(self, logits: npt.NDArray[np.floating]) -> StepOutput:
         """Take the next given token in."""
-        if self.stopped is not None:
-            return Taken()
+        if self.stop_reason is not None:
+            return StepOutput()
         self.settings.sampling.choose(logits, self.random)
         token = self.given[len(self.tokens)]
         self.tokens.append(token)
         if len(self.tokens) == min(self.limit, len(self.given)):
-            self.stopped = "length"
-        return Taken(token)
+            self.stop_reason = "length"
+        return StepOutput(token)
 
 
 class Known(Proposer):

@@ -231,7 +231,7 @@ def _open_model(session: Session, model: ir.Model) -> onnxruntime.InferenceSessi
         threads=1,
         native=session.native,
         device=session.device,
-        changed=ir.to_proto(model).SerializeToString(),
+        content=ir.to_proto(model).SerializeToString(),
     )
 
 

@@ -249,7 +249,7 @@ class FollowedTexts:
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> Logits:
         """Feed tokens of each row, of some none; return the logits of the last piece, a row's own at its right end."""
-        columns = Columns.of(tokens, [()] * len(tokens))
+        columns = Columns.from_rows(tokens, [()] * len(tokens))
         assert self._decoder is not None
         newest: Logits = np.empty((0, 0, 0), np.float32)
         for _, logits in self._decoder.feed(columns.ids, columns.mask):

@@ -75,7 +75,7 @@ class SelfProposer(ModelProposer):
                 threads=threads,
                 native=session.native,
                 device=session.device,
-                changed=content,
+                content=content,
             )
             return dataclasses.replace(session, inference=inference, interface=Interface.of_session(inference))
 

@@ -96,7 +96,7 @@ def test_nonsense_changes_nothing(session: Session, seed: int, length: int | Non
     # log probabilities too: their bits are those of the logits
     assert generate(session, prompts, max_new_tokens=20, sampling=sampling, logprobs=0, proposer=speculation) == plain
     if length is not None:
-        assert sum(speculation.stats.checked.values()) > 10
+        assert sum(speculation.stats.checks.values()) > 10
         assert max(speculation.stats.widths) == 1 + min(length, 3)
 
 

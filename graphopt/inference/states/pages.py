@@ -29,7 +29,7 @@ from graphopt.inference.states.rollback import (
     rewinds_exactly,
     sizes_of_sensitive_pages,
 )
-from graphopt.inference.states.store import Array, Mark, Saved, StateStore
+from graphopt.inference.states.store import Array, Mark, SavedStates, StateStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _SPARE = 1 << 26
 """Bytes of free memory that states leave for the rest of a step."""
 
-_UNBOUNDED = 1 << 62
+_NO_LIMIT = 1 << 62
 
 
 @dataclass
@@ -140,7 +140,7 @@ class PagedStates(StateStore):
             for count, layer in zip(self._pages, self.layers, strict=True)
             if not layer.wraps
         )
-        return min(sizes, default=_UNBOUNDED)
+        return min(sizes, default=_NO_LIMIT)
 
     @property
     def pages(self) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class PagedStates(StateStore):
         self._roomy = min(sizes, default=0)
 
     def _grow(self, minimum: list[int], past: IntArray, longest: int, new_tokens: int) -> None:
-        limit = max(longest, self._max_tokens or _UNBOUNDED)
+        limit = max(longest, self._max_tokens or _NO_LIMIT)
         counts = [
             count
             if need <= count
@@ -276,19 +276,19 @@ class PagedStates(StateStore):
         """See :class:`StateStore`."""
         return to_json(self.layers)
 
-    def save(self, tokens: IntArray) -> Saved:
+    def save(self, tokens: IntArray) -> SavedStates:
         """See :class:`StateStore`: pages in use only."""
-        return Saved(self.contents(tokens), json.dumps([pages.tolist() for pages in self.oldest]))
+        return SavedStates(self.contents(tokens), json.dumps([pages.tolist() for pages in self.oldest]))
 
-    def restore(self, saved: Saved) -> None:
+    def restore(self, states: SavedStates) -> None:
         """See :class:`StateStore`; the store has as many pages then as the saved one had in use."""
-        pages = self._pages_of(saved.arrays)
+        pages = self._pages_of(states.arrays)
         self._allocate(pages, "these contents")
         for tensors in self.tensors:
             for tensor in tensors.values():
-                for row, content in enumerate(saved.arrays[tensor.past]):
+                for row, content in enumerate(states.arrays[tensor.past]):
                     tensor.buffers[0].write(row, 0, content)
-        self.oldest = [np.array(numbers, np.int64) for numbers in json.loads(saved.progress)]
+        self.oldest = [np.array(numbers, np.int64) for numbers in json.loads(states.progress)]
 
     def contents(self, tokens: IntArray | None = None) -> dict[str, Array]:
         """Return the states as they lie, by graph input, without copies where they lie in memory of the host.
