@@ -180,40 +180,49 @@ def run(
             would without them.
     """
     columns = Columns(ids, mask, [()] * len(rows))
-    prompt = True
+    is_prompt = True
     while True:
         # One token a row is never taken back.
-        before = None if drafts is None or columns.ids.shape[1] == 1 or prompt else decoder.mark()
-        newest: Logits = np.empty((0, 0, 0), np.float32)
-        is_interrupted, begin = False, time.perf_counter()
-        for _, logits in decoder.feed(columns.ids, columns.mask):
-            newest = logits[:, -columns.sample_count :]
-            is_interrupted = is_halted()
-            if is_interrupted:
-                break
+        before = None if drafts is None or columns.ids.shape[1] == 1 or is_prompt else decoder.mark()
+        begin = time.perf_counter()
+        logits = _feed(decoder, columns, is_halted)
         seconds = time.perf_counter() - begin
         verdict, lengths = Verdict.for_rows(rows), [len(row.tokens) for row in rows]
         try:
-            if is_interrupted:
+            if logits is None:
                 yield _step(rows, [row.interrupt() for row in rows])
             else:
-                for outputs in verdict.check(rows, columns.drafts, newest, decoder.hidden):
+                for outputs in verdict.check(rows, columns.drafts, logits, decoder.hidden):
                     yield _step(rows, outputs)
         finally:
-            if drafts is not None and not prompt:
+            if drafts is not None and not is_prompt:
                 if before is not None:
                     drafts.settle(verdict, decoder, before)
                 drafts.learn(verdict, columns.ids.shape[1], seconds)
         if all(row.stop_reason is not None for row in rows):
             return
-        # A row that has ended stays in the batch; its mask of 0 takes no position and hides the tokens fed for it.
         new = [row.tokens[length:] for row, length in zip(rows, lengths, strict=True)]
-        if drafts is not None:
-            columns = drafts.next(new, decoder)
-        else:
-            texts = [tokens if row.stop_reason is None else () for row, tokens in zip(rows, new, strict=True)]
-            columns = Columns.from_rows(texts, [()] * len(rows))
-        prompt = False
+        columns = _plain_columns(rows, new) if drafts is None else drafts.next(new, decoder)
+        is_prompt = False
+
+
+def _feed(decoder: Decoder, columns: Columns, is_halted: Callable[[], bool]) -> Logits | None:
+    """Feed columns piece by piece, and return the logits that are sampled from; ``None`` where the caller halted it."""
+    newest: Logits = np.empty((0, 0, 0), np.float32)
+    for _, logits in decoder.feed(columns.ids, columns.mask):
+        newest = logits[:, -columns.sample_count :]
+        if is_halted():
+            return None
+    return newest
+
+
+def _plain_columns(rows: Sequence[Continuation], new: Sequence[Sequence[int]]) -> Columns:
+    """Return the columns of the new tokens of each row, without drafts.
+
+    A row that has ended stays in the batch; its mask of 0 takes no position and hides the tokens fed for it.
+    """
+    texts = [tokens if row.stop_reason is None else () for row, tokens in zip(rows, new, strict=True)]
+    return Columns.from_rows(texts, [()] * len(rows))
 
 
 def _step(rows: Sequence[Continuation], outputs: Sequence[StepOutput]) -> Step:

@@ -281,12 +281,17 @@ def open_folder(
     entries = {**({} if manifest is None else manifest.session), **entries}
     inference = open_session(file, entries=entries, threads=threads, native=native, device=device)
     if manifest is None:
-        names = ([port.name for port in ports] for ports in (inference.get_inputs(), inference.get_outputs()))
-        task = task_of_ports(*names).name
-        facts = with_positions(facts_of(folder, task), inference.get_modelmeta().custom_metadata_map)
-        manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts)
+        manifest = _manifest_of(path, folder, inference)
     notes = _notes(manifest) if native and device == "cpu" and library_path() is not None else ()
     return OpenModel(file, inference, manifest, read_tokenizer(folder / TOKENIZER), notes)
+
+
+def _manifest_of(path: Path, folder: Path, inference: onnxruntime.InferenceSession) -> Manifest:
+    """Return what a plain model tells of itself by its ports, its metadata and the configuration beside it."""
+    names = ([port.name for port in ports] for ports in (inference.get_inputs(), inference.get_outputs()))
+    task = task_of_ports(*names).name
+    facts = with_positions(facts_of(folder, task), inference.get_modelmeta().custom_metadata_map)
+    return Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts)
 
 
 def _notes(manifest: Manifest) -> tuple[Fact, ...]:

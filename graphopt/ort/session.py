@@ -71,7 +71,7 @@ def import_onnxruntime() -> Any:
     return onnxruntime
 
 
-def open_session(
+def open_session(  # noqa: PLR0913, what a session can be asked for
     path: Path,
     *,
     entries: Mapping[str, str] | None = None,
@@ -120,20 +120,28 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
-    if in_place and content is None:
-        content = path.read_bytes()
-    if content is not None:
+    model = path.read_bytes() if in_place and content is None else content
+    if model is not None:
         options.add_session_config_entry(_DATA_FOLDER, path.absolute().anchor if in_place else str(path.parent))
-    library = library_path(device) if native and not _lacks_kernels(path, content) else None
-    if library is not None:
-        try:
-            options.register_custom_ops_library(str(library))
-        except Exception as error:
-            raise InputError(f"onnxruntime cannot load graphopt's kernels: {error}", file=library) from error
+    if native and not _lacks_kernels(path, model):
+        _register_kernels(options, device)
+    return _start(ort, path, str(path) if model is None else model, options, device)
+
+
+def _register_kernels(options: Any, device: Device) -> None:
+    """Let graphopt's kernels for a device take nodes, where they were built."""
+    library = library_path(device)
+    if library is None:
+        return
     try:
-        session = ort.InferenceSession(
-            str(path) if content is None else content, options, providers=list(PROVIDERS[device])
-        )
+        options.register_custom_ops_library(str(library))
+    except Exception as error:
+        raise InputError(f"onnxruntime cannot load graphopt's kernels: {error}", file=library) from error
+
+
+def _start(ort: Any, path: Path, model: str | bytes, options: Any, device: Device) -> onnxruntime.InferenceSession:
+    try:
+        session = ort.InferenceSession(model, options, providers=list(PROVIDERS[device]))
     except Exception as error:
         raise InputError(f"onnxruntime cannot load the model: {error}", file=path) from error
     # onnxruntime continues without a provider that does not start, and only logs it.

@@ -175,16 +175,19 @@ def _stop(processes: list[_Process], patience: float, signals: list[int]) -> Non
     """Let the front finish what it has and take nothing new; then the workers have nothing to do."""
     workers = [process for process in processes if process.title != "front"]
     fronts = [process for process in processes if process.title == "front"]
-    count = len(signals)
+    limit = max(len(signals), 1)
     for group, seconds in ((fronts, patience + 5), (workers, 10.0)):
         end = time.monotonic() + seconds
-        for process in group:
-            process.stop(signal.SIGTERM)
+        _signal(group, signal.SIGTERM)
         while any(process.process.poll() is None for process in group):
-            if time.monotonic() > end or len(signals) > max(count, 1):
-                for process in group:
-                    process.stop(signal.SIGKILL)
+            if time.monotonic() > end or len(signals) > limit:
+                _signal(group, signal.SIGKILL)
             time.sleep(_LOOK / 2)
+
+
+def _signal(processes: list[_Process], number: int) -> None:
+    for process in processes:
+        process.stop(number)
 
 
 def _require(module: str, package: str) -> None:

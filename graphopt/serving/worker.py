@@ -47,7 +47,7 @@ class Worker:
         self._batch: Batch | None = None
         self._streams: dict[str, Stream] = {}
 
-    async def start(self, worker_id: int) -> Any:
+    async def start(self, worker_id: int) -> Any:  # noqa: ARG002, a part of the protocol
         """Load the model, and say what it can take."""
         from dynamo._core import backend
 

@@ -201,7 +201,7 @@ def test_rows_end_apart_at_the_positions(session: Session) -> None:
     )
     long, short = [9] * (room - 3), [7] * 5
     completions = generate(session, [long, short], max_new_tokens=10)
-    assert [(len(row.tokens), row.stop_reason) for row in completions] == [(4, "positions"), (10, "length")]
+    assert [(len(row.tokens), row.stopped) for row in completions] == [(4, "positions"), (10, "length")]
     assert completions[1] == generate(session, [short], max_new_tokens=10)[0]
 
 

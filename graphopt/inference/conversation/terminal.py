@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from graphopt.inference.decoding.continuation import Settings
     from graphopt.inference.decoding.speculation import Speculation
+    from graphopt.inference.generation import Completion
     from graphopt.inference.session import Session
 
 _PROMPT, _CONTINUATION_PROMPT = ">>> ", "... "
@@ -105,15 +106,19 @@ class _Chat:
         self.turns.append(
             {"message": message, "fed": self.conversation.fed_tokens, "reply": reply.model_dump(mode="json")}
         )
+        if self.streams:
+            self._explain_end(reply)
+        if reply.stopped == "interrupted" and not interactive:
+            raise KeyboardInterrupt
+
+    def _explain_end(self, reply: Completion) -> None:
         reason = {
             "length": f"stopped after {len(reply.tokens)} tokens: --max-new-tokens allows more",
             "positions": "stopped: the model has no position left; /reset begins a new conversation",
             "interrupted": "interrupted",
         }.get(reply.stopped)
-        if reason is not None and self.streams:
+        if reason is not None:
             self.err.print(f"[dim]({reason})[/dim]", highlight=False)
-        if reply.stopped == "interrupted" and not interactive:
-            raise KeyboardInterrupt
 
     def obey(self, line: str, interactive: bool) -> bool:
         """Return whether the line is empty or a command, after it was obeyed."""

@@ -205,15 +205,9 @@ class Drafting:
         speculation.lengths.record_step(drafting + min(seconds, _STALL * typical), tokens_per_row, costs)
         self._settling, self._drafting = 0.0, time.perf_counter() - start
 
-    def _propose(self, decoder: Decoder, asked: int) -> list[list[Guess]]:
+    def _propose(self, decoder: Decoder, length: int) -> list[list[Guess]]:
         speculation = self._speculation
-        live = [row for row, text in enumerate(self._texts) if text]
-        room, limits = decoder.room_for_drafts().tolist(), [0] * len(self._rows)
-        for row in live:
-            text, continuation = self._texts[row], self._rows[row]
-            if len(text) <= _MAX_REPLAY:
-                bounds = min(LONGEST, room[row]) + 1 - len(text), continuation.limit - len(continuation.tokens) - 1
-                limits[row] = max(0, min(asked, self._longest, *bounds))
+        limits = self._limits(decoder, length)
         if not any(limits):
             return self._no_drafts
         self.catch_up()
@@ -221,13 +215,23 @@ class Drafting:
         drafts = speculation.proposer.propose([[] for _ in limits], limits)
         speculation.lengths.record_proposal(None if self._new else time.perf_counter() - start, sum(map(len, drafts)))
         self._new = False
-        for row in live:
-            draft = drafts[row][: limits[row]]
-            drafts[row] = draft[: self._rows[row].count_allowed([guess.token for guess in draft])]
+        for row, limit in enumerate(limits):
+            draft = drafts[row][:limit]
+            drafts[row] = draft[: self._rows[row].count_allowed([guess.token for guess in draft])] if draft else draft
         if speculation.tokens is None and any(drafts):
-            length = speculation.lengths.to_check(drafts, list(map(len, self._texts)), self._costs)
-            drafts = [draft[:length] for draft in drafts]
+            longest = speculation.lengths.to_check(drafts, list(map(len, self._texts)), self._costs)
+            drafts = [draft[:longest] for draft in drafts]
         return drafts
+
+    def _limits(self, decoder: Decoder, length: int) -> list[int]:
+        """Return how long the draft of each row may be: up to ``length``, as states and the limit of the text allow."""
+        limits = [0] * len(self._rows)
+        for row, room in enumerate(decoder.room_for_drafts().tolist()):
+            text, continuation = self._texts[row], self._rows[row]
+            if 0 < len(text) <= _MAX_REPLAY:
+                bounds = min(LONGEST, room) + 1 - len(text), continuation.limit - len(continuation.tokens) - 1
+                limits[row] = max(0, min(length, self._longest, *bounds))
+        return limits
 
 
 def _check(session: Session, batch: int) -> None:

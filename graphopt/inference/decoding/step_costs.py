@@ -98,27 +98,29 @@ def _measure(session: Session, batch: int) -> Costs:
     decoder = Decoder(session, batch, room=ids.shape[1])
     decoder.step(ids[:, :_BEGINNING])
     begin = decoder.tokens
-    singly, best = [], {1: math.inf}
-    for column in range(_BEGINNING, ids.shape[1]):
-        logits, seconds = _time_step(decoder, ids[:, column : column + 1])
-        singly.append(logits)
-        best[1] = min(best[1], seconds)
-    different = []
+    ids = ids[:, _BEGINNING:]
+    singles = [_time_step(decoder, ids[:, column : column + 1]) for column in range(ids.shape[1])]
+    seconds, different = {1: min(time_of_step for _, time_of_step in singles)}, []
     for width in widths[1:]:
-        best[width] = math.inf
-        total = 0.0
-        for number in range(_ROUNDS[1]):
-            decoder.rewind(begin)
-            logits, seconds = _time_step(decoder, ids[:, _BEGINNING : _BEGINNING + width])
-            best[width] = min(best[width], seconds)
-            total += seconds
-            if number == 0:
-                single = np.concatenate(singly[:width], axis=1)[:, -logits.shape[1] :]
-                if not np.array_equal(single, logits, equal_nan=True):
-                    different.append(width)
-            if total > _PATIENCE and number + 1 >= (_ROUNDS[0] if seconds < _PATIENCE else 1):
-                break
-    return Costs(best, tuple(different))
+        logits, seconds[width] = _time_width(decoder, begin, ids[:, :width])
+        expected_logits = np.concatenate([step_logits for step_logits, _ in singles[:width]], axis=1)
+        if not np.array_equal(expected_logits[:, -logits.shape[1] :], logits, equal_nan=True):
+            different.append(width)
+    return Costs(seconds, tuple(different))
+
+
+def _time_width(decoder: Decoder, begin: IntArray, ids: IntArray) -> tuple[np.ndarray, float]:
+    """Feed tokens in one step, some rounds from the same beginning; return the first logits and the least seconds."""
+    steps: list[tuple[np.ndarray, float]] = []
+    total = 0.0
+    for count in range(1, _ROUNDS[1] + 1):
+        decoder.rewind(begin)
+        steps.append(_time_step(decoder, ids))
+        seconds = steps[-1][1]
+        total += seconds
+        if total > _PATIENCE and count >= (_ROUNDS[0] if seconds < _PATIENCE else 1):
+            break
+    return steps[0][0], min(seconds for _, seconds in steps)
 
 
 def _time_step(decoder: Decoder, ids: IntArray) -> tuple[np.ndarray, float]:

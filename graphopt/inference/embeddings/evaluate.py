@@ -73,17 +73,15 @@ def evaluate_embeddings(
     lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
     if not lines:
         raise InputError("the text has no line to embed", remedy="give a text with one sentence in a line")
-    whole, reference_whole = ([encoder.encode(line) for line in lines] for encoder in (session, reference))
-    if whole != reference_whole:
+    texts = [session.encode(line) for line in lines]
+    if texts != [reference.encode(line) for line in lines]:
         raise InputError(
             "the reference has another tokenizer: the two models read different tokens",
             file=reference.file.parent,
             remedy="give the artifact that the model was made from as the reference",
         )
     bounds = [encoder.max_positions for encoder in (session, reference) if encoder.max_positions is not None]
-    longest = min(bounds) if bounds else None
-    # The last token ends a text in BERT and its kin, so it stays.
-    sequences = [ids if longest is None or len(ids) <= longest else [*ids[: longest - 1], ids[-1]] for ids in whole]
+    sequences = [_cut(ids, min(bounds)) for ids in texts] if bounds else texts
 
     def say(offset: int) -> Callable[[int, int], None]:
         return lambda count, total: None if on_progress is None else on_progress(offset + count, 2 * total)
@@ -103,10 +101,15 @@ def evaluate_embeddings(
     return EmbeddingEvaluation(
         texts=len(lines),
         tokens=sum(map(len, sequences)),
-        cut=sum(len(ids) < len(before) for ids, before in zip(sequences, whole, strict=True)),
+        cut=sum(len(ids) < len(before) for ids, before in zip(sequences, texts, strict=True)),
         cosine_mean=float(values.mean()),
         cosine_1_percent=float(np.quantile(values, 0.01, method="lower")),
         cosine_smallest=float(values.min()),
         width=embeddings.shape[1],
         seconds=seconds,
     )
+
+
+def _cut(ids: list[int], length: int) -> list[int]:
+    """Return at most so many tokens; the last one ends a text in BERT and its kin, so it stays."""
+    return ids if len(ids) <= length else [*ids[: length - 1], ids[-1]]

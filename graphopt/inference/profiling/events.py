@@ -81,25 +81,34 @@ def origins(file: ir.Graph, runtime_graph: ir.Graph) -> Mapping[str, str]:
     """
     makers = {value.name: node.name or "" for node in file for value in node.outputs if value.name}
     nodes = {node.name: node for node in file if node.name}
-    origin_of: dict[str, str] = {}
     by_node: dict[ir.Node, str] = {}
     for node in reversed(list(runtime_graph)):
-        maker = next((makers[value.name] for value in node.outputs if value.name in makers), None)
-        origin = maker or (node.name if node.name in nodes else None)
-        uses = [] if origin is not None else [use for value in node.outputs for use in value.uses()]
-        origin = origin or next(
-            (event for use in uses if (event := _made_for(use.node, use.idx, nodes)) is not None), None
-        )
-        origin = origin or next((by_node[use.node] for use in uses if use.node in by_node), None)
+        names = [makers[value.name] for value in node.outputs if value.name in makers]
+        names += [node.name] if node.name in nodes else []
+        origin = names[0] if names else _origin_of_readers(node, nodes, by_node)
         if origin is not None:
             by_node[node] = origin
-            origin_of[node.name or ""] = origin
-    return origin_of
+    return {node.name or "": origin for node, origin in by_node.items()}
 
 
-def _made_for(node: ir.Node, index: int, nodes: Mapping[str, ir.Node]) -> str | None:
-    """Return the node of the file that makes what a node, known by its name, reads in this place."""
-    reader = nodes.get(node.name or "")
+def _origin_of_readers(node: ir.Node, nodes: Mapping[str, ir.Node], origins: Mapping[ir.Node, str]) -> str | None:
+    """Return the node of the file that an unknown node stands for, by what reads its outputs.
+
+    Args:
+        node: that onnxruntime runs.
+        nodes: of the file, by name.
+        origins: of the nodes behind it.
+    """
+    uses = [use for value in node.outputs for use in value.uses()]
+    for use in uses:
+        maker = _maker_of_input(nodes.get(use.node.name or ""), use.idx)
+        if maker is not None:
+            return maker
+    return next((origins[use.node] for use in uses if use.node in origins), None)
+
+
+def _maker_of_input(reader: ir.Node | None, index: int) -> str | None:
+    """Return the name of the node that makes an input of a node of the file."""
     value = None if reader is None or index >= len(reader.inputs) else reader.inputs[index]
     maker = None if value is None else value.producer()
     return None if maker is None else maker.name

@@ -99,8 +99,8 @@ class StateFile:
         types = json.loads(metadata.get("types", "{}"))
         arrays |= {name: arrays[name].view(_TYPES[type_name]) for name, type_name in types.items()}
         tokens = np.array(json.loads(metadata["tokens"]), np.int64)
-        saved = SavedStates(arrays, metadata["oldest"])
-        return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), saved)
+        states = SavedStates(arrays, metadata["oldest"])
+        return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), states)
 
 
 def _digest(metadata: Mapping[str, str], states: Mapping[str, Array]) -> str:

@@ -63,7 +63,7 @@ def test_rows_of_a_batch_each_have_their_own_place_in_the_grammar(session: Sessi
     grammar, prompts = Grammar.regex("[0-9]{3}-[a-f]{2,4};"), ["a", "number = ", "id: "]
     together = generate(session, prompts, max_new_tokens=30, grammar=grammar)
     assert all(re.fullmatch("[0-9]{3}-[a-f]{2,4};", row.text or "") for row in together)
-    assert [row.stop_reason for row in together] == ["end of text"] * 3
+    assert [row.stopped for row in together] == ["end of text"] * 3
     assert together == [generate(session, each, max_new_tokens=30, grammar=grammar)[0] for each in prompts]
 
 

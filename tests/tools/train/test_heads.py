@@ -55,7 +55,7 @@ def test_heads_are_written_into_an_artifact_and_carried_on(llama_artifact: Path,
     assert result.exit_code == 0, result.output
     assert "right on held-out text" in result.output
     verify_files(tmp_path / "float")
-    heads = HeadsFile.read(tmp_path / "float" / HEADS)
+    heads = HeadsFile.load(tmp_path / "float" / HEADS)
     assert (heads.width, heads.count, heads.vocabulary, len(heads.tokens)) == (HIDDEN, 2, VOCABULARY, 2 * HIDDEN)
     optimize(tmp_path / "float", load_recipe("rotate", add=["expose_hidden"]), tmp_path / "made", quality_tokens=0)
     verify_files(tmp_path / "made")

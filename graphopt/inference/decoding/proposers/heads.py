@@ -72,7 +72,7 @@ class Heads(Proposer):
                 remedy="optimize it with --add expose_hidden",
             )
         file = session.file.with_name(HEADS)
-        heads = HeadsFile.read(file) if heads is None else heads
+        heads = HeadsFile.load(file) if heads is None else heads
         _check_fits(session, heads)
         self._session, self._min_chance = session, min_chance
         heads = heads.in_basis_of(lm_head_matrix(session), file) if len(heads.tokens) else heads
@@ -243,13 +243,13 @@ def _width(session: Session) -> int:
 
 
 def _check_fits(session: Session, heads: HeadsFile) -> None:
-    for name, port, size, needed in (
+    for name, port, size, model_size in (
         ("a hidden state", HIDDEN, heads.width, _width(session)),
         ("a vocabulary", LOGITS, heads.vocabulary, session.interface.vocabulary),
     ):
-        if size != needed:
+        if size != model_size:
             raise InputError(
-                f"the heads are for {name} of {size}, and this model has one of {needed}",
+                f"the heads are for {name} of {size}, and this model has one of {model_size}",
                 file=session.file.with_name(HEADS),
                 tensor=port,
                 remedy="train heads for this model with tools/train/heads.py",

@@ -80,7 +80,7 @@ class HeadsFile:
         return int(self.inner.shape[1])
 
     @classmethod
-    def read(cls, file: Path) -> HeadsFile:
+    def load(cls, file: Path) -> HeadsFile:
         """Read the file.
 
         Raises:

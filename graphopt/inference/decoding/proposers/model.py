@@ -187,7 +187,7 @@ class _Draft:
     def extend(self, logits: npt.NDArray[np.floating]) -> None:
         """Add guesses by the logits [positions, vocabulary] of what was fed last, as long as it is what is guessed."""
         first = len(logits) - 1 - len(self.ahead)
-        for offset, proposed in enumerate([*self.ahead, None]):
+        for offset, proposal in enumerate([*self.ahead, None]):
             if not self.is_open:
                 return
             values = logits[first + offset]
@@ -195,7 +195,7 @@ class _Draft:
             values = values.astype(np.float32, copy=False)
             chance = float(1 / np.exp(values - values[token]).sum())
             self.guesses.append(Guess(token, chance, self.source))
-            if token != proposed:
+            if token != proposal:
                 return
 
 
@@ -221,8 +221,8 @@ class FollowedTexts:
         if not self.truncate([self._common_length(row, text, limits[row]) for row, text in enumerate(texts)]):
             self._decoder = Decoder(self._session, len(texts), room=longest)
             self._tokens = [[] for _ in texts]
-        tokens = zip(texts, self._tokens, limits, strict=True)
-        return self.feed([list(text[len(held) :]) if limit > 0 else [] for text, held, limit in tokens])
+        rows = zip(texts, self._tokens, limits, strict=True)
+        return self.feed([list(text[len(tokens) :]) if limit > 0 else [] for text, tokens, limit in rows])
 
     def _common_length(self, row: int, text: Sequence[int], limit: int) -> int:
         tokens, position = self._tokens[row], self._common[row]
@@ -236,15 +236,17 @@ class FollowedTexts:
     def truncate(self, lengths: Sequence[int | None]) -> bool:
         """Keep the first tokens of each row, ``None`` for all; return whether the states allow that."""
         counts = [len(tokens) for tokens in self._tokens]
-        kept = [count if length is None else min(count, length) for count, length in zip(counts, lengths, strict=True)]
-        if kept == counts:
+        remaining = [
+            count if length is None else min(count, length) for count, length in zip(counts, lengths, strict=True)
+        ]
+        if remaining == counts:
             return True
         assert self._decoder is not None
         try:
-            self._decoder.rewind(np.array(kept, np.int64))
+            self._decoder.rewind(np.array(remaining, np.int64))
         except InputError:  # pages that it would read again are overwritten
             return False
-        self._tokens = [tokens[:length] for tokens, length in zip(self._tokens, kept, strict=True)]
+        self._tokens = [tokens[:length] for tokens, length in zip(self._tokens, remaining, strict=True)]
         return True
 
     def feed(self, tokens: Sequence[Sequence[int]]) -> Logits:

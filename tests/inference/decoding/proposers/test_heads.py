@@ -65,7 +65,7 @@ def session(exposed: Path) -> Session:
 def test_a_file_is_read_as_it_was_written_and_runs_alone(tmp_path: Path) -> None:
     made = dataclasses.replace(nonsense(), tokens=np.array([3, 7]), columns=np.ones((WIDTH, 2), np.float32))
     made.write(tmp_path / HEADS)
-    read = HeadsFile.read(tmp_path / HEADS)
+    read = HeadsFile.load(tmp_path / HEADS)
     assert (read.width, read.count, read.vocabulary) == (WIDTH, 3, VOCABULARY)
     assert np.array_equal(read.tokens, [3, 7])
     assert np.array_equal(read.columns, made.columns)
@@ -194,7 +194,7 @@ def test_what_is_refused(session: Session, exposed: Path, llama_artifact: Path, 
         Heads(session, other)
     (tmp_path / HEADS).write_bytes(b"nothing")
     with pytest.raises(InputError, match="these are no heads"):
-        HeadsFile.read(tmp_path / HEADS)
+        HeadsFile.load(tmp_path / HEADS)
     heads = Heads(session, nonsense())
     shutil.copytree(exposed, tmp_path / "copy")
     with pytest.raises(InputError, match="another model writes the text"):
