@@ -1,8 +1,8 @@
 """The one runner of models and of parts of models: sessions, temporary files and results in one place.
 
-model --settled in a file--> open            whole models, before and after a pass
-model --outputs changed----> opened          queries and keys of a calibration
-part  --cut out------------> run             masks and lengths: what their arithmetic means
+model --settled in a file--> open          whole models, before and after a pass
+model --outputs changed----> open_model    queries and keys of a calibration
+part  --cut out------------> run           masks and lengths: what their arithmetic means
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Runner:
         return open_session(path, entries=self.entries | dict(entries or {}), native=self.native, in_place=in_place)
 
     @contextlib.contextmanager
-    def opened(self, model: ir.Model, *, rewritten: bool = True) -> Iterator[onnxruntime.InferenceSession]:
+    def open_model(self, model: ir.Model, *, rewritten: bool = True) -> Iterator[onnxruntime.InferenceSession]:
         """Open a model in memory, through a temporary file; errors are those of :meth:`open`.
 
         Args:
@@ -74,9 +74,9 @@ class Runner:
         key = _key(part, inputs)
         if key in self._results:
             return self._results[key]
-        with self.opened(part) as session:
+        with self.open_model(part) as session:
             results = [run(session, None, feeds) for feeds in inputs]
-        if key and sum(array.nbytes for outputs in results for array in outputs) <= _MAX_RESULTS:
+        if key and _bytes_of(results) <= _MAX_RESULTS:
             self._results[key] = results
         return results
 
@@ -91,6 +91,10 @@ def part_of(model: ir.Model, value: ir.Value) -> ir.Model:
     for port in [port for port in part.inputs if not port.uses()]:
         part.inputs.remove(port)
     return ir.Model(part, ir_version=model.ir_version)
+
+
+def _bytes_of(results: Results) -> int:
+    return sum(array.nbytes for outputs in results for array in outputs)
 
 
 def _key(part: ir.Model, calls: Sequence[Mapping[str, Array]]) -> str:

@@ -171,12 +171,12 @@ def _check_cuda(ort: Any, path: Path, native: bool) -> None:
         )
 
 
-def _lacks_kernels(path: Path, changed: bytes | None) -> bool:
+def _lacks_kernels(path: Path, model: bytes | None) -> bool:
     """Return whether the kernels refuse a node of the model, which only its body computes: its overload says so."""
     parts = [part.encode() for operator in OPERATORS.values() for part in operator.without_kernel]
-    if not parts or (changed is None and not path.is_file()):
+    if not parts or (model is None and not path.is_file()):
         return False
-    content = path.read_bytes() if changed is None else changed
+    content = path.read_bytes() if model is None else model
     return any(part in content for part in parts)
 
 

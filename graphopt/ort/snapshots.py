@@ -37,7 +37,7 @@ class Snapshots:
         self._evaluator.settle(model)
 
     @contextlib.contextmanager
-    def of(self, model: ir.Model) -> Iterator[Path]:
+    def write(self, model: ir.Model) -> Iterator[Path]:
         """Write a model, which names where its weights lie, and give the ``.onnx`` file, until the block ends.
 
         :func:`graphopt.ort.session.open_session` opens it with ``in_place``. Nothing in memory refers to the files: the

@@ -25,7 +25,7 @@ def sessions(folder: Path) -> Iterator[Open]:
     snapshots = Snapshots(folder)
     with contextlib.ExitStack() as stack:
         yield lambda model, entries: open_session(
-            stack.enter_context(snapshots.of(model)), entries=entries, in_place=True
+            stack.enter_context(snapshots.write(model)), entries=entries, in_place=True
         )
 
 

@@ -126,12 +126,7 @@ def turn_of(
     """
     sampling = request.get("sampling_options") or {}
     stop = request.get("stop_conditions") or {}
-    output = request.get("output_options") or {}
-    for name, (neutral, title) in _NEUTRAL_VALUES.items():
-        if sampling.get(name) not in (None, neutral):
-            raise ValueError(f"{title} are not offered: {name}={sampling[name]}")
-    if output.get("logprobs") is not None or output.get("prompt_logprobs") is not None:
-        raise ValueError("log probabilities are not offered")
+    _check_offered(sampling, request.get("output_options") or {})
     begin = len(tokens) if prompt is None else prompt
     prior = len(tokens) - begin
     room = limits.positions - begin
@@ -157,12 +152,18 @@ def turn_of(
     )
 
 
+def _check_offered(sampling: Mapping[str, Any], output: Mapping[str, Any]) -> None:
+    for name, (neutral, title) in _NEUTRAL_VALUES.items():
+        if sampling.get(name) not in (None, neutral):
+            raise ValueError(f"{title} are not offered: {name}={sampling[name]}")
+    if output.get("logprobs") is not None or output.get("prompt_logprobs") is not None:
+        raise ValueError("log probabilities are not offered")
+
+
 def _guidance(decoding: Mapping[str, Any] | None) -> tuple[str, str] | None:
     options = {name: value for name, value in (decoding or {}).items() if value is not None}
     if "json" in options:
-        schema = json.loads(Grammar.json_schema(options["json"]).text)
-        style = {"x-guidance": JSON_STYLE | schema.get("x-guidance", {})} if isinstance(schema, dict) else {}
-        return "json_schema", json.dumps({**schema, **style} if style else schema)
+        return "json_schema", _json_schema(options["json"])
     if "regex" in options:
         return "regex", str(options["regex"])
     if "choice" in options:
@@ -172,3 +173,11 @@ def _guidance(decoding: Mapping[str, Any] | None) -> tuple[str, str] | None:
     if options.keys() - {"backend", "whitespace_pattern"}:
         raise ValueError(f"this form of a reply is not offered: {', '.join(sorted(options))}")
     return None
+
+
+def _json_schema(text: Any) -> str:
+    """Return a schema as JSON, with the style of JSON that it may state itself."""
+    schema = json.loads(Grammar.json_schema(text).text)
+    if isinstance(schema, dict):
+        schema["x-guidance"] = JSON_STYLE | schema.get("x-guidance", {})
+    return json.dumps(schema)

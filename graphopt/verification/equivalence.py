@@ -264,7 +264,7 @@ class Verifier:
         with _float32_inputs(model):
             self.snapshots.settle(model)
             of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in model.graph)
-            with self.snapshots.of(lowered(model)) as path:
+            with self.snapshots.write(lowered(model)) as path:
                 entries = {**FEW_CALLS, **(AS_IT_LIES if of_floats else {}), **entries}
                 return self._probe_for(model).run(runner.open(path, in_place=True, entries=entries))
 

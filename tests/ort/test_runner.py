@@ -63,6 +63,6 @@ def test_what_onnxruntime_refuses_is_raised_and_not_kept(opened: list[object]) -
 def test_a_whole_model_is_opened_from_a_file_or_from_memory(tmp_path: Path) -> None:
     model, runner = residual_model(), Runner(native=False)
     feeds = {"input_ids": np.array([[1, 2]])}
-    with runner.opened(model) as session:
+    with runner.open_model(model) as session:
         expected = session.run(["logits"], feeds)[0]
     np.testing.assert_array_equal(runner.open(save(model, tmp_path)).run(["logits"], feeds)[0], expected)

@@ -24,7 +24,7 @@ def with_lazy_weight(name: str) -> ir.Model:
 def test_a_snapshot_is_a_whole_model_and_goes_with_its_block(tmp_path: Path) -> None:
     model = with_lazy_weight("whole")
     before = {name: value.const_value.numpy() for name, value in model.graph.initializers.items()}
-    with Snapshots(tmp_path).of(model) as path:
+    with Snapshots(tmp_path).write(model) as path:
         stored = onnx.load_model(path, load_external_data=False)
         onnx.load_external_data_for_model(stored, path.anchor)
         stored = ir.from_proto(stored).graph.initializers
@@ -42,18 +42,18 @@ def test_weights_are_evaluated_once_for_a_model_and_its_copies(tmp_path: Path) -
     model = with_lazy_weight("once")
     copy, snapshots = model.clone(), Snapshots(tmp_path)
     for each in (model, copy, model):
-        with snapshots.of(each):
+        with snapshots.write(each):
             pass
     assert Counted.counts["once"] == 1
 
 
 def test_two_snapshots_stand_side_by_side(tmp_path: Path) -> None:
     model, snapshots = residual_model(), Snapshots(tmp_path)
-    with snapshots.of(model) as first, snapshots.of(model) as second:
+    with snapshots.write(model) as first, snapshots.write(model) as second:
         assert first != second
         assert first.is_file()
         assert second.is_file()
-    with pytest.raises(RuntimeError, match="stop"), snapshots.of(model) as path:
+    with pytest.raises(RuntimeError, match="stop"), snapshots.write(model) as path:
         raise RuntimeError("stop")
     assert not path.parent.exists()
 
@@ -67,7 +67,7 @@ def test_weights_that_lie_in_files_stay_there(tmp_path: Path) -> None:
     head.const_value = ir.tensor(head.const_value.numpy().copy(), name=head.name)
     folder = tmp_path / "snapshots"
     folder.mkdir()
-    with Snapshots(folder).of(model) as path:
+    with Snapshots(folder).write(model) as path:
         assert (path.parent / "model.data").stat().st_size == head.const_value.nbytes
         stored = onnx.load(path, load_external_data=False).graph.initializer
         places = {entry.value for tensor in stored for entry in tensor.external_data if entry.key == "location"}

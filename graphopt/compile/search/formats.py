@@ -150,7 +150,7 @@ def _measure(
     model, feeds = Replaceable(graph, weights), task_of(graph.graph).text_feeds
     size = min(_WINDOW, tokens)
     texts = [text[: size + 1] for text in calibration.texts[: max(1, tokens // size)]]
-    with Runner().opened(model.model) as session:
+    with Runner().open_model(model.model) as session:
         model.open(session, [(feeds(graph.graph, text[None, :-1]), text[1:]) for text in texts])
         for number, name in enumerate(remaining):
             on_stage(f"rounding {name}", len(matrices) - len(remaining) + number, len(matrices))

@@ -100,7 +100,7 @@ def search_rope(
     measurements = Lines(
         Path(folder) / f"rope-{key.hexdigest()[:16]}.jsonl", Measurement, lambda row: row.candidate.model_dump_json()
     )
-    with compilation.context.runner.opened(turnable.model) as session:
+    with compilation.context.runner.open_model(turnable.model) as session:
 
         def measure(candidate: Candidate) -> float:
             name = candidate.model_dump_json()

@@ -89,9 +89,7 @@ class _Chat:
         try:
             with _until_interrupted() as is_halted:
                 for piece in self.conversation.stream(message, is_halted):
-                    if self.streams:
-                        sys.stdout.write(piece)
-                        sys.stdout.flush()
+                    self._write(piece)
         except GraphoptError as error:
             if not interactive:
                 raise
@@ -100,9 +98,7 @@ class _Chat:
         self.seconds = time.perf_counter() - begin
         reply = self.conversation.last
         assert reply is not None
-        if self.streams:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+        self._write("\n")
         self.turns.append(
             {"message": message, "fed": self.conversation.fed_tokens, "reply": reply.model_dump(mode="json")}
         )
@@ -110,6 +106,11 @@ class _Chat:
             self._explain_end(reply)
         if reply.stopped == "interrupted" and not interactive:
             raise KeyboardInterrupt
+
+    def _write(self, text: str) -> None:
+        if self.streams:
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
     def _explain_end(self, reply: Completion) -> None:
         reason = {
@@ -159,8 +160,9 @@ def _lines(interactive: bool) -> Iterator[str]:
             import readline  # noqa: F401  # lines can be edited, and earlier ones come back
     parts: list[str] = []
     while True:
+        prompt = _CONTINUATION_PROMPT if parts else _PROMPT
         try:
-            line = input((_CONTINUATION_PROMPT if parts else _PROMPT) if interactive else "")
+            line = input(prompt if interactive else "")
         except EOFError:
             if interactive:
                 sys.stdout.write("\n")

@@ -91,8 +91,7 @@ def costs_of(session: Session, batch: int) -> Costs:
 
 
 def _measure(session: Session, batch: int) -> Costs:
-    room = WIDTHS[-1] if session.max_positions is None else session.max_positions - _BEGINNING
-    widths = [width for width in WIDTHS if width <= room] or [1]
+    widths = _widths(session)
     vocabulary = session.interface.vocabulary or 2
     ids = np.random.default_rng(0).integers(0, vocabulary, (batch, _BEGINNING + widths[-1]))
     decoder = Decoder(session, batch, room=ids.shape[1])
@@ -107,6 +106,11 @@ def _measure(session: Session, batch: int) -> Costs:
         if not np.array_equal(expected_logits[:, -logits.shape[1] :], logits, equal_nan=True):
             different.append(width)
     return Costs(seconds, tuple(different))
+
+
+def _widths(session: Session) -> list[int]:
+    room = WIDTHS[-1] if session.max_positions is None else session.max_positions - _BEGINNING
+    return [width for width in WIDTHS if width <= room] or [1]
 
 
 def _time_width(decoder: Decoder, begin: IntArray, ids: IntArray) -> tuple[np.ndarray, float]:

@@ -70,9 +70,7 @@ def evaluate_embeddings(
         InputError: there is no line, or the two models have another tokenizer, another width or no tokenizer.
         GraphoptError: a hidden state is NaN or infinite.
     """
-    lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-    if not lines:
-        raise InputError("the text has no line to embed", remedy="give a text with one sentence in a line")
+    lines = _lines(text)
     texts = [session.encode(line) for line in lines]
     if texts != [reference.encode(line) for line in lines]:
         raise InputError(
@@ -108,6 +106,13 @@ def evaluate_embeddings(
         width=embeddings.shape[1],
         seconds=seconds,
     )
+
+
+def _lines(text: str) -> list[str]:
+    lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+    if not lines:
+        raise InputError("the text has no line to embed", remedy="give a text with one sentence in a line")
+    return lines
 
 
 def _cut(ids: list[int], length: int) -> list[int]:

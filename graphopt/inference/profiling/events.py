@@ -83,9 +83,9 @@ def origins(file: ir.Graph, runtime_graph: ir.Graph) -> Mapping[str, str]:
     nodes = {node.name: node for node in file if node.name}
     by_node: dict[ir.Node, str] = {}
     for node in reversed(list(runtime_graph)):
-        names = [makers[value.name] for value in node.outputs if value.name in makers]
-        names += [node.name] if node.name in nodes else []
-        origin = names[0] if names else _origin_of_readers(node, nodes, by_node)
+        origin = next((makers[value.name] for value in node.outputs if value.name in makers), None)
+        if not origin:
+            origin = node.name if node.name in nodes else _origin_of_readers(node, nodes, by_node)
         if origin is not None:
             by_node[node] = origin
     return {node.name or "": origin for node, origin in by_node.items()}

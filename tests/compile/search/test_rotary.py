@@ -65,7 +65,7 @@ def test_what_a_candidate_computes_is_what_the_pass_makes_of_it(llama_artifact: 
     factors = tuple(np.linspace(1, 4, PAIRS).round(2).tolist())
     candidate = Candidate(factors=factors, first=4, attention_factor=1.1)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, 61)
-    with Runner().opened(turnable.model) as session:
+    with Runner().open_model(turnable.model) as session:
         found = turnable.nats(session, candidate, [ids], 20)
         plain = turnable.nats(session, Candidate(factors=(1.0,) * PAIRS), [ids], 20)
     run_pass(model, "rescale_rope", method="longrope", factor=2, trained=POSITIONS, **candidate.model_dump())

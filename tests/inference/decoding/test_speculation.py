@@ -228,7 +228,7 @@ def test_a_stalled_step_is_charged_for_twice_its_time_at_most(tmp_path: Path) ->
     assert drafting is not None
     drafting.learn(Verdict([1], [0], [True]), 2, 1000.0)
     # _STALL times what such a step is now known to take, and not its 1000 s
-    assert speculation.lengths.loss - lost <= 2 * costs_of(session, 1).of(2)
+    assert speculation.lengths.loss - lost <= 2 * costs_of(session, 1).seconds_of(2)
 
 
 def test_products_that_differ_are_found_and_said(llama_artifact: Path) -> None:

@@ -32,7 +32,7 @@ def split(model: ir.Model, folder: Path, **options: object) -> PassReport:
 
 
 def logits(model: ir.Model) -> np.ndarray:
-    with Runner().opened(model) as session:
+    with Runner().open_model(model) as session:
         return np.asarray(session.run(["logits"], {"input_ids": TEXTS[0][None]})[0])
 
 
@@ -59,7 +59,7 @@ def test_what_is_left_lacks_the_directions(tmp_path: Path) -> None:
     values = {value.name: value for node in copy.graph for value in node.outputs}
     wanted = [f"{name}{part}" for name in dict.fromkeys(names[:-1]) for part in ("", ".rest.output")]
     copy.graph.outputs.extend(values[name] for name in wanted)
-    with Runner().opened(copy) as session:
+    with Runner().open_model(copy) as session:
         found = [session.run(wanted, {"input_ids": text[None]}) for text in TEXTS]
     for place in range(0, len(wanted), 2):
         x, rest = (np.concatenate([each[place + part][0] for each in found]) for part in (0, 1))

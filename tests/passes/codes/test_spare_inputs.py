@@ -76,7 +76,7 @@ def test_the_error_is_that_of_rounding_what_the_product_reads(tmp_path: Path) ->
     copy = model.clone()
     values = {value.name: value for node in copy.graph for value in node.outputs}
     copy.graph.outputs.extend(values[node.inputs[0].name] for node in nodes if node.inputs[0] is not None)
-    with Runner().opened(copy) as session:
+    with Runner().open_model(copy) as session:
         for node in nodes:
             weight, name = weight_of(node, 1), node.inputs[0].name if node.inputs[0] else ""
             assert weight is not None

@@ -39,7 +39,7 @@ def expected(model: ir.Model, value: ir.Value, rows: list[np.ndarray]) -> np.nda
     named = {each.name: each for node in copy.graph for each in node.outputs}
     named[value.name].dtype = ir.DataType.FLOAT
     copy.graph.outputs.append(named[value.name])
-    with Runner().opened(copy) as session:
+    with Runner().open_model(copy) as session:
         found = [session.run([value.name], {"input_ids": row[None]})[0] for row in rows]
     return np.concatenate([each.reshape(-1, each.shape[-1]) for each in found]).astype(np.float64)
 

@@ -111,11 +111,11 @@ class ModelProposer(Proposer):
         while True:
             for draft, row_logits in zip(drafts, logits, strict=True):
                 draft.extend(row_logits)
-            lengths = [len(draft.text) + len(draft.guesses) - 1 if draft.is_open else None for draft in drafts]
+            lengths = [draft.length for draft in drafts]
             if not any(draft.is_open for draft in drafts) or not self._texts.truncate(lengths):
                 return
             self._look_ahead(drafts)
-            logits = self._texts.feed([draft.next_tokens if draft.is_open else [] for draft in drafts])
+            logits = self._texts.feed([draft.next_tokens for draft in drafts])
 
     def _look_ahead(self, drafts: Sequence[_Draft]) -> None:
         """Let its own proposer continue the drafts that are open."""
@@ -180,9 +180,14 @@ class _Draft:
         return len(self.guesses) < self.limit and not (self.guesses and self.guesses[-1].chance < self.min_chance)
 
     @property
+    def length(self) -> int | None:
+        """Tokens of the text and of the draft before its newest guess; ``None`` where the draft has ended."""
+        return len(self.text) + len(self.guesses) - 1 if self.is_open else None
+
+    @property
     def next_tokens(self) -> list[int]:
-        """What is fed next: the newest guess, and what was proposed behind it."""
-        return [self.guesses[-1].token, *self.ahead]
+        """What is fed next: the newest guess and what was proposed behind it; nothing where the draft has ended."""
+        return [self.guesses[-1].token, *self.ahead] if self.is_open else []
 
     def extend(self, logits: npt.NDArray[np.floating]) -> None:
         """Add guesses by the logits [positions, vocabulary] of what was fed last, as long as it is what is guessed."""

@@ -29,6 +29,7 @@ from graphopt.tasks.causal_lm.interface import Interface
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from graphopt.analysis.structure.folding import Folding
     from graphopt.inference.decoding.proposer import Proposer
     from graphopt.inference.session import Session
 
@@ -140,15 +141,26 @@ def leave_early(model: ir.Model, layers: int) -> None:
             f"a draft of {layers} layers of a model of {len(numbers)}",
             remedy=f"give a number from 1 to {len(numbers) - 1}",
         )
-    ends = [folding.segments[numbers[index][-1]].end for index in (layers - 1, -1)]
-    early, late = (None if end is None else end.outputs[0] for end in ends)
-    if early is None or late is None or early.shape != late.shape or late.is_graph_output():
-        raise InputError("the states between the layers of this graph are not alike", remedy="draft in another way")
+    early, late = _states_behind(folding, numbers[layers - 1], numbers[-1])
     late_nodes = {node for node, layer in folding.layer_of().items() if layer >= layers}
     for use in list(late.uses()):
         if use.node not in late_nodes:
             use.node.replace_input_with(use.idx, early)
     _drop_nodes(model, late_nodes)
+
+
+def _states_behind(folding: Folding, early_layer: range, late_layer: range) -> tuple[ir.Value, ir.Value]:
+    """Return the states that two layers end with.
+
+    Raises:
+        InputError: they have none, or of another shape.
+    """
+    early, late = (folding.segments[layer[-1]].end for layer in (early_layer, late_layer))
+    if early is not None and late is not None:
+        states = early.outputs[0], late.outputs[0]
+        if states[0].shape == states[1].shape and not states[1].is_graph_output():
+            return states
+    raise InputError("the states between the layers of this graph are not alike", remedy="draft in another way")
 
 
 def _drop_nodes(model: ir.Model, nodes: set[ir.Node]) -> None:

@@ -69,7 +69,9 @@ class Regions:
         if part.key not in self._sessions:
             try:
                 # Without graph optimizations: onnxruntime 1.31 fuses to a norm even where the mean has lost its axis.
-                self._sessions[part.key] = self._open.enter_context(self._runner.opened(part.model, rewritten=False))
+                self._sessions[part.key] = self._open.enter_context(
+                    self._runner.open_model(part.model, rewritten=False)
+                )
             except Exception as error:  # whatever onnxruntime raises: what cannot be run is left alone
                 self._sessions[part.key] = NOT_RUN(error=str(error).splitlines()[0])
         session = self._sessions[part.key]
