@@ -26,13 +26,13 @@ class Entry:
         prompt: tokens of its prompt.
         seed: of its random numbers.
         worker: the process that has it.
-        note_token: whether that process made a token of it.
+        has_token: whether that process made a token of it.
     """
 
     prompt: int
     seed: int
     worker: int
-    note_token: bool = False
+    has_token: bool = False
 
 
 class Journal:
@@ -63,7 +63,7 @@ class Journal:
             ValueError: another worker crashed before it made a token of what was sent.
         """
         before = self._load(name)
-        if before is not None and not before.note_token and self._has_crashed(before.worker):
+        if before is not None and not before.has_token and self._has_crashed(before.worker):
             raise ValueError("a worker crashed while it read this request, so no other one gets it")
         entry = Entry(*((tokens, seed) if before is None else (before.prompt, before.seed)), self._process)
         self._fresh[name] = entry
@@ -74,7 +74,7 @@ class Journal:
         """Write down that a token was made: what is sent to another worker from now on is another list of tokens."""
         entry = self._fresh.pop(name, None)
         if entry is not None:
-            self._write(name, Entry(**{**asdict(entry), "moved": True}))
+            self._write(name, Entry(**{**asdict(entry), "has_token": True}))
 
     def end(self, name: str) -> None:
         """Forget a request that has ended, unless another worker has it by now."""

@@ -43,7 +43,7 @@ def test_a_request_that_crashed_its_worker_is_refused(journal: Journal, tmp_path
         journal.take("a", 7, 0)
     assert journal.take("b", 7, 5).seed == 5
     # whose engine could not go on
-    end_of_a_worker(tmp_path, "SIGKILL", 'journal.crashed("not healthy")', name="c")
+    end_of_a_worker(tmp_path, "SIGKILL", 'journal.note_crash("not healthy")', name="c")
     with pytest.raises(ValueError, match="crashed"):
         journal.take("c", 7, 0)
 
@@ -58,7 +58,7 @@ def test_a_request_whose_worker_was_killed_goes_on(journal: Journal, tmp_path: P
 
 
 def test_a_request_of_which_there_are_tokens_goes_on(journal: Journal, tmp_path: Path) -> None:
-    end_of_a_worker(tmp_path, "SIGABRT", 'journal.moved("a")')
+    end_of_a_worker(tmp_path, "SIGABRT", 'journal.note_token("a")')
     assert journal.take("a", 9, 0).prompt == 7
     # and then no further: nothing was made of these nine tokens
     other = Journal(tmp_path)
