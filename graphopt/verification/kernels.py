@@ -109,7 +109,7 @@ def check_kernels(
     if why_not is not None:
         check = Check(name="kernels", after="the recipe", status="not covered", reason=why_not)
         return _report(check, [*[(FUSED, UNKNOWN)] * len(quantized), *packed])
-    with snapshots.of(model) as path:
+    with snapshots.write(model) as path:
         graph = _graph_that_runs(path, entries)
         runtime_products = [(node.op_type, activations_of(node)) for node in graph if node.op_type == FUSED]
         unfused = quantized_products(graph)

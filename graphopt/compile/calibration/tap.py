@@ -138,7 +138,7 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     model.graph.outputs.extend(values.values())
     with bodies_aside(model):
         RemoveUnusedNodesPass()(model)
-    with compilation.context.runner.opened(model) as session:
+    with compilation.context.runner.open_model(model) as session:
         yield Tap(session, interface, layers, windowed_layers)
 
 
