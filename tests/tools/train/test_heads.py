@@ -62,7 +62,7 @@ def test_heads_are_written_into_an_artifact_and_carried_on(llama_artifact: Path,
     session = load(tmp_path / "made", threads=1)
     speculation = Speculation(Heads(session, min_chance=0.0), 2)
     assert generate(session, [[1, 2, 3]], proposer=speculation) == generate(session, [[1, 2, 3]])
-    assert speculation.stats.checked["heads", 0] > 5
+    assert speculation.stats.checks["heads", 0] > 5
 
 
 def test_a_graph_that_cannot_have_heads_is_refused(tmp_path: Path) -> None:
