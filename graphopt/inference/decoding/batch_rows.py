@@ -126,7 +126,7 @@ class CountedRows:
     """
 
     def __init__(self, interface: Interface, tokens: IntArray, columns: int = 0) -> None:
-        self._has_positions = "position_ids" in interface.inputs
+        self._interface, self._has_positions = interface, "position_ids" in interface.inputs
         self._tokens = tokens
         self._next, self._columns, self._new_columns = tokens, columns, 0
 
@@ -158,9 +158,7 @@ class CountedRows:
     def rewind(self, lengths: IntArray) -> CountedRows:
         """See :class:`Rows`."""
         _check_lengths(self._tokens, lengths)
-        rows = copy.copy(self)
-        rows._tokens = lengths
-        return rows
+        return CountedRows(self._interface, lengths, self._columns)
 
 
 def _check_lengths(tokens: IntArray, lengths: IntArray) -> None:
