@@ -130,3 +130,11 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest
         entry["location"] for entry in json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
     }
     assert "passes/algebra/#rotate" in words
+
+
+def test_paths_in_contributing_exist() -> None:
+    paths = re.findall(r"`((?:graphopt|tests|tools|docs)/[\w/.]+)`", (ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    assert len(paths) > 30
+    assert [
+        path for path in paths if not re.search(r"NAME|PHASE|your_|folder", path) and not (ROOT / path).exists()
+    ] == []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +32,7 @@ def test_each_file_is_a_storage() -> None:
 def test_kernels_know_the_same_storages_in_the_same_order() -> None:
     of_pages, of_blocks = CPP.read_text(encoding="utf-8").split("#define GRAPHOPT_TOKEN_STORAGES")
     lines = re.findall(r'STORAGE\(\w+, "(\w+)", (\w+), (\d+), (\d+), (\w+)<', of_pages)
-    assert [name for name, *_ in lines] == list(STORAGE_OF)
+    assert [name for name, *_ in lines] == [name for name, storage in STORAGE_OF.items() if storage.has_kernel]
     for name, kind, bits, levels, holds in lines:
         storage = STORAGE_OF[name]
         assert storage.dtype.name == TYPES.get(kind, "uint8")
@@ -51,3 +54,55 @@ def test_what_it_states_fits(storage: Storage) -> None:
         assert storage.dtype.type(storage.largest).astype(np.float32) == storage.largest
     keys = KVAttributes(2, 0.25, page=16, storage=storage.name).state(1, 3, 32).keys
     assert keys.bytes == 2 * 3 * 16 * 32 * storage.bits // 8
+
+
+FILE = '''
+"""Pages of codes from 0 to 99, one in a byte."""
+
+import numpy as np
+
+from graphopt.runtime_ops.kv_attention.spec.storages.storage import Storage
+
+STORAGE = Storage("hundred", 6, np.dtype(np.uint8), bits=8, levels=99)
+'''
+
+RUN = """
+import sys
+
+from graphopt.runtime_ops.kv_attention.spec import storages
+
+storages.__path__.append(sys.argv.pop(1))
+"""
+
+
+def run(folder: Path, code: str, *arguments: object) -> str:
+    """Run code in a process that has one more storage, as if its file lay beside the others."""
+    command = [sys.executable, "-c", RUN + code, str(folder), *map(str, arguments)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def test_another_file_is_another_storage(llama_artifact: Path, tmp_path: Path) -> None:
+    """From the command line; the kernels do not know it, so the model runs by bodies."""
+    (tmp_path / "hundred.py").write_text(FILE)
+    cli = "from graphopt.cli import main; main()"
+    for name in ("hundred", "int4"):
+        options = ("-r", "kv4", "--set", f"quantize_kv.storage={name}", "--set", "quantize_kv.page=16")
+        run(tmp_path, cli, "optimize", llama_artifact, "--output", tmp_path / name, *options)
+    code = """
+import json
+from pathlib import Path
+
+import numpy as np
+
+from graphopt.inference.session import load
+
+ids = np.random.default_rng(0).integers(0, 300, (1, 100))
+float32 = load(sys.argv[2]).logits(ids)
+logits = {name: load(Path(sys.argv[1]) / name).logits(ids) for name in ("hundred", "int4")}
+print(json.dumps({name: float(np.abs(logits[name] - float32).max()) for name in logits}))
+"""
+    away = json.loads(run(tmp_path, code, tmp_path, llama_artifact))
+    # steps of a hundredth are finer than those of a fifteenth
+    assert 0 < away["hundred"] < away["int4"]

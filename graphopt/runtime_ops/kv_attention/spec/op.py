@@ -80,6 +80,7 @@ from graphopt.runtime_ops.kv_attention.spec.body import function, overload
 from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from graphopt.runtime_ops.operator import Operator
 
 KV_ATTENTION = Operator(
@@ -87,5 +88,8 @@ KV_ATTENTION = Operator(
     function,
     reference,
     overload,
-    without_kernel=tuple(f"{name}=1" for name, policy in POLICIES.items() if not policy.has_kernel),
+    without_kernel=(
+        *(f"{name}=1" for name, policy in POLICIES.items() if not policy.has_kernel),
+        *(f"storage={name}" for name, storage in STORAGE_OF.items() if not storage.has_kernel),
+    ),
 )

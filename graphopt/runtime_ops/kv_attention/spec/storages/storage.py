@@ -23,6 +23,7 @@ class Storage:
             scales say by how much.
         exponent: of the least normal number of such a float.
         largest: numbers beyond it, infinity included, are stored as it; ``None`` where the type has an infinity.
+        has_kernel: whether it is one of ``GRAPHOPT_STORAGES``; else a model with such a cache runs by bodies.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Storage:
     significant: int | None = None
     exponent: int = 0
     largest: float | None = None
+    has_kernel: bool = False
 
     def elements(self, numbers: int) -> int:
         """Return how many elements of :attr:`dtype` so many numbers take."""
