@@ -16,7 +16,7 @@ import re
 import string
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
 from graphopt.numerics.rotations.claims import Claims
 
@@ -43,7 +43,7 @@ class Fact(BaseModel):
     :func:`graphopt.report.sentences.sentence` does so for facts that were read from a file.
 
     Attributes:
-        code: which rule it is of, such as ``quantize_weights.stored``; ``text`` for a sentence of an older manifest.
+        code: which rule it is of, such as ``quantize_weights.stored``.
         figures: names, formats, sizes, and whatever else its rule names.
     """
 
@@ -51,11 +51,6 @@ class Fact(BaseModel):
 
     code: str
     figures: dict[str, Figure] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_text(cls, value: Any) -> Any:
-        return {"code": "text", "figures": {"text": value}} if isinstance(value, str) else value
 
     def __str__(self) -> str:
         rule = RULES.get(self.code)
@@ -85,7 +80,7 @@ class Rule:
     """
 
     def __init__(self, code: str, template: str, *, also: Sequence[str] = (), **clauses: str) -> None:
-        if _CODE.fullmatch(code) is None and code != "text":
+        if _CODE.fullmatch(code) is None:
             raise ValueError(f"the code {code!r} is not of the form part.what-it-states")
         if code in RULES:
             raise ValueError(f"two rules have the code {code}")
@@ -145,9 +140,6 @@ def _fields(template: str) -> frozenset[str]:
 
 RULES: dict[str, Rule] = {}
 """Every rule that was imported, by its code."""
-
-TEXT = Rule("text", "{text}")
-"""A sentence in a manifest that was written before facts had codes. It is only read: no pass and no check states it."""
 
 
 class Change(BaseModel):

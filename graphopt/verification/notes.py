@@ -12,7 +12,6 @@ from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.artifact.manifest import Precision
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.runtime_ops import DOMAIN, OPERATORS
-from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
 from graphopt.verification.kernels import FUSED, UNKNOWN, KernelReport, own_nodes
 
 if TYPE_CHECKING:
@@ -31,10 +30,6 @@ BODIES_DIFFER = Rule(
     "notes.bodies-differ",
     "an onnxruntime that tells several bodies of one operator apart runs them (1.31 does, 1.24 does not)",
 )
-EMULATED_CODES = Rule(
-    "notes.emulated",
-    "{tensors} tensors are rounded and turned back in float32, to emulate codes: nothing is smaller or faster for it",
-)
 LAST_LOGITS = Rule(
     "notes.last-logits",
     "logits are [batch, 1, vocabulary], of the last position of each call: enough to generate, not to score a given "
@@ -45,7 +40,7 @@ LAST_SOME_LOGITS = Rule(
     "logits are of the last {count} positions of each call: enough to generate and to check drafts, not to score a "
     "given text",
 )
-OF_GRAPH = {rule.code for rule in (NEEDS_OPERATORS, EMULATED_CODES, LAST_LOGITS, LAST_SOME_LOGITS)}
+OF_GRAPH = {rule.code for rule in (NEEDS_OPERATORS, LAST_LOGITS, LAST_SOME_LOGITS)}
 """The notes that :func:`notes_of` makes anew for each graph; those that an artifact had before are replaced."""
 
 NOT_QUANTIZED = Rule("precision.not-quantized", "nothing is quantized; all products are {dtype}")
@@ -71,17 +66,14 @@ PRODUCTS = Rule("precision.products", "{count} {operator}, inputs {activations}"
 
 
 def notes_of(model: ir.Model) -> list[Fact]:
-    """Return what a user should know of the graph: operators of ours, an emulation, logits that are not made."""
+    """Return what a user should know of the graph: operators of ours, logits that are not made."""
     notes: list[Fact] = []
-    nodes = [node for node in own_nodes(model.graph) if node.op_type != ROUND_TRIP.name]
+    nodes = own_nodes(model.graph)
     operators = sorted({node.op_type for node in nodes})
     if operators:
         bodies = {(node.op_type, OPERATORS[node.op_type].overload_of(node)) for node in nodes}
         bodies_note = BODIES_DIFFER() if len(bodies) > len(operators) else BODIES_RUN()
         notes.append(NEEDS_OPERATORS(operators=[*operators], bodies=bodies_note))
-    count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
-    if count:
-        notes.append(EMULATED_CODES(tensors=count))
     positions = makes_last_logits(model.graph)
     if positions is not None:
         notes.append(LAST_LOGITS() if positions == 1 else LAST_SOME_LOGITS(count=positions))

@@ -16,7 +16,7 @@ from graphopt.artifact.artifact import DATA, MODEL, Artifact
 from graphopt.artifact.hf_config import ModelFacts
 from graphopt.artifact.manifest import MANIFEST, Manifest, Source, installed_versions, read_manifest
 from graphopt.errors import InputError
-from graphopt.graph.diagnostics import TEXT
+from tests.facts import SENTENCE
 
 ROWS = 40
 
@@ -32,7 +32,7 @@ def small_model() -> ir.Model:
 
 
 def small_artifact(companions: dict[str, Path] | None = None) -> Artifact:
-    facts, notes = ModelFacts(max_positions=7), [TEXT(text="a note")]
+    facts, notes = ModelFacts(max_positions=7), [SENTENCE(text="a note")]
     manifest = Manifest(source=Source(kind="onnx", name="small"), model=facts, notes=notes)
     return Artifact(small_model(), manifest, companions or {})
 

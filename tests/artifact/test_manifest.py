@@ -4,7 +4,8 @@ import pytest
 
 from graphopt.artifact.hf_config import ModelFacts
 from graphopt.artifact.manifest import Manifest, Source
-from graphopt.graph.diagnostics import TEXT, Change, Check, PassReport
+from graphopt.graph.diagnostics import Change, Check, PassReport
+from tests.facts import SENTENCE
 
 
 def manifest_of(runs: list[tuple[str, int]], checks: list[tuple[str, str, int]]) -> Manifest:
@@ -13,7 +14,7 @@ def manifest_of(runs: list[tuple[str, int]], checks: list[tuple[str, str, int]])
         model=ModelFacts(),
         passes=[PassReport(name=name, effect="exact", run=run) for name, run in runs],
         checks=[
-            Check(name=name, after=after, run=run, status="measured", reason=TEXT(text=f"{name} {number}"))
+            Check(name=name, after=after, run=run, status="measured", reason=SENTENCE(text=f"{name} {number}"))
             for number, (name, after, run) in enumerate(checks)
         ],
     )
@@ -21,7 +22,7 @@ def manifest_of(runs: list[tuple[str, int]], checks: list[tuple[str, str, int]])
 
 def test_a_manifest_comes_back_as_it_was_written() -> None:
     manifest = manifest_of([("fold_norms", 1), ("rotate", 1), ("rotate", 2)], [("logits", "rotate", 2)])
-    manifest.passes[0].changes.append(Change(where="a", what=TEXT(text="b")))
+    manifest.passes[0].changes.append(Change(where="a", what=SENTENCE(text="b")))
     assert Manifest.model_validate_json(manifest.model_dump_json()) == manifest
 
 

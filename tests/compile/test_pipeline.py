@@ -374,13 +374,6 @@ def test_an_optimized_artifact_can_be_optimized_again(optimized: Path, tmp_path:
     assert manifest.precision.storage["int4"] == 14
 
 
-def test_an_emulation_says_so(llama_artifact: Path) -> None:
-    steps = [{"step": "canonicalize"}, {"step": "emulate_quantization", "activations": 4, "cache": 4}]
-    made = optimize(llama_artifact, Recipe.model_validate({"name": "emulated", "steps": steps}))
-    # per layer four inputs (of q, k and v; of o; of gate and up; of down), keys and values
-    assert f"{2 * 6} tensors are rounded and turned back in float32, to emulate codes" in str(made.manifest.notes[-1])
-
-
 def test_a_product_that_onnxruntime_does_not_fuse_stays_in_floats(
     llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

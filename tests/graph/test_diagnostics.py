@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.graph.diagnostics import RULES, TEXT, Change, Fact, Rule
+from graphopt.graph.diagnostics import RULES, Fact, Rule
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8) | st.floats(-1e9, 1e9)
 PACKED = Rule("tests.packed", "{weight} as {format} of shape {shape!r}", also=["rows"], scales=", {count} {scales}")
@@ -86,9 +86,3 @@ def test_a_code_that_is_not_known_is_shown_with_its_figures() -> None:
 
 def test_a_figure_that_a_file_lacks_is_a_question_mark() -> None:
     assert str(Fact(code="tests.why")) == "it stays: ?"
-
-
-def test_the_sentence_of_an_older_manifest_is_a_text() -> None:
-    change = Change.model_validate_json('{"where": "up", "what": "Gemm became MatMul and Add"}')
-    assert change.what == TEXT(text="Gemm became MatMul and Add")
-    assert str(change.what) == "Gemm became MatMul and Add"

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 import graphopt
 from graphopt.artifact.manifest import Manifest
 from graphopt.compile.pipeline import optimize
-from graphopt.graph.diagnostics import RULES, TEXT, Fact, Rule
+from graphopt.graph.diagnostics import RULES, Fact, Rule
 from graphopt.passes.recipe import load_recipe
 from graphopt.report.sentences import sentence
 
@@ -27,7 +27,7 @@ PRESETS = {
     "rotate-w4a8-rtn": ["float16"],
     "rotate-kv4": ["last_logits"],
     "streaming": ["lower"],
-    "int4-rtn": ["emulate_quantization"],
+    "int4-rtn": [],
 }
 """Steps to add to each; together they say most of what a small model can make passes say."""
 
@@ -55,20 +55,12 @@ def test_the_view_knows_every_rule(sources: list[tuple[ModuleType, ast.Module]])
 
 
 def test_no_rule_is_idle(sources: list[tuple[ModuleType, ast.Module]]) -> None:
-    used = {id(TEXT)}  # only older manifests have them
+    used: set[int] = set()
     for module, tree in sources:
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 used.add(id(getattr(module, node.id, None)))
     assert [code for code, rule in RULES.items() if id(rule) not in used and not code.startswith("tests.")] == []
-
-
-def test_nothing_states_a_text(sources: list[tuple[ModuleType, ast.Module]]) -> None:
-    for module, tree in sources:
-        calls = {
-            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        }
-        assert not any(getattr(module, name, None) is TEXT for name in calls), module.__name__
 
 
 def test_every_statement_gives_the_figures_of_its_rule(sources: list[tuple[ModuleType, ast.Module]]) -> None:
@@ -107,7 +99,6 @@ def test_what_a_preset_says_can_be_read_from_the_file_too(preset: str, llama_art
     facts = list(facts_in(manifest))
     codes = {fact.code for fact in facts}
     assert len(codes) > 8
-    assert TEXT.code not in codes
     again = list(facts_in(Manifest.model_validate_json(manifest.model_dump_json())))
     assert again == facts
     for fact in again:

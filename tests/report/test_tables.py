@@ -6,17 +6,18 @@ from rich.console import Console
 
 from graphopt.artifact.hf_config import ModelFacts
 from graphopt.artifact.manifest import FileRecord, Manifest, Precision, Source
-from graphopt.graph.diagnostics import TEXT, Change, Check, PassReport, Skip
+from graphopt.graph.diagnostics import Change, Check, PassReport, Skip
 from graphopt.passes.algebra.rotate import STAYS
 from graphopt.passes.codes.spare_inputs import INPUT_ROUNDED
 from graphopt.report.tables import passes_table, skips_table, summary
+from tests.facts import SENTENCE
 
 REPORT = PassReport(
     name="rotate",
     effect="exact",
-    changes=[Change(where="w", what=TEXT(text="rotated"))] * 3,
-    skips=[Skip(where=f"basis {n}", reason=TEXT(text="pinned")) for n in range(4)]
-    + [Skip(where="basis x", reason=TEXT(text="observed"))],
+    changes=[Change(where="w", what=SENTENCE(text="rotated"))] * 3,
+    skips=[Skip(where=f"basis {n}", reason=SENTENCE(text="pinned")) for n in range(4)]
+    + [Skip(where="basis x", reason=SENTENCE(text="observed"))],
     seconds=0.25,
 )
 MANIFEST = Manifest(
@@ -25,13 +26,17 @@ MANIFEST = Manifest(
     passes=[REPORT],
     checks=[
         Check(
-            name="logits", after="rotate", status="measured", reason=TEXT(text="r"), figures={"largest_change": 1.5e-6}
+            name="logits",
+            after="rotate",
+            status="measured",
+            reason=SENTENCE(text="r"),
+            figures={"largest_change": 1.5e-6},
         )
     ],
     precision=Precision(
-        storage={"int4": 2, "float32": 1}, activations="int8", notes=[TEXT(text="rounded by the kernel")]
+        storage={"int4": 2, "float32": 1}, activations="int8", notes=[SENTENCE(text="rounded by the kernel")]
     ),
-    notes=[TEXT(text="there is no tokenizer")],
+    notes=[SENTENCE(text="there is no tokenizer")],
     files={"model.onnx": FileRecord(bytes=1_500_000, sha256="0")},
 )
 
@@ -58,12 +63,12 @@ def test_checks_stand_with_the_run_of_the_pass_that_they_are_about() -> None:
             after=name,
             run=run,
             status="measured",
-            reason=TEXT(text="r"),
+            reason=SENTENCE(text="r"),
             figures={"largest_change": change},
         )
         for (name, run), change in figures.items()
     ]
-    proof = Check(name="certificate", after="rotate", run=2, status="proved", reason=TEXT(text="p"))
+    proof = Check(name="certificate", after="rotate", run=2, status="proved", reason=SENTENCE(text="p"))
     manifest = MANIFEST.model_copy(
         update={
             "passes": [
@@ -82,13 +87,13 @@ def test_checks_stand_with_the_run_of_the_pass_that_they_are_about() -> None:
 
 def test_the_node_that_is_the_reason_is_named() -> None:
     report = PassReport(
-        name="rotate", effect="exact", skips=[Skip(where="x", reason=TEXT(text="pinned"), node="gate")] * 2
+        name="rotate", effect="exact", skips=[Skip(where="x", reason=SENTENCE(text="pinned"), node="gate")] * 2
     )
     assert skips_table([report]).rows == [["rotate", "2", "x at gate", "pinned"]]
 
 
 def test_a_basis_is_named_with_its_width() -> None:
-    reason = STAYS(why=TEXT(text="pinned"), role="residual", width=64)
+    reason = STAYS(why=SENTENCE(text="pinned"), role="residual", width=64)
     report = PassReport(name="rotate", effect="exact", skips=[Skip(where="x", reason=reason, node="x")])
     ((_, _, example, _),) = skips_table([report]).rows
     assert example == "basis x [64]"
@@ -118,7 +123,7 @@ def test_reasons_that_differ_in_figures_alone_are_one_with_their_range() -> None
 
 
 def test_reasons_inside_reasons_tell_kinds_apart() -> None:
-    reasons = [STAYS(why=TEXT(text=f"{n}"), role="residual", width=n) for n in range(1, 6)]
+    reasons = [STAYS(why=SENTENCE(text=f"{n}"), role="residual", width=n) for n in range(1, 6)]
     reasons.append(STAYS(why=INPUT_ROUNDED(input="x", error=0.5), role="residual", width=6))
     skips = [Skip(where=f"x{n}", reason=reason) for n, reason in enumerate(reasons)]
     rows = skips_table([PassReport(name="rotate", effect="exact", skips=skips)]).rows
@@ -137,7 +142,7 @@ def test_storage_and_compute_precision_are_told_apart() -> None:
 
 
 def test_names_and_reasons_of_others_are_text() -> None:
-    reason = TEXT(text="[red]pinned[/] by [/nothing]")
+    reason = SENTENCE(text="[red]pinned[/] by [/nothing]")
     report = PassReport(
         name="rotate", effect="exact", skips=[Skip(where="[/]", reason=reason, node="two\nlines" + "x" * 10_000)]
     )
@@ -154,7 +159,7 @@ def test_a_step_that_changed_nothing_is_said_with_its_reason() -> None:
         manifest = MANIFEST.model_copy(update={"passes": [REPORT, report], "recipe": recipe})
         return [line for line in summary(manifest) if "changed nothing" in line]
 
-    skips = [Skip(where="a", reason=TEXT(text="it has no cache")), Skip(where="b", reason=TEXT(text="another"))]
+    skips = [Skip(where="a", reason=SENTENCE(text="it has no cache")), Skip(where="b", reason=SENTENCE(text="another"))]
     idle = PassReport(name="quantize_kv", effect="exact", skips=skips)
     assert said(idle) == ["note: the step quantize_kv changed nothing: it has no cache (2 reasons in all)"]
     assert not said(idle.model_copy(update={"changes": REPORT.changes}))

@@ -19,8 +19,10 @@ from graphopt.ort.session import open_session
 from graphopt.runtime_ops import declare, library_path
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD, reference
 from graphopt.runtime_ops.library import PATH_VARIABLE
-from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
+from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
 from tests.native import INSTRUCTIONS, here, needs_library, skip_without
+
+ROUNDING = {"activations": "int8", "group": 0, "clip": 1.0}
 
 
 @pytest.fixture
@@ -29,12 +31,12 @@ def both(tmp_path: Path) -> Path:
     x = ir.val("x", ir.DataType.FLOAT, ir.Shape(["rows", 96]))
     matrices = [ir.val(f"m{n}", const_value=ir.tensor(hadamard(n), name=f"m{n}")) for n in (12, 8)]
     turn = HADAMARD.node([x, *matrices], name="turn")
-    trip = ROUND_TRIP.node([turn.outputs[0]], {"bits": 8, "symmetric": 1, "clip": 1.0}, name="trip")
-    for name, node in (("turned", turn), ("y", trip)):
+    rounding = ROUND_ACTIVATIONS.node([turn.outputs[0]], ROUNDING, name="rounding")
+    for name, node in (("turned", turn), ("y", rounding)):
         value = node.outputs[0]
         value.name, value.type, value.shape = name, x.type, x.shape
-    outputs = [turn.outputs[0], trip.outputs[0]]
-    graph = ir.Graph([x], outputs, nodes=[turn, trip], initializers=matrices, opset_imports={"": 23}, name="both")
+    outputs = [turn.outputs[0], rounding.outputs[0]]
+    graph = ir.Graph([x], outputs, nodes=[turn, rounding], initializers=matrices, opset_imports={"": 23}, name="both")
     model = ir.Model(graph, ir_version=11)
     declare(model)
     ir.save(model, tmp_path / "model.onnx")
@@ -50,13 +52,13 @@ def what_runs(file: Path, native: bool) -> set[str]:
 @needs_library
 def test_the_kernel_takes_its_node_and_other_nodes_run_their_body(both: Path) -> None:
     assert what_runs(both, native=True) >= {"Hadamard", "Round"}
-    assert what_runs(both, native=True).isdisjoint({"MatMul", "RoundTrip"})
+    assert what_runs(both, native=True).isdisjoint({"MatMul", "RoundActivations"})
     x = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
     expected = reference(x, hadamard(12), hadamard(8))
     for native in (True, False):
         turned, y = open_session(both, native=native).run(None, {"x": x})
         assert np.abs(turned - expected).max() < 1e-6 * np.abs(expected).max() * np.sqrt(96)
-        assert np.array_equal(y, ROUND_TRIP.reference(turned, 8, 1, 1.0))
+        assert np.array_equal(y, ROUND_ACTIVATIONS.reference(turned, **ROUNDING))
 
 
 @needs_library

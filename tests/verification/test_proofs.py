@@ -11,12 +11,13 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.errors import VerificationError
-from graphopt.graph.diagnostics import TEXT, Check, PassReport
+from graphopt.graph.diagnostics import Check, PassReport
 from graphopt.numerics.rotations.claims import Claims
 from graphopt.verification import proofs
 from graphopt.verification.equivalence import Verifier
 from graphopt.verification.proofs import PendingClaim, Proofs
 from graphopt.verification.steps import Checks, PassRun
+from tests.facts import SENTENCE
 from tests.graphs import residual_model
 from tests.verification.test_steps import Rename, scale_head
 
@@ -32,7 +33,7 @@ def proved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ir.Model, str]]:
         found.append((name, after, threading.current_thread().name))
         if name == "wrong":
             raise VerificationError("the certificate of wrong does not hold")
-        return Check(name="certificate", after=name, status="proved", reason=TEXT(text="tried"))
+        return Check(name="certificate", after=name, status="proved", reason=SENTENCE(text="tried"))
 
     monkeypatch.setattr(proofs, "prove", prove)
     return found

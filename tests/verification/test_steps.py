@@ -12,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.errors import VerificationError
-from graphopt.graph.diagnostics import TEXT, Check, Effect, PassReport
+from graphopt.graph.diagnostics import Check, Effect, PassReport
 from graphopt.graph.weights import Inline, Scale, own_input, rewrite
 from graphopt.ort.runner import Runner
 from graphopt.passes.base import Pass
@@ -21,6 +21,7 @@ from graphopt.passes.phases import Phase
 from graphopt.tasks import task_of
 from graphopt.verification.equivalence import RAN_TOGETHER, SAME_GRAPH, TOLERANCE, Verifier
 from graphopt.verification.steps import Checks, by_run, is_same_graph, run_passes
+from tests.facts import SENTENCE
 from tests.graphs import residual_model
 
 
@@ -36,7 +37,7 @@ class Rename(Pass):
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         model.graph[0].name = f"{model.graph[0].name}'"
-        context.ledger.changed(model.graph[0], TEXT(text="renamed"))
+        context.ledger.changed(model.graph[0], SENTENCE(text="renamed"))
 
 
 class ScaleHead(Rename):
@@ -51,7 +52,7 @@ class ScaleHead(Rename):
         assert weight.const_value is not None
         factors = Inline.from_array(np.full(weight.const_value.shape.numpy()[0], self.factor))
         rewrite(weight, partial(Scale, factors=factors, axis=0))
-        context.ledger.changed(weight, TEXT(text="scaled"))
+        context.ledger.changed(weight, SENTENCE(text="scaled"))
 
 
 def scale_head(factor: float, name: str, effect: Effect = "exact") -> Pass:

@@ -1,9 +1,9 @@
 """Measure what each rotation is worth where activations have outliers: bits per byte of the shipped model.
 
 Real models have outliers where a small one may not, so they are planted, without changing what the model computes, in
-places that folding a gain cannot undo (see ``plant``). Activations and caches of few bits are emulated in float32. The
-last column has a cache that is really packed, as the preset kv4 makes it: pages of 64 tokens as int4, keys rounded per
-channel of a page, values per token, the first page and the newest kept as floats.
+places that folding a gain cannot undo (see ``plant``). Activations have a scale per token, as in the presets w4a8-rtn
+and w4a4-rtn. The cache of 4 bits is that of the preset kv4: pages of 64 tokens as int4, keys rounded per channel of a
+page, values per token, the first page and the newest kept as floats.
 
 python tools/studies/outliers.py --json outliers.json
 """
@@ -36,7 +36,7 @@ from graphopt.ort.session import session_of
 from graphopt.passes.algebra.fold_norms import FoldNorms
 from graphopt.passes.algebra.rotate import Rotate
 from graphopt.passes.cache.quantize_kv import QuantizeKV
-from graphopt.passes.codes.emulate_quantization import EmulateQuantization
+from graphopt.passes.codes.quantize_activations import QuantizeActivations
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe, Step
@@ -63,15 +63,13 @@ ROTATIONS: dict[str, tuple[str, ...]] = {
     "all four": PLACES,
     **{f"all but {place}": tuple(other for other in PLACES if other != place) for place in PLACES},
 }
-PACKED = "packed"
-BITS: dict[str, tuple[int | None, int | str | None]] = {
-    "W4": (None, None),
-    "W4A8": (8, None),
-    "W4A4": (4, None),
-    "W4A4KV4": (4, 4),
-    "W4A4KV4 packed": (4, PACKED),
+BITS: dict[str, tuple[int | None, bool]] = {
+    "W4": (None, False),
+    "W4A8": (8, False),
+    "W4A4": (4, False),
+    "W4A4KV4": (4, True),
 }
-"""Bits of activations and of the cache, which are emulated; or the cache is really one of pages of int4."""
+"""Bits of activations, and whether the cache has pages of int4."""
 
 
 def rotate(places: Iterable[str], seed: int) -> Recipe:
@@ -81,15 +79,13 @@ def rotate(places: Iterable[str], seed: int) -> Recipe:
     return Recipe(name="rotate", steps=(step,), activations="float32")
 
 
-def quantize(bits: tuple[int | None, int | str | None], group: int, clip: float) -> Recipe:
+def quantize(bits: int | None, has_int4_cache: bool, group: int, clip: float) -> Recipe:
     """Return a recipe for 4-bit weights and these activations and caches; lm_head and embedding stay as they are."""
     linear = LinearFormat.model_validate({"group": group})
     steps: list[Step] = [QuantizeWeights(linear=linear, lm_head=None, embedding=None)]
-    activations, cache = bits
-    if any(bits):
-        given = {"activations": activations, "cache": None if cache == PACKED else cache, "clip": clip}
-        steps.append(EmulateQuantization.model_validate(given))
-    if cache == PACKED:
+    if bits is not None:
+        steps.append(QuantizeActivations.model_validate({"bits": bits, "clip": clip}))
+    if has_int4_cache:
         steps.append(QuantizeKV(storage="int4"))
     return Recipe(name="quantize", steps=tuple(steps), activations="float32")
 
@@ -272,14 +268,16 @@ def main(
                     graphopt.optimize(source, rotate(places, seed)) if places else artifacts.read(source)
                 )
                 lost = []
-                for bits_name, bits in BITS.items():
-                    graphopt.optimize(rotated, quantize(bits, group, clip), folder / "made", overwrite=True)
+                for format_name, (bits, has_int4_cache) in BITS.items():
+                    graphopt.optimize(
+                        rotated, quantize(bits, has_int4_cache, group, clip), folder / "made", overwrite=True
+                    )
                     found = graphopt.evaluate(graphopt.load(folder / "made"), text).bits_per_byte
                     rows.append(
                         {
                             "model": name,
                             "rotations": label,
-                            "format": bits_name,
+                            "format": format_name,
                             "bits_per_byte": found,
                             "float32": floats,
                         }

@@ -21,7 +21,7 @@ Output:
 Where m or w < 1e-30, q is 0. Under an integer type y is NaN where x is not finite, and may then be NaN in all of the
 group: the products behind it are NaN either way.
 
-The graph means this rounding: it is what a product computes, not an emulation, for which see ``RoundTrip``. It stands
+The graph means this rounding: it is what a product computes. It stands
 between the phases ``codes`` and ``lower`` in front of ``MatMul`` with dequantized codes. It has no kernel and needs
 none: the step ``lower`` makes one product of both, which multiplies the q as integers, and refuses a graph in which a
 ``RoundActivations`` is left.

@@ -1,1 +1,0 @@
-"""Numbers rounded to few bits and turned back at once: an emulation of storing them so."""
