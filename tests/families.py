@@ -95,6 +95,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _ENCODER = {key: value for key, value in _COMMON.items() if key not in _ENDS} | {"intermediate_size": 96}
 
+_SPECIAL = {
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "cls_token_id": 2,
+    "eos_token_id": 3,
+    "sep_token_id": 3,
+}
+
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     # norms on the residual itself, learned positions, token types, a pooler
     "bert": ("BertConfig", _ENCODER),
@@ -113,6 +121,15 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaConfig", _ENCODER),
     # a learned bias for each distance
     "mpnet": ("MPNetConfig", _ENCODER),
+    # rotary positions, a window on both sides in one layer of two, norms in front, gated MLP
+    "modernbert": (
+        "ModernBertConfig",
+        {**_ENCODER, **_SPECIAL, "local_attention": 8, "global_attn_every_n_layers": 2},
+    ),
+    # rotary positions, norms behind
+    "nomic_bert": ("NomicBertConfig", {**_ENCODER, **_SPECIAL}),
+    # rotary positions, grouped heads, RMS norms: a decoder's parts without its mask
+    "eurobert": ("EuroBertConfig", {**_ENCODER, **_SPECIAL, "num_key_value_heads": 2, "mask_token_id": 1}),
 }
 
 

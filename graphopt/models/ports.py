@@ -20,6 +20,7 @@ from graphopt.analysis.structure.ports import (
     exported_name,
     past_port,
 )
+from graphopt.graph.weights import new_weight
 from graphopt.models.states import other_input
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def name_ports(graph: ir.Graph) -> None:
     _rename(graph)
     _name_dimensions(graph)
     _read_first(graph)
+    _repeat_positions(graph)
 
 
 def _drop_constant_states(graph: ir.Graph) -> None:
@@ -116,6 +118,62 @@ def _read_first(graph: ir.Graph) -> None:
             if candidate.shape is not None and list(candidate.shape)[start:end] == sizes
         )
         node.replace_input_with(0, next(candidates, value) if sizes and is_known else value)
+
+
+def _repeat_positions(graph: ir.Graph) -> None:
+    """Repeat positions that all rows share for each row of a batch, where a ``RotaryEmbedding`` turns by them.
+
+        RotaryEmbedding(x [batch, ...], Cos(p w), Sin(p w))               p [1, length]
+          ->   RotaryEmbedding(x, Cos(p' w), Sin(p' w))                   p' = Expand(p, [batch, 1])
+
+    ONNX defines its operands with as many rows as ``x`` has, and onnxruntime does not broadcast them. An encoder that
+    counts its positions itself (ModernBERT) counts them once for all rows.
+    """
+    rotaries = [node for node in graph if node.op_type == "RotaryEmbedding" and len(node.inputs) == 3]
+    paths = [_path_of_one_row(rotary, index) for rotary in rotaries for index in (1, 2)]
+    repeated: dict[ir.Value, ir.Value] = {}
+    for path in paths:
+        node, side = path[-1]
+        value = node.inputs[side]
+        if value is None or not _has_one_row(value):
+            continue
+        repeated[value] = repeated.get(value) or _repeat(graph, value)
+        node.replace_input_with(side, repeated[value])
+    for node in {node for path in paths for node, _ in path[1:]}:
+        output = node.outputs[0]
+        if output.shape is not None and _has_one_row(output):
+            output.shape = ir.Shape([ir.SymbolicDim(BATCH), *output.shape[1:]])
+
+
+def _path_of_one_row(node: ir.Node, index: int) -> list[tuple[ir.Node, int]]:
+    """Return the nodes, with an input each, by which one row for all came to input ``index`` of ``node``, it first."""
+    value = node.inputs[index]
+    producer = None if value is None else value.producer()
+    if producer is None or producer.op_type not in ("Cos", "Sin", "Mul", "Cast", "Unsqueeze"):
+        return [(node, index)]
+    operands = [side for side, operand in enumerate(producer.inputs) if operand is not None and _has_one_row(operand)]
+    return [(node, index), *(_path_of_one_row(producer, operands[0]) if len(operands) == 1 else [])]
+
+
+def _has_one_row(value: ir.Value) -> bool:
+    """Return whether a value that is computed has one row, whatever the batch is."""
+    return not value.is_initializer() and value.shape is not None and len(value.shape) > 1 and value.shape[0] == 1
+
+
+def _repeat(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Insert nodes that repeat ``value`` [1, ...] for each row of the first input, and return [batch, ...]."""
+    producer, dimensions = value.producer(), list(value.shape or ())
+    ones = new_weight(graph, f"{value.name}.ones", ir.tensor([1] * (len(dimensions) - 1), ir.DataType.INT64))
+    rows = ir.node("Shape", [graph.inputs[0]], {"start": 0, "end": 1})
+    sizes = ir.node("Concat", [rows.outputs[0], ones], {"axis": 0})
+    expand = ir.node("Expand", [value, sizes.outputs[0]])
+    for node, shape in ((rows, [1]), (sizes, [len(dimensions)])):
+        node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape(shape)
+    expand.outputs[0].type = value.type
+    expand.outputs[0].shape = ir.Shape([ir.SymbolicDim(BATCH), *dimensions[1:]])
+    assert producer is not None
+    graph.insert_after(producer, [rows, sizes, expand])
+    return expand.outputs[0]
 
 
 def _dimension(dimension: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | ir.SymbolicDim:

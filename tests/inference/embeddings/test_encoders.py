@@ -27,6 +27,7 @@ from tests.graphs import run_pass
 TEXTS = ["import os", "def read_lines(path): return open(path).read()", "class Stack:", "import sys"]
 # Two layers in float32, run in another order of sums: seen 4e-7.
 FLOAT32 = 1e-5
+ROWS = "[batch,length]"
 
 
 def test_an_encoder_is_exported_with_its_own_ports_and_agrees_with_transformers(bert_artifact: Path) -> None:
@@ -149,6 +150,27 @@ def test_what_is_no_encoder_or_no_text_is_refused(bert_artifact: Path, llama_art
     (other / "tokenizer.json").unlink()
     with pytest.raises(InputError, match=r"no tokenizer\.json, so it can read no text"):
         load_encoder(other).embed(["import os"])
+
+
+@pytest.mark.parametrize("family", ["modernbert", "nomic_bert", "eurobert"])
+def test_rotary_encoders_count_positions_for_each_row(
+    family: str, make_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = make_artifact(family)
+    model, (check,) = artifact.read(folder).model, read_manifest(folder).checks
+    assert check.status == "measured"
+    assert check.figures["largest_change"] <= FLOAT32
+    assert "position_ids" not in {value.name for value in model.graph.inputs}
+    waves = [node.inputs[0] for node in model.graph if node.op_type in ("Cos", "Sin")]
+    assert waves
+    assert {str(angle.shape)[:6] for angle in waves if angle is not None} == {"[batch"}
+    # Positions are repeated once, not for each layer and not for each of query and key.
+    (expand,) = [node for node in model.graph if node.op_type == "Expand" and str(node.outputs[0].shape) == ROWS]
+    assert expand.inputs[0] is not None
+    assert str(expand.inputs[0].shape) == "[1,length]"
+    made = optimize(folder, "rotate", tmp_path / "out")
+    assert made.manifest.check("certificate", after="rotate").status == "proved"
+    assert all(check.status != "not covered" for check in made.manifest.checks if check.name == "hidden states")
 
 
 @pytest.mark.parametrize(
