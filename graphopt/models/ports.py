@@ -131,14 +131,14 @@ def _repeat_positions(graph: ir.Graph) -> None:
     """
     rotaries = [node for node in graph if node.op_type == "RotaryEmbedding" and len(node.inputs) == 3]
     paths = [_path_of_one_row(rotary, index) for rotary in rotaries for index in (1, 2)]
-    repeated: dict[ir.Value, ir.Value] = {}
+    rows_by_value: dict[ir.Value, ir.Value] = {}
     for path in paths:
         node, side = path[-1]
         value = node.inputs[side]
         if value is None or not _has_one_row(value):
             continue
-        repeated[value] = repeated.get(value) or _repeat(graph, value)
-        node.replace_input_with(side, repeated[value])
+        rows_by_value[value] = rows_by_value.get(value) or _repeat(graph, value)
+        node.replace_input_with(side, rows_by_value[value])
     for node in {node for path in paths for node, _ in path[1:]}:
         output = node.outputs[0]
         if output.shape is not None and _has_one_row(output):
@@ -163,9 +163,11 @@ def _has_one_row(value: ir.Value) -> bool:
 def _repeat(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Insert nodes that repeat ``value`` [1, ...] for each row of the first input, and return [batch, ...]."""
     producer, dimensions = value.producer(), list(value.shape or ())
-    ones = new_weight(graph, f"{value.name}.ones", ir.tensor([1] * (len(dimensions) - 1), ir.DataType.INT64))
+    other_sizes = new_weight(
+        graph, f"{value.name}.other_sizes", ir.tensor([1] * (len(dimensions) - 1), ir.DataType.INT64)
+    )
     rows = ir.node("Shape", [graph.inputs[0]], {"start": 0, "end": 1})
-    sizes = ir.node("Concat", [rows.outputs[0], ones], {"axis": 0})
+    sizes = ir.node("Concat", [rows.outputs[0], other_sizes], {"axis": 0})
     expand = ir.node("Expand", [value, sizes.outputs[0]])
     for node, shape in ((rows, [1]), (sizes, [len(dimensions)])):
         node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.INT64), ir.Shape(shape)

@@ -27,7 +27,7 @@ from tests.graphs import run_pass
 TEXTS = ["import os", "def read_lines(path): return open(path).read()", "class Stack:", "import sys"]
 # Two layers in float32, run in another order of sums: seen 4e-7.
 FLOAT32 = 1e-5
-ROWS = "[batch,length]"
+ROWS = {"[batch,length]", "[batch,1,length]", "[batch,length,1]"}
 
 
 def test_an_encoder_is_exported_with_its_own_ports_and_agrees_with_transformers(bert_artifact: Path) -> None:
@@ -165,9 +165,8 @@ def test_rotary_encoders_count_positions_for_each_row(
     assert waves
     assert {str(angle.shape)[:6] for angle in waves if angle is not None} == {"[batch"}
     # Positions are repeated once, not for each layer and not for each of query and key.
-    (expand,) = [node for node in model.graph if node.op_type == "Expand" and str(node.outputs[0].shape) == ROWS]
-    assert expand.inputs[0] is not None
-    assert str(expand.inputs[0].shape) == "[1,length]"
+    expands = [node.outputs[0] for node in model.graph if node.op_type == "Expand"]
+    assert len([value for value in expands if str(value.shape) in ROWS]) == 1
     made = optimize(folder, "rotate", tmp_path / "out")
     assert made.manifest.check("certificate", after="rotate").status == "proved"
     assert all(check.status != "not covered" for check in made.manifest.checks if check.name == "hidden states")
