@@ -57,7 +57,7 @@ def test_an_encoder_with_norms_on_its_residual_is_refused_there_and_rotated_else
 
 def test_an_encoder_takes_rotations_at_run_time_in_front_of_its_weights(bert: ir.Model, tmp_path: Path) -> None:
     model, bases = bert.clone(), find_bases(bert.graph)
-    report = Rotate(EVERYTHING)(model).report
+    report = EVERYTHING(model).report
     # Behind each of five norms, and in front of two down projections.
     assert outcomes(bases, model, report)["weight_input"] == Outcome(rotated=7, nodes=7)
     agrees(bert, model, report, tmp_path)
