@@ -16,7 +16,14 @@ EXPORTS = (
     *FOLDERS,
     *(
         f"graphopt/{name}.py"
-        for name in ("artifact/*", "graph/diagnostics", "models/*", "models/unrolling/*", "tasks/*")
+        for name in (
+            "artifact/*",
+            "graph/diagnostics",
+            "graph/weights/safetensors_files",
+            "models/*",
+            "models/unrolling/*",
+            "tasks/*",
+        )
     ),
 )
 

@@ -14,6 +14,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from graphopt.artifact.hf_config import POOLING, SENTENCES
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.graph.diagnostics import Fact, Rule
@@ -54,7 +56,7 @@ def import_export_packages() -> tuple[Any, Any]:
 
 
 def load_config(source: str) -> Any:
-    """Read the configuration of a causal language model or an encoder of transformers.
+    """Read the configuration of a causal language model or an encoder of transformers, as if it were not quantized.
 
     Args:
         source: a folder, or the id of a model on the Hugging Face hub.
@@ -62,6 +64,16 @@ def load_config(source: str) -> Any:
     Raises:
         InputError: there is no such model, or it is neither of the two.
         MissingDependencyError: torch or transformers is not installed.
+    """
+    return load_quantized_config(source)[0]
+
+
+def load_quantized_config(source: str) -> tuple[Any, dict[str, Any]]:
+    """Return what :func:`load_config` does, and the ``quantization_config``; empty where there is none.
+
+    Raises:
+        InputError: as :func:`load_config`.
+        MissingDependencyError: as :func:`load_config`.
     """
     _, transformers = import_export_packages()
     with quiet():
@@ -76,10 +88,13 @@ def load_config(source: str) -> Any:
                 remedy="is config.json there, and whole?" if Path(source).is_dir() else unknown,
             ) from error
         check_config(config, source)
-    return config
+    settings = config.__dict__.pop("quantization_config", None) or {}
+    return config, settings if isinstance(settings, dict) else settings.to_dict()
 
 
-def load_model(config: Any, source: str, tensors: Mapping[str, Expression] | None = None) -> Any:
+def load_model(
+    config: Any, source: str, tensors: Mapping[str, Expression] | None = None, *, evaluate: bool = False
+) -> Any:
     """Load a causal language model or an encoder of transformers in float32, ready to run.
 
     Args:
@@ -87,6 +102,7 @@ def load_model(config: Any, source: str, tensors: Mapping[str, Expression] | Non
         source: where its weights are: a folder, or the id of a model on the Hugging Face hub.
         tensors: the tensors of the checkpoint by name, where they are known. Then nothing is read: the parameters of
             the model are tensors of :mod:`graphopt.models.lazy_tensors`, which cannot run.
+        evaluate: whether ``tensors`` are evaluated into memory, so that the model can run.
 
     Raises:
         InputError: weights are missing or cannot be loaded.
@@ -100,12 +116,13 @@ def load_model(config: Any, source: str, tensors: Mapping[str, Expression] | Non
         folder = None
     else:
         options["trust_remote_code"] = False
+    states = _states(tensors, evaluate)
     with quiet():
         try:
-            model, loading = auto.from_pretrained(folder, **options, **_states(tensors))
+            model, loading = auto.from_pretrained(folder, **options, **states)
             if {name.partition(".")[0] for name in loading["missing_keys"]} == {_POOLER}:
                 # Trained to fill in masked words, such a checkpoint has no pooler, and embeddings need none.
-                model, loading = auto.from_pretrained(folder, add_pooling_layer=False, **options, **_states(tensors))
+                model, loading = auto.from_pretrained(folder, add_pooling_layer=False, **options, **states)
         except Exception as error:
             raise InputError(
                 f"the weights cannot be loaded ({reason_of(error)})",
@@ -137,8 +154,14 @@ def _auto_class(config: Any) -> Any:
     return getattr(transformers, TASKS[task].auto_class if (task := task_of_config(config)) else "AutoModel")
 
 
-def _states(tensors: Mapping[str, Expression] | None) -> dict[str, Any]:
-    return {} if tensors is None else {"state_dict": lazy_tensors(tensors)}
+def _states(tensors: Mapping[str, Expression] | None, evaluate: bool) -> dict[str, Any]:
+    if tensors is None:
+        return {}
+    if not evaluate:
+        return {"state_dict": lazy_tensors(tensors)}
+    torch, _ = import_export_packages()
+    floats = {name: tensor.numpy() for name, tensor in tensors.items() if tensor.dtype.is_floating_point()}
+    return {"state_dict": {name: torch.from_numpy(array.astype(np.float32)) for name, array in floats.items()}}
 
 
 def task_of_config(config: Any) -> str | None:
@@ -148,10 +171,10 @@ def task_of_config(config: Any) -> str | None:
 
 
 def check_config(config: Any, source: str) -> None:
-    """Refuse a configuration that is neither of a causal language model nor of an encoder, or of a quantized one.
+    """Refuse a configuration that is neither of a causal language model nor of an encoder.
 
     Raises:
-        InputError: it is one of these.
+        InputError: it is neither.
     """
     if task_of_config(config) is None:
         architectures = ", ".join(getattr(config, "architectures", None) or ()) or type(config).__name__
@@ -160,10 +183,6 @@ def check_config(config: Any, source: str) -> None:
             file=source,
             remedy="graphopt takes decoder-only models, those that transformers loads with AutoModelForCausalLM, and "
             "encoders such as BERT",
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise InputError(
-            "the checkpoint is quantized already", file=source, remedy="give the original one, in 16 or 32 bits"
         )
 
 

@@ -16,10 +16,20 @@ import numpy as np
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.weights import Expression, Inline
-from graphopt.models.checkpoint import class_of, import_export_packages, load_config, load_model, quiet, reason_of
+from graphopt.graph.weights.safetensors_files import INDEX, SINGLE, tensors_of_files, tensors_of_folder
+from graphopt.models.checkpoint import (
+    class_of,
+    import_export_packages,
+    load_config,
+    load_model,
+    load_quantized_config,
+    quiet,
+    reason_of,
+)
 from graphopt.models.checkpoint_tensors import Parameter, stored_tensors
 from graphopt.models.lazy_tensors import dtype_of, expression_of_tensor
-from graphopt.models.safetensors_files import INDEX, SINGLE, tensors_of_files, tensors_of_folder
+from graphopt.quantization.checkpoints.importer import Settings, decoded_weights
+from graphopt.quantization.matrix_codes import CodedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,6 +39,10 @@ OTHER_FILES = Rule("export.other-files", "its weights are not in safetensors fil
 NOT_LAZY = Rule("export.not-lazy", "transformers does more to its weights than to move and widen them ({error})")
 
 NO_WEIGHTS = Rule("export.no-weights", "this is the graph alone: its weights were not asked for")
+CODES = Rule(
+    "export.codes",
+    "{count} matrices are decoded from codes of {method}; the step keep_codes stores these codes again",
+)
 
 _ADAPTER = "adapter_config.json"
 
@@ -60,8 +74,10 @@ def load(source: str) -> LoadedModel:
         InputError: there is no such model, it is neither of the two, or weights are missing or damaged.
         MissingDependencyError: torch or transformers is not installed.
     """
-    config = load_config(source)
+    config, settings = load_quantized_config(source)
     tensors = _tensors_of(config, source)
+    if settings:
+        return _load_quantized(config, settings, source, tensors)
     reason = OTHER_FILES()
     if tensors is not None:
         try:
@@ -73,6 +89,26 @@ def load(source: str) -> LoadedModel:
     model = load_model(config, source)
     return LoadedModel(
         model, weights_of(model), lambda: load_model(load_config(source), source), [IN_MEMORY(why=reason)]
+    )
+
+
+def _load_quantized(
+    config: Any, settings: Settings, source: str, tensors: Mapping[str, Expression] | None
+) -> LoadedModel:
+    if tensors is None:
+        raise InputError(
+            "the checkpoint is quantized, and its weights are not in safetensors files alone",
+            file=source,
+            remedy="give the original one, in 16 or 32 bits",
+        )
+    weights = decoded_weights(tensors, settings, source)
+    model = load_model(config, source, weights)
+    count = sum(isinstance(weight, CodedTensor) for weight in weights.values())
+    return LoadedModel(
+        model,
+        weights_of(model),
+        lambda: load_model(load_config(source), source, weights, evaluate=True),
+        [CODES(count=count, method=settings["quant_method"])],
     )
 
 

@@ -295,7 +295,7 @@ def test_quantized_checkpoint(llama_folder: Path, clean: Path, tmp_path: Path) -
     (folder / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
     )
-    assert "the checkpoint is quantized already" in refusal(folder, clean)
+    assert "the checkpoint says that it is quantized, but has no tensors of gptq" in refusal(folder, clean)
 
 
 def test_bidirectional_model_has_no_cache(clean: Path, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from graphopt.graph.weights import Inline
+from graphopt.graph.weights.safetensors_files import tensors_of_folder
 from graphopt.models.checkpoint import load_config, load_model
 from graphopt.models.lazy_tensors import NotLazyError, expression_of_tensor, lazy_tensors
-from graphopt.models.safetensors_files import tensors_of_folder
 
 # What transformers does to weights while it loads them, and every other way to say it that torch has.
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {

@@ -11,6 +11,7 @@
     store.py           evaluated tensors on disk, found again by digest
     work_folder.py     the folder of one compilation, which goes on where it was cut off
     data_file.py       a model and the file of its weights
+    safetensors_files.py  tensors of safetensors files: headers are parsed, nothing is read
     disk.py            a full disk is an error like any other
 
 Expressions that need more than that live where it is: rounding to codes and packing in

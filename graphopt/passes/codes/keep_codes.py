@@ -1,4 +1,4 @@
-"""Weights that came from the codes of a GGUF file are stored as these codes again, and not rounded once more."""
+"""Weights that came from codes of a file are stored as these codes again, and not rounded once more."""
 
 from __future__ import annotations
 
@@ -12,33 +12,43 @@ import onnx_ir as ir
 from graphopt.analysis.structure.products import linear_nodes, token_lookups
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import drop, replace
+from graphopt.graph.editing import drop, replace, shared_constant
 from graphopt.graph.weights import Array, Part, WeightTensor, blocks_of, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass
 from graphopt.passes.common.formats import Activations
 from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.common.logical_codes import dequantize, typed
 from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
-from graphopt.quantization.gguf.blocks import Ggml
-from graphopt.quantization.gguf.codes import KeptCodes, has_codes
+from graphopt.quantization.checkpoints.importer import coded_matrices
+from graphopt.quantization.gguf.codes import GgmlCodes, has_codes
 from graphopt.quantization.gguf.file import open_gguf
+from graphopt.quantization.matrix_codes import CodedTensor, KeptCodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from graphopt.passes.context import Context, Ledger
 
-CODES_KEPT = Rule("keep_codes.kept", "{weight} as the file's {kind}: {format} in groups of {group}")
+CODES_KEPT = Rule(
+    "keep_codes.kept",
+    "{weight} as the file's {kind}: {format} in groups of {group}",
+    in_order="; its input is put in the order of the groups",
+)
 LOOKED_UP = Rule("keep_codes.looked-up", "{part} of {table} looked up")
 NOT_OF_FILE = Rule("keep_codes.not-of-file", "the file has no codes of these numbers")
-NO_LOOKUP = Rule("keep_codes.no-lookup", "codes of {kind} have minimums, which a table that is looked up cannot have")
+NO_LOOKUP = Rule(
+    "keep_codes.no-lookup", "a table that is looked up needs integers with scales alone, and {kind} has others"
+)
+INPUT_ORDER = Rule("keep_codes.reordered", "{input} in the order of the groups of {weight}")
 
 # For each row of numbers that a tensor of the file means: the tensor's name and the row.
 _Rows = dict[bytes, dict[str, int]]
 
 
 class KeepCodes(Pass):
-    """Store matrices and the token embedding as the codes of the GGUF file that they were decoded from.
+    """Store matrices and the token embedding as the codes of the file that they were decoded from.
+
+    The file is a GGUF file, or the folder of a checkpoint that a quantizer wrote.
 
     before::
 
@@ -48,16 +58,19 @@ class KeepCodes(Pass):
 
         y = MatMul(x, DequantizeLinear(codes[:, r], scales[:, r]; axis=0, block_size=32))             Q4_0, Q8_0
         y = MatMul(x, Dequantize(codes[:, r], scales[:, r], table, minimums[:, r]; group))            Q6_K, Q4_1, ...
+        y = MatMul(x, DequantizeLinear(codes[:, r], scales[:, r], zero points[:, r]; axis=0, block_size))     GPTQ, AWQ
+        y = MatMul(Gather(x, order), DequantizeLinear(codes[order, r], ...))                  GPTQ, by activation
         e = DequantizeLinear(Gather(codes, ids), Cast(Gather(scales, ids)); axis=-1)                  Q8_0, Q6_K, ...
         e = Gather(Transpose(W), ids)                  W the matrix of the lm_head, by Dequantize     tied, any type
 
     Rows are found by their content, all of it, so no name and no layout has to be known, and a weight that another step
     has changed is left alone. W is the file's to the last bit. For the target ``ort-cuda``, whose kernels know no
     minimums, types that have them (Q4_1, Q5_1, Q4_K, Q5_K) get zero points in float32, which moves a weight by about
-    2^-23 of the larger of scale times code and minimum. See :mod:`graphopt.quantization.gguf.codes`.
+    2^-23 of the larger of scale times code and minimum. See :mod:`graphopt.quantization.gguf.codes`
+    and :mod:`graphopt.quantization.checkpoints`.
 
     Attributes:
-        file: the file.
+        file: the GGUF file, or the folder of the quantized checkpoint.
         activations: what the inputs of products are rounded to where ONNX has no form for their weights.
     """
 
@@ -75,14 +88,7 @@ class KeepCodes(Pass):
             InputError: no file is given, or it cannot be read.
             MissingDependencyError: the package ``gguf`` is not installed.
         """
-        if self.file is None or not self.file.is_file():
-            raise InputError(
-                "the step keep_codes needs the GGUF file that the model was exported from",
-                file=self.file,
-                remedy="give it: --set keep_codes.file=model.gguf",
-            )
-        tensors = {name: each for name, each in open_gguf(self.file).tensors.items() if has_codes(each)}
-        coded_tensors = {name: each for name, each in tensors.items() if isinstance(each, Ggml)}
+        coded_tensors = self._coded_tensors()
         rows = _rows(coded_tensors)
         tied = tied_lookups(model.graph)
         for node in linear_nodes(model.graph):
@@ -96,9 +102,24 @@ class KeepCodes(Pass):
                 standard = node not in tied or context.target == "portable"
                 on_gpu = context.target == "ort-cuda"
                 kept_codes = KeptCodes(coded_tensors[matches[0]], matches[1], standard=standard, as_zero_points=on_gpu)
+                if node in tied and kept_codes.coding.column_order is not None:
+                    context.ledger.skipped(node, NO_LOOKUP(kind=kept_codes.source.kind))
+                    continue
                 self._keep_matrix(model.graph, node, weight, kept_codes, context.ledger, tied.get(node, ()))
         for node in token_lookups(model.graph):
             self._keep_table(model.graph, node, coded_tensors, rows, context.ledger)
+
+    def _coded_tensors(self) -> dict[str, CodedTensor]:
+        if self.file is None or not self.file.exists():
+            raise InputError(
+                "the step keep_codes needs the GGUF file or the folder that the model was exported from",
+                file=self.file,
+                remedy="give it: --set keep_codes.file=model.gguf",
+            )
+        if self.file.is_dir():
+            return coded_matrices(self.file)
+        tensors = open_gguf(self.file).tensors
+        return {name: GgmlCodes(tensor) for name, tensor in tensors.items() if has_codes(tensor)}  # type: ignore[arg-type]
 
     def _keep_matrix(
         self,
@@ -123,6 +144,8 @@ class KeepCodes(Pass):
         typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
         node.replace_input_with(1, reader.outputs[0])
+        if kept_codes.coding.column_order is not None:
+            _reorder_input(graph, node, weight, kept_codes.coding.column_order, ledger)
         ledger.changed(reader, _fact_of(weight, kept_codes), [weight])
         for lookup in tied:
             look_up_columns(graph, lookup, reader, weight, ledger)
@@ -132,7 +155,7 @@ class KeepCodes(Pass):
             round_input(graph, node, rounding, ledger)
 
     def _keep_table(
-        self, graph: ir.Graph, node: ir.Node, tensors: dict[str, Ggml], rows: _Rows, ledger: Ledger
+        self, graph: ir.Graph, node: ir.Node, tensors: dict[str, CodedTensor], rows: _Rows, ledger: Ledger
     ) -> None:
         table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
         assert table is not None and table.const_value is not None
@@ -141,7 +164,7 @@ class KeepCodes(Pass):
             ledger.skipped(node, NOT_OF_FILE())
             return
         tensor = tensors[matches[0]]
-        if KeptCodes(tensor, matches[1]).has_minimums:
+        if not KeptCodes(tensor, matches[1]).can_be_looked_up:
             ledger.skipped(node, NO_LOOKUP(kind=tensor.kind))
             return
         kept_codes = KeptCodes(tensor, matches[1], looked_up=True)
@@ -161,15 +184,35 @@ class KeepCodes(Pass):
                 looked_up.append(wide.outputs[0])
         attributes = {"axis": len(ids.shape), "block_size": kept_codes.group}
         reader = ir.node("DequantizeLinear", looked_up, attributes, name=f"{node.name}.dequantize")
-        typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, tensor.dims[1]])
+        typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, tensor.shape[1]])
         replace(node, reader)
         ledger.changed(reader, _fact_of(table, kept_codes), [node, table])
 
 
 def _fact_of(weight: ir.Value, kept_codes: KeptCodes) -> Fact:
     return CODES_KEPT(
-        weight=weight.name, kind=kept_codes.source.kind, format=kept_codes.format.name, group=kept_codes.group
+        weight=weight.name,
+        kind=kept_codes.source.kind,
+        format=kept_codes.format.name,
+        group=kept_codes.group,
+        in_order=kept_codes.coding.column_order is not None or None,
     )
+
+
+def _reorder_input(graph: ir.Graph, node: ir.Node, weight: ir.Value, order: Array, ledger: Ledger) -> None:
+    """Let ``node`` read the columns of its input in another order, from one Gather for all with the same order."""
+    x = node.inputs[0]
+    assert x is not None
+    digest = hashlib.blake2b(order.tobytes(), digest_size=8).hexdigest()
+    indices = shared_constant(graph, f"order.{digest}", order)
+    gather = next((use.node for use in x.uses() if use.node.op_type == "Gather" and indices in use.node.inputs), None)
+    if gather is None:
+        gather = ir.node("Gather", [x, indices], {"axis": -1}, name=f"{x.name}.order.{digest}")
+        output = gather.outputs[0]
+        output.name, output.type, output.shape = f"{gather.name}.output", x.type, x.shape
+        graph.insert_before(node, gather)
+        ledger.changed(gather, INPUT_ORDER(input=x.name, weight=weight.name), [node])
+    node.replace_input_with(0, gather.outputs[0])
 
 
 def _initializers(graph: ir.Graph, weight: ir.Value, kept_codes: KeptCodes) -> dict[str, ir.Value]:
@@ -179,7 +222,7 @@ def _initializers(graph: ir.Graph, weight: ir.Value, kept_codes: KeptCodes) -> d
     }
 
 
-def _rows(tensors: dict[str, Ggml]) -> _Rows:
+def _rows(tensors: dict[str, CodedTensor]) -> _Rows:
     matches: _Rows = {}
     for name, tensor in tensors.items():
         row = 0

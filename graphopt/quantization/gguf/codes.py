@@ -12,13 +12,16 @@ z = -m / d in float32, and a weight (q - z) d moves by about 2^-23 of the larger
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
 
-from graphopt.graph.weights import Array, Bundle, Shape
-from graphopt.numerics.formats import FORMATS, Format
+from graphopt.numerics.formats import FORMATS
 from graphopt.quantization.gguf.blocks import Ggml, block_of, decode, import_gguf
+from graphopt.quantization.matrix_codes import CodedRows, CodedTensor, Coding
+
+if TYPE_CHECKING:
+    from graphopt.graph.weights import Array, Region, Shape
 
 _FORMATS = {
     "Q4_0": ("int4", 32),
@@ -40,100 +43,58 @@ def has_codes(tensor: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KeptCodes(Bundle):
-    """Codes, scales and perhaps minimums of rows of a tensor.
-
-    Attributes:
-        source: the tensor, of a type in the table above.
-        order: the rows, int64.
-        looked_up: rows stay rows and codes are int8, as a table that is looked up wants them. Otherwise rows become
-            columns, as a product reads them, and codes have the type that ONNX has for the format: int4 or int8. Where
-            it has none they are uint8, places in the format's table.
-        standard: whether to use what ONNX has for the format. Without, codes are always uint8, and scales as short as
-            in the file.
-        as_zero_points: minimums become zero points, values of the format's table in float32.
-    """
+class GgmlCodes(CodedTensor):
+    """The codes of a matrix of a GGUF file, of a type in the table above."""
 
     source: Ggml
-    order: Array
-    looked_up: bool = False
-    standard: bool = True
-    as_zero_points: bool = False
 
     def __post_init__(self) -> None:
-        if not has_codes(self.source) or (self.looked_up and self.has_minimums):
+        if not has_codes(self.source):
             raise ValueError(f"{self.source} has no codes that can be kept")
 
     @property
-    def format(self) -> Format:
-        """The format."""
-        return FORMATS[_FORMATS[self.source.kind][0]]
+    def kind(self) -> str:
+        """The type."""
+        return self.source.kind
 
     @property
-    def group(self) -> int:
-        """Numbers that share a scale."""
-        return _FORMATS[self.source.kind][1]
+    def shape(self) -> Shape:
+        """The dimensions."""
+        return self.source.dims
 
     @property
-    def has_minimums(self) -> bool:
-        """Whether a group has a minimum of its own."""
-        return self.format.zero_point
+    def coding(self) -> Coding:
+        """As the table above has it."""
+        name, group = _FORMATS[self.kind]
+        return Coding(FORMATS[name], group, minimums=name.startswith("uint"), half=self.kind in _ONE_LEVEL)
 
-    @property
-    def is_standard(self) -> bool:
-        """Whether ``DequantizeLinear`` can say it."""
-        has_form = self.standard and self.format.onnx_type is not None and not self.has_minimums
-        return self.looked_up or has_form
+    def evaluate(self, region: Region) -> Array:
+        """Decode the blocks that the region touches."""
+        return self.source.evaluate(region)
 
-    @property
-    def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
-        """Scales and minimums of one level are float16, as in the file, but for a product in standard form."""
-        rows, columns = len(self.order), self.source.dims[1]
-        codes, scales = (rows, columns), (rows, columns // self.group)
-        if not self.looked_up:
-            codes, scales = codes[::-1], scales[::-1]
-        kind = ir.DataType.INT8 if self.looked_up else self.format.onnx_type if self.is_standard else None
-        half = self.source.kind in _ONE_LEVEL and (self.looked_up or not self.is_standard) and not self.as_zero_points
-        numbers = ir.DataType.FLOAT16 if half else ir.DataType.FLOAT
-        parts: dict[str, tuple[ir.DataType, Shape]] = {
-            "codes": (kind or ir.DataType.UINT8, codes),
-            "scales": (numbers, scales),
-        }
-        minimums_part = "zero_points" if self.as_zero_points else "minimums"
-        return parts | {minimums_part: (numbers, scales)} if self.has_minimums else parts
-
-    def evaluate(self) -> dict[str, Array]:
-        """Return the parts.
+    def coded_rows(self, rows: Array) -> CodedRows:
+        """Return codes, scales and minimums of rows.
 
         Raises:
             ValueError: the file means numbers that its own scales cannot make, as a NaN among them.
         """
-        blocks = np.ascontiguousarray(self.source.blocks()[self.order])
-        numbers = decode(blocks, self.source.kind).reshape(len(self.order), -1, self.group).astype(np.float64)
-        scales, minimums = scales_of(blocks, self.source.kind)
+        blocks = np.ascontiguousarray(self.source.blocks()[rows])
+        format, group = self.coding.format, self.coding.group
+        numbers = decode(blocks, self.kind).reshape(len(rows), -1, group).astype(np.float64)
+        scales, minimums = scales_of(blocks, self.kind)
         # A group without a step is its minimum, everywhere.
         steps = np.where(scales == 0, 1, scales.astype(np.float64))
         indices = np.rint((numbers - minimums[..., None]) / steps[..., None])
-        levels = self.format.levels
+        levels = format.levels
         assert levels is not None
         if not ((levels.values[0] <= indices) & (indices <= levels.values[-1])).all():
             raise ValueError(f"{self.source} has numbers beyond its codes")
         products = indices.astype(np.float32) * scales[..., None] + minimums[..., None]
         if not np.array_equal(products, numbers.astype(np.float32)):
             raise ValueError(f"{self.source} has numbers that are not codes times scales, and minimums")
-        if self.has_minimums and self.as_zero_points:
-            parts = {"scales": steps, "zero_points": -minimums.astype(np.float64) / steps}
-        else:
-            parts = {"scales": scales, **({"minimums": minimums} if self.has_minimums else {})}
-        parts["codes"] = indices.reshape(len(self.order), -1)
-        return {name: self._in_stored_type(name, array) for name, array in parts.items()}
-
-    def _in_stored_type(self, name: str, array: Array) -> Array:
-        kind, _ = self.parts[name]
-        matrix = array if self.looked_up else array.T
-        if kind == ir.DataType.UINT8:  # two's complement, as places in the format's table
-            return np.ascontiguousarray((matrix.astype(np.int16) & (2**self.format.bits - 1)).astype(np.uint8))
-        return np.ascontiguousarray(matrix.astype(kind.numpy()))
+        # two's complement, as places in the format's table
+        codes = (indices.astype(np.int16) & (2**format.bits - 1)).astype(np.uint8).reshape(len(rows), -1)
+        return CodedRows(codes, scales, minimums if self.coding.minimums else None)
 
 
 def scales_of(blocks: Array, kind: str) -> tuple[Array, Array]:

@@ -9,7 +9,8 @@ import pytest
 
 from graphopt.graph.weights import Part
 from graphopt.quantization.gguf.blocks import Ggml
-from graphopt.quantization.gguf.codes import KeptCodes, has_codes
+from graphopt.quantization.gguf.codes import GgmlCodes, has_codes
+from graphopt.quantization.matrix_codes import KeptCodes
 from graphopt.runtime_ops.dequantize.spec.op import reference
 from tests import ggufs
 
@@ -53,19 +54,19 @@ def test_codes_mean_the_same_bits(kind: str, looked_up: bool, tmp_path: Path) ->
     tensor = tensor_of(kind, tmp_path)
     if looked_up and kind in WITH_MINIMUMS:
         with pytest.raises(ValueError, match="no codes that can be kept"):
-            KeptCodes(tensor, ORDER, looked_up=looked_up)
+            KeptCodes(GgmlCodes(tensor), ORDER, looked_up=looked_up)
         return
     for standard in (True, False):
-        kept = KeptCodes(tensor, ORDER, looked_up=looked_up, standard=standard)
+        kept = KeptCodes(GgmlCodes(tensor), ORDER, looked_up=looked_up, standard=standard)
         assert np.array_equal(meant(kept), tensor.numpy()[ORDER])
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q4_1", "Q5_1"])
 def test_codes_of_one_level_take_the_bytes_of_the_file(kind: str, tmp_path: Path) -> None:
-    kept = KeptCodes(tensor_of(kind, tmp_path), ORDER)
+    kept = KeptCodes(GgmlCodes(tensor_of(kind, tmp_path)), ORDER)
     bits = {"codes": kept.format.bits, **dict.fromkeys(("scales", "minimums"), 32 if kept.is_standard else 16)}
     stored = sum(bits[name] * np.prod(shape) // 8 for name, (_, shape) in kept.parts.items())
-    of_file = kept.source.stored_bytes()[ORDER].nbytes
+    of_file = kept.source.source.stored_bytes()[ORDER].nbytes
     # the standard form has scales of 4 bytes, which lower packs into 2
     assert stored - of_file == (2 * np.prod(kept.parts["scales"][1]) if kept.is_standard else 0)
     if kept.is_standard:
@@ -76,7 +77,7 @@ def test_codes_of_one_level_take_the_bytes_of_the_file(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", WITH_MINIMUMS)
 def test_minimums_as_zero_points_err_by_rounding_of_float32(kind: str, tmp_path: Path) -> None:
     tensor = tensor_of(kind, tmp_path)
-    got, expected = meant(KeptCodes(tensor, ORDER, as_zero_points=True)), tensor.numpy()[ORDER]
+    got, expected = meant(KeptCodes(GgmlCodes(tensor), ORDER, as_zero_points=True)), tensor.numpy()[ORDER]
     groups = np.abs(expected).reshape(len(ORDER), -1, 32).max(-1, keepdims=True)
     # |m| and the span of codes times step are at most twice the largest number of a group. Three roundings: of the zero
     # point, of the difference and of the product, 2^-24 each.
@@ -88,13 +89,13 @@ def test_types_that_no_format_says_have_no_codes(tmp_path: Path) -> None:
     assert not has_codes(Ggml("", 0, "IQ4_XS", SHAPE))
     assert not has_codes(Ggml("", 0, "Q8_0", (512,)))
     with pytest.raises(ValueError, match="no codes that can be kept"):
-        KeptCodes(Ggml("x", 0, "F16", SHAPE), ORDER)
+        GgmlCodes(Ggml("x", 0, "F16", SHAPE))
     with pytest.raises(ValueError, match="no codes that can be kept"):
-        KeptCodes(tensor_of("Q4_1", tmp_path), ORDER, looked_up=True)
+        KeptCodes(GgmlCodes(tensor_of("Q4_1", tmp_path)), ORDER, looked_up=True)
 
 
 def test_codes_are_data_that_travels(tmp_path: Path) -> None:
-    kept = KeptCodes(tensor_of("Q6_K", tmp_path), ORDER)
+    kept = KeptCodes(GgmlCodes(tensor_of("Q6_K", tmp_path)), ORDER)
     again = pickle.loads(pickle.dumps(kept))
     assert again.digest == kept.digest
     assert KeptCodes(kept.source, ORDER[::-1].copy()).digest != kept.digest
@@ -109,4 +110,4 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
     content[5:7] = np.array(np.nan, np.float16).tobytes()
     Path(tensor.path).write_bytes(content)
     with pytest.raises(ValueError, match="beyond its codes"):
-        KeptCodes(tensor, ORDER).evaluate()
+        KeptCodes(GgmlCodes(tensor), ORDER).evaluate()

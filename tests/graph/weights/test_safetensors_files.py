@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from graphopt.errors import InputError
-from graphopt.models.safetensors_files import INDEX, SINGLE, tensors_of_folder
+from graphopt.graph.weights.safetensors_files import INDEX, SINGLE, tensors_of_folder
 
 TENSORS = {
     "matrix": np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.graph.weights import Expression, StoredBytes
+from graphopt.graph.weights.leaves import StoredBytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from graphopt.graph.weights.expression import Expression
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -28,6 +30,11 @@ _TYPES = {
     "I16": ir.DataType.INT16,
     "I8": ir.DataType.INT8,
     "U8": ir.DataType.UINT8,
+    "U16": ir.DataType.UINT16,
+    "U32": ir.DataType.UINT32,
+    "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "F8_E5M2": ir.DataType.FLOAT8E5M2,
+    "F8_E8M0": ir.DataType.FLOAT8E8M0,
     "BOOL": ir.DataType.BOOL,
 }
 
