@@ -4,8 +4,6 @@
 
 #include <immintrin.h>
 
-#define GRAPHOPT_NEON 0
-
 namespace graphopt {
 namespace {
 

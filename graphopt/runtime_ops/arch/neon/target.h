@@ -4,8 +4,6 @@
 
 #include <arm_neon.h>
 
-#define GRAPHOPT_NEON 1
-
 namespace graphopt {
 namespace {
 

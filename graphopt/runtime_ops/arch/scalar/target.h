@@ -2,8 +2,6 @@
 
 #include <cstddef>
 
-#define GRAPHOPT_NEON 0
-
 namespace graphopt {
 namespace {
 

@@ -3,7 +3,6 @@
 
 #include "kv_attention/cpu/bfloat16.h"
 #include "kv_attention/cpu/compensate.h"
-#include "kv_attention/cpu/factors.h"
 #include "kv_attention/cpu/float8.h"
 #include "kv_attention/cpu/kernels.h"
 #include "kv_attention/cpu/scaled.h"

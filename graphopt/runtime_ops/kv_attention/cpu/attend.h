@@ -4,10 +4,10 @@
 #include <new>
 
 #include "kv_attention/cpu/scratch.h"
-#include "kv_attention/cpu/integers.h"
 #include "kv_attention/cpu/kernels.h"
 #include "kv_attention/cpu/lookahead.h"
 #include "kv_attention/cpu/softmax.h"
+#include GRAPHOPT_ARCH_HEADER(kv_attention/cpu/arch, codes.h)
 
 namespace graphopt {
 namespace {
@@ -115,27 +115,6 @@ struct Reader : Lookahead {
     });
   }
 
-  template <bool Narrow>
-  void read_codes(int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values, const float* scales,
-                  Ahead ahead) const {
-    const size_t size = layout.size, page = layout.page, lines = page / kColumns;
-#if GRAPHOPT_MULTIPLIES_CODES
-    score(logical, lines, [&](const float* from, float* scores) {
-      multiply_key_codes<Narrow>(from, rows, keys, ahead, scales, size, page, scores);
-    });
-    weigh_rows(alike, lines);
-    by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
-      multiply_value_codes<Narrow>(buffers.scores + row * page, buffers.factors + row, count, values, ahead,
-                                   scales + 2 * size, seen, size, page, partial.values + row * size);
-    });
-#else
-    decode_keys<Narrow>(keys, ahead, scales, size, page, buffers.keys);
-    decode_values<Narrow>(values, ahead, scales + 2 * size, size, page, buffers.values);
-    const Stretch<float, float> decoded = {buffers.keys, buffers.values, nullptr, nullptr, 0};
-    read(logical, alike, lines, page, &decoded);
-#endif
-  }
-
   // `next` is the page that is read then.
   void read_page(PageEntry entry, PageEntry next) const {
     const int64_t logical = entry >> 1;
@@ -218,7 +197,7 @@ struct Reader : Lookahead {
       return read(logical, alike, lines, layout.page, &floats);
     }
     const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
-    read_codes<Bits == 4>(logical, alike, reinterpret_cast<const uint8_t*>(state.keys + physical * bytes),
+    read_codes<Bits == 4>(*this, logical, alike, reinterpret_cast<const uint8_t*>(state.keys + physical * bytes),
                           reinterpret_cast<const uint8_t*>(state.values + physical * bytes),
                           state.scales + physical * layout.scales(), ahead);
   }

@@ -81,24 +81,6 @@ class Ranks {
   const float* ranks_;
 };
 
-// A bit for each lane that is `least` or more.
-inline uint32_t lanes_at_least(const Integers& ranks, int32_t least) {
-#if defined(__AVX512F__)
-  const __mmask16 mask =
-      _mm512_cmpge_epi32_mask(reinterpret_cast<__m512i>(ranks.part[0]), _mm512_set1_epi32(least));
-  // GCC 12 may write the 16 bits of a mask to memory and read 32.
-  uint32_t bits;
-  asm("kmovw %1, %0" : "=r"(bits) : "k"(mask));
-  return bits;
-#else
-  int32_t lanes[kColumns];
-  store_line(lanes, ranks);
-  uint32_t bits = 0;
-  for (size_t i = 0; i < kColumns; ++i) bits |= static_cast<uint32_t>(lanes[i] >= least) << i;
-  return bits;
-#endif
-}
-
 // Lists the pages that the query at `position` reads, in their order: those of the sinks, of the recent tokens, and of
 // the candidates the `budget` with the highest scores, or as many of them as have `mass`; of equal scores the lower
 // page. Returns how many there are. Scores are overwritten; their memory is that of list_floats.

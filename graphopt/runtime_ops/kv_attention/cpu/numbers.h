@@ -1,29 +1,38 @@
-// What attention needs of vectors beyond a product's: the largest, exponentials, choices by lane.
+// What attention needs of vectors beyond a product's: the largest, exponentials, choices by lane. Each set of
+// instructions has its own, in arch/<set>/:
+//
+//     floats.h    larger, smaller   by lane. The comparison is false for NaN, and then the result is b: pass the operand
+//                                   whose NaN must propagate as b
+//                 fused             a * b + c, rounded once where that costs nothing
+//                 sum_of            the sum of the lanes: halves are added, 8 with 8, 4 with 4, 2 with 2, 1 with 1
+//                 sums_of           the sums of 16 vectors, each added up as by sum_of
+//                 largest_lane      the largest number of a line without NaN
+//                 lanes_at_least    a bit for each lane that is `least` or more
+//                 transpose_block   16 numbers of 16 rows, `size` numbers apart, as 16 columns
+//                 kMostTogether, kSumLines   fits in registers: sums for that many rows by that many lines
+//                 kFloatRowsInOrder          up to so many rows of floats are read line by line
+//     loads.h     load_numbers      16 numbers in bfloat16 or float8 as floats
+//                 load_bytes        16 bytes as integers
+//     factors.h   FactorRow         factors of codes, rounded to 16 bits, as products with codes take them
+//                 kCodeRows         rows of factors that go together
+//     codes.h     CodeSums          sums of products of codes with factors, kCodeLines lines at a time; or decode_codes.h
+//                                   where a set multiplies floats
 #pragma once
 
 #include <initializer_list>
 
 #include "kv_attention/shared/layout.h"
 #include "arch/vector.h"
+#include GRAPHOPT_ARCH_HEADER(kv_attention/cpu/arch, floats.h)
 
 namespace graphopt {
 namespace {
 
 constexpr float kNothing = -__builtin_inff();  // the score of tokens that are not read
 
-// The comparison is false for NaN, and then the result is b: pass the operand whose NaN must propagate as b.
-inline Floats larger(const Floats& a, const Floats& b) {
-#if defined(__AVX512F__)
-  return {{_mm512_max_ps(a.part[0], b.part[0])}};
-#endif
-  return by_parts<Floats>([&](size_t i) { return a.part[i] > b.part[i] ? a.part[i] : b.part[i]; });
-}
-inline Floats smaller(const Floats& a, const Floats& b) {
-#if defined(__AVX512F__)
-  return {{_mm512_min_ps(a.part[0], b.part[0])}};
-#endif
-  return by_parts<Floats>([&](size_t i) { return a.part[i] < b.part[i] ? a.part[i] : b.part[i]; });
-}
+// The longest row of factors: the channels of a head.
+constexpr size_t kMostFactors = 256;
+
 inline Floats magnitude(const Floats& a) {
   return by_parts<Floats>([&](size_t i) {
     return reinterpret_cast<Floats::Part>(reinterpret_cast<Integers::Part>(a.part[i]) & 0x7fffffff);
@@ -61,98 +70,8 @@ inline Integers visible_lanes(const Visible& seen, size_t first) {
   return lanes_between(lane, seen.first[0], seen.end[0]) | lanes_between(lane, seen.first[1], seen.end[1]);
 }
 
-// a * b + c, rounded once where that costs nothing.
-inline Floats fused(const Floats& a, const Floats& b, const Floats& c) {
-#if defined(__FMA__) || GRAPHOPT_NEON
-  return multiply_add(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// The lanes of a line joined by halves: 8 with 8, 4 with 4, 2 with 2, 1 with 1.
-template <typename Join>
-inline __attribute__((always_inline)) float joined(const Floats& a, const Join& join) {
-  const __m256 half = reinterpret_cast<__m256>(join(a.part[0], a.part[1]));
-  typedef float Four __attribute__((vector_size(16)));
-  const auto four = [](__m128 x) { return reinterpret_cast<Four>(x); };
-  const Four quarter = join(four(_mm256_castps256_ps128(half)), four(_mm256_extractf128_ps(half, 1)));
-  const __m128 two = reinterpret_cast<__m128>(join(quarter, four(_mm_movehl_ps(quarter, quarter))));
-  return join(four(two), four(_mm_movehdup_ps(two)))[0];
-}
-#elif GRAPHOPT_NEON
-// The same.
-template <typename Join>
-inline __attribute__((always_inline)) float joined(const Floats& a, const Join& join) {
-  const Floats::Part four = join(join(a.part[0], a.part[2]), join(a.part[1], a.part[3]));
-  return join(join(four[0], four[2]), join(four[1], four[3]));
-}
-#endif
-
-inline float sum_of(const Floats& a) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(a.part[0]);
-#elif defined(__AVX2__) || GRAPHOPT_NEON
-  return joined(a, [](auto x, auto y) __attribute__((always_inline)) { return x + y; });
-#else
-  float lane[kColumns];
-  store_line(lane, a);
-  for (size_t width = kColumns / 2; width; width /= 2) {
-    for (size_t i = 0; i < width; ++i) lane[i] += lane[i + width];
-  }
-  return lane[0];
-#endif
-}
-
-// The sums of 16 vectors, each added up as by sum_of.
-inline Floats sums_of(const Floats (&of)[kColumns]) {
-#if defined(__AVX512F__)
-  // Halves of two vectors are added at a time, so numbers end where their indices' bits are reversed in pairs.
-  const auto at = [&](size_t i) __attribute__((always_inline)) {
-    return of[(i & 4) << 1 | (i & 8) >> 1 | (i & 1) << 1 | (i & 2) >> 1].part[0];
-  };
-  __m512 eight[8], four[4], two[2];
-#pragma GCC unroll 8
-  for (size_t i = 0; i < 8; ++i) {
-    const __m512 a = at(i), b = at(i + 8);
-    eight[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
-  }
-#pragma GCC unroll 4
-  for (size_t i = 0; i < 4; ++i) {
-    const __m512 a = eight[i], b = eight[i + 4];
-    four[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
-  }
-#pragma GCC unroll 2
-  for (size_t i = 0; i < 2; ++i) {
-    const __m512 a = four[i], b = four[i + 2];
-    two[i] = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
-  }
-  return {{_mm512_shuffle_ps(two[0], two[1], 0x88) + _mm512_shuffle_ps(two[0], two[1], 0xdd)}};
-#else
-  float sums[kColumns];
-  for (size_t i = 0; i < kColumns; ++i) sums[i] = sum_of(of[i]);
-  return load_line<Floats>(sums);
-#endif
-}
-
 // The largest number, ignoring NaN.
-inline float largest_of(const Floats& a) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps(larger(a, all_lanes(kNothing)).part[0]);
-#elif defined(__AVX2__) || GRAPHOPT_NEON
-  return joined(larger(a, all_lanes(kNothing)), [](auto x, auto y) __attribute__((always_inline)) {
-    return x > y ? x : y;
-  });
-#else
-  float lane[kColumns];
-  store_line(lane, larger(a, all_lanes(kNothing)));
-  for (size_t width = kColumns / 2; width; width /= 2) {
-    for (size_t i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-  }
-  return lane[0];
-#endif
-}
+inline float largest_of(const Floats& a) { return largest_lane(larger(a, all_lanes(kNothing))); }
 
 // Adding this and taking it off again rounds to the nearest integer, to the even one of two, below 2^22.
 constexpr float kRounder = 12582912;

@@ -7,6 +7,7 @@
 #include "kv_attention/cpu/float8.h"
 #include "kv_attention/cpu/numbers.h"
 #include "kv_attention/cpu/scaled.h"
+#include GRAPHOPT_ARCH_HEADER(kv_attention/cpu/arch, loads.h)
 
 namespace graphopt {
 namespace {
@@ -31,21 +32,10 @@ constexpr size_t kPerLine = kLine / (kColumns * sizeof(Stored));
 // Loads `Count` of them, from number `n` on.
 template <typename Stored, size_t Count>
 inline void load_numbers(const Stored* from, size_t n, Floats (&numbers)[Count]) {
-#if defined(__AVX512VBMI__)
-  if constexpr (std::is_same_v<Stored, Float8> && Count == 4) return load_line_of_float8(from + n, numbers);
-#endif
 #pragma GCC unroll 4
   for (size_t i = 0; i < Count; ++i) numbers[i] = load_numbers(from, n + i * kColumns);
 }
 
-// Fits in registers: sums for that many rows by that many lines.
-#if defined(__AVX512F__)
-constexpr size_t kMostTogether = 8, kSumLines = 16;
-#elif defined(__AVX2__) || GRAPHOPT_NEON
-constexpr size_t kMostTogether = 4, kSumLines = 4;
-#else
-constexpr size_t kMostTogether = 2, kSumLines = 2;
-#endif
 constexpr size_t kMostLines = 4;
 // Numbers of float8 take registers while they are decoded.
 template <typename Stored>
@@ -64,14 +54,9 @@ inline void for_rows(size_t rows, const WithCount& with_count, size_t row = 0) {
 template <size_t Rows>
 constexpr size_t lines_for = kSumLines / Rows < kMostLines ? kSumLines / Rows : kMostLines;
 
-// Few rows of floats are limited by memory, which is fastest when read line by line, in its order.
-#if defined(__AVX512F__)
+// Rows whose lines are read in the order of memory.
 template <typename Stored>
-constexpr size_t kRowsInOrder = sizeof(Stored) == sizeof(float) ? 4 : 0;
-#else
-template <typename Stored>
-constexpr size_t kRowsInOrder = 0;
-#endif
+constexpr size_t kRowsInOrder = sizeof(Stored) == sizeof(float) ? kFloatRowsInOrder : 0;
 constexpr size_t kTokensInOrder = 16;  // whose values the first cache holds, for rows that do not fit in registers
 
 // Prefetches the line of the next page at the offset that `at` has in this one. Pages are short, so the processor's own

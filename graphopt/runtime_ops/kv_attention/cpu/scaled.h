@@ -4,6 +4,7 @@
 
 #include "kv_attention/cpu/numbers.h"
 #include "kv_attention/cpu/steps.h"
+#include GRAPHOPT_ARCH_HEADER(kv_attention/cpu/arch, loads.h)
 
 namespace graphopt {
 
@@ -23,28 +24,6 @@ constexpr bool is_scaled<Scaled<Bits>> = true;
 
 template <unsigned Bits>
 constexpr float kLargestCode = static_cast<float>((1 << Bits) - 1);
-
-inline Integers load_bytes(const void* from) {
-#if defined(__AVX512F__)
-  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
-  return {{reinterpret_cast<Integers::Part>(_mm512_cvtepu8_epi32(bytes))}};
-#elif defined(__AVX2__)
-  return by_parts<Integers>([&](size_t i) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(from) + 8 * i));
-    return reinterpret_cast<Integers::Part>(_mm256_cvtepu8_epi32(bytes));
-  });
-#elif GRAPHOPT_NEON
-  const uint8x16_t bytes = vld1q_u8(static_cast<const uint8_t*>(from));
-  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
-  const auto four = [](uint32x4_t numbers) { return reinterpret_cast<Integers::Part>(numbers); };
-  return {{four(vmovl_u16(vget_low_u16(low))), four(vmovl_high_u16(low)), four(vmovl_u16(vget_low_u16(high))),
-           four(vmovl_high_u16(high))}};
-#else
-  int32_t numbers[kColumns];
-  for (size_t i = 0; i < kColumns; ++i) numbers[i] = static_cast<const uint8_t*>(from)[i];
-  return load_line<Integers>(numbers);
-#endif
-}
 
 inline Floats load_numbers(const Scaled<8>* from) {
   return to_floats(load_bytes(from)) - all_lanes(kLargestCode<8> / 2);

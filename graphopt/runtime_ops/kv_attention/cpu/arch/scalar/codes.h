@@ -1,0 +1,3 @@
+#pragma once
+
+#include "kv_attention/cpu/decode_codes.h"
