@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from graphopt.numerics.formats import FORMATS
+
 HIDDEN, INNER, GROUP = 256, 384, 128
 
 Tensors = dict[str, torch.Tensor]
@@ -108,6 +110,96 @@ def fp8(kind: str, name: str = ".weight_scale_inv", block: int = 128) -> Quantiz
         return Quantized(tensors, matrix, codes.view(torch.uint8).numpy(), np.arange(shape[1]))
 
     return quantize
+
+
+def compressed(bits: int, *, symmetric: bool) -> Quantizer:
+    """Return the quantizer of compressed-tensors' layout "pack-quantized"."""
+
+    def quantize(random: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+        groups = shape[1] // GROUP
+        middle = 2 ** (bits - 1)
+        codes = random.integers(-middle, middle, shape)
+        points = (
+            np.zeros((shape[0], groups), int) if symmetric else random.integers(-middle, middle, (shape[0], groups))
+        )
+        scales = half_scales(random, (shape[0], groups), bits)
+        numbers = (codes - np.repeat(points, GROUP, 1)).astype(np.float32)
+        tensors = {
+            ".weight_packed": packed_bits(codes + middle, bits, 1),
+            ".weight_scale": torch.from_numpy(scales),
+            ".weight_shape": torch.tensor(shape),
+        }
+        if not symmetric:
+            tensors[".weight_zero_point"] = packed_bits(points + middle, bits, 0)
+        matrix = numbers * np.repeat(scales.astype(np.float32), GROUP, 1)
+        return Quantized(tensors, matrix, codes + middle, np.arange(shape[1]))
+
+    return quantize
+
+
+def int8_rows(random: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Quantize to int8 with a scale for each row, in compressed-tensors' layout "int-quantized"."""
+    codes = random.integers(-128, 128, shape).astype(np.int8)
+    scales = half_scales(random, (shape[0], 1), 8)
+    tensors = {".weight": torch.from_numpy(codes), ".weight_scale": torch.from_numpy(scales)}
+    return Quantized(tensors, codes * scales.astype(np.float32), codes.view(np.uint8), np.arange(shape[1]))
+
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def nvfp4(random: np.random.Generator, shape: tuple[int, int], *, is_modelopt: bool = True) -> Quantized:
+    """Quantize in NVFP4: E4M3 scales of groups of 16, which are multiplied (or divided) by one number."""
+    codes = random.integers(0, 16, shape).astype(np.uint8)
+    scales = torch.from_numpy(random.uniform(16, 400, (shape[0], shape[1] // 16))).to(torch.float8_e4m3fn)
+    number = np.float32(1.7e-4 if is_modelopt else 5882.4)
+    exact = scales.to(torch.float64).numpy()
+    real = (exact * number if is_modelopt else exact / number).astype(np.float32)
+    packed = torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4)
+    if is_modelopt:
+        tensors = {".weight": packed, ".weight_scale": scales, ".weight_scale_2": torch.tensor(number)}
+    else:
+        tensors = {".weight_packed": packed, ".weight_scale": scales, ".weight_global_scale": torch.tensor([number])}
+    return Quantized(tensors, FP4[codes] * np.repeat(real, 16, 1), codes, np.arange(shape[1]))
+
+
+def bitsandbytes(kind: str, *, nested: bool) -> Quantizer:
+    """Return the quantizer of bitsandbytes' 4 bits, with scales that are codes themselves or floats."""
+    table = np.sort(np.random.default_rng(4).uniform(-1, 1, 16)).astype(np.float32)
+    if kind == "nf4":
+        table = FORMATS["nf4"].operands["table"]
+
+    def quantize(random: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+        codes = random.integers(0, 16, shape).astype(np.uint8)
+        flat, blocks = codes.reshape(-1), codes.size // 64
+        state = {"quant_type": kind, "blocksize": 64, "dtype": "float16", "shape": list(shape)}
+        scales = random.uniform(0.1, 0.3, blocks).astype(np.float32)
+        tensors = {".weight": torch.from_numpy((flat[::2] << 4 | flat[1::2])[:, None])}
+        if nested:
+            state |= {"nested_blocksize": 256, "nested_offset": 0.2, "nested_dtype": "float32"}
+            places = random.integers(0, 256, blocks).astype(np.uint8)
+            values = np.linspace(-1, 1, 256, dtype=np.float32)
+            outer = random.uniform(0.05, 0.1, -(-blocks // 256)).astype(np.float32)
+            scales = values[places] * outer[np.arange(blocks) // 256] + np.float32(0.2)
+            tensors[".weight.nested_absmax"] = torch.from_numpy(outer)
+            tensors[".weight.nested_quant_map"] = torch.from_numpy(values)
+        tensors[".weight.absmax"] = torch.from_numpy(places if nested else scales)
+        tensors[".weight.quant_map"] = torch.from_numpy(table.copy())
+        octets = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
+        tensors[f".weight.quant_state.bitsandbytes__{kind}"] = torch.from_numpy(octets)
+        matrix = (table[flat].reshape(-1, 64) * scales[:, None]).reshape(shape)
+        return Quantized(tensors, matrix, codes, np.arange(shape[1]))
+
+    return quantize
+
+
+def bitnet(random: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Quantize in BitNet's packing of transformers, with a scale that divides."""
+    codes, quarter = random.integers(0, 3, shape).astype(np.uint8), shape[0] // 4
+    packed = sum(codes[place * quarter : (place + 1) * quarter] << np.uint8(2 * place) for place in range(4))
+    scale = np.float32(8)
+    tensors = {".weight": torch.from_numpy(np.asarray(packed, np.uint8)), ".weight_scale": torch.tensor([scale])}
+    return Quantized(tensors, (codes.astype(np.float32) - 1) / scale, codes, np.arange(shape[1]))
 
 
 def write_base(folder: Path) -> None:

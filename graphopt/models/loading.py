@@ -29,7 +29,6 @@ from graphopt.models.checkpoint import (
 from graphopt.models.checkpoint_tensors import Parameter, stored_tensors
 from graphopt.models.lazy_tensors import dtype_of, expression_of_tensor
 from graphopt.quantization.checkpoints.importer import Settings, decoded_weights
-from graphopt.quantization.matrix_codes import CodedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -103,7 +102,7 @@ def _load_quantized(
         )
     weights = decoded_weights(tensors, settings, source)
     model = load_model(config, source, weights)
-    count = sum(isinstance(weight, CodedTensor) for weight in weights.values())
+    count = sum(weight is not tensors.get(name) for name, weight in weights.items())
     return LoadedModel(
         model,
         weights_of(model),

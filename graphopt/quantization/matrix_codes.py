@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.weights import Array, Bundle, Expression, Region, Shape
-from graphopt.numerics.formats import FORMATS, Format
+from graphopt.numerics.formats import FORMATS, Format, format_of
 
 # What DequantizeLinear has a type for and onnxruntime a kernel.
 _STANDARD = (ir.DataType.INT4, ir.DataType.INT8, ir.DataType.UINT4, ir.DataType.UINT8)
@@ -93,7 +93,7 @@ class CodedMatrix(CodedTensor):
     Attributes:
         method: the method that made it, such as gptq.
         codes: uint8 [rows, columns], places in the table of the format.
-        format_name: a format; its zero points are ``zero_points`` and not codes of its own.
+        format_name: a format, or the value of each code; its zero points are ``zero_points`` and not codes of its own.
         group: columns that share a scale; the last group may be shorter.
         scales: [rows, groups], any floating type.
         zero_points: uint8 or int8 [rows, groups]; ``None`` for none.
@@ -103,7 +103,7 @@ class CodedMatrix(CodedTensor):
 
     method: str
     codes: Expression
-    format_name: str
+    format_name: str | tuple[float, ...]
     group: int
     scales: Expression
     zero_points: Expression | None = None
@@ -159,11 +159,11 @@ class CodedMatrix(CodedTensor):
 
     @property
     def _middle(self) -> int:
-        return 1 << (FORMATS[self.format_name].bits - 1)
+        return 1 << (format_of(self.format_name).bits - 1)
 
     @property
     def _format(self) -> Format:
-        format = FORMATS[self.format_name]
+        format = format_of(self.format_name)
         is_signed = self.zero_points is not None and not self._has_zero_points
         return FORMATS[f"int{format.bits}"] if is_signed else format
 
@@ -190,7 +190,7 @@ class CodedMatrix(CodedTensor):
         else:
             groups = self.column_groups.evaluate((columns,)).astype(np.int64)
             group_region = (rows, slice(0, self.scales.shape[1]))
-        numbers = _values(FORMATS[self.format_name])[self.codes.evaluate(region)]
+        numbers = _values(format_of(self.format_name))[self.codes.evaluate(region)]
         if self.zero_points is not None:
             points = self.zero_points.evaluate(group_region).astype(np.float32) + np.float32(self.zero_shift)
             numbers -= points[:, groups]

@@ -18,42 +18,79 @@ from graphopt.artifact.artifact import MODEL
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.graph.weights import Transpose, WeightTensor, weight_of
+from graphopt.graph.weights.safetensors_files import tensors_of_folder
 from graphopt.models.export import export
 from graphopt.models.loading import load
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.keep_codes import NOT_OF_FILE
 from graphopt.passes.recipe import Recipe
-from graphopt.quantization.checkpoints.importer import IMPORTERS, coded_matrices
+from graphopt.quantization.checkpoints.importer import IMPORTERS, coded_matrices, decoded_weights
 from graphopt.runtime_ops import declare
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import run_pass, save
 from tests.quantized_checkpoints import (
+    FP4,
     GROUP,
     Quantized,
     Quantizer,
     awq,
+    bitnet,
+    bitsandbytes,
+    compressed,
     expected_logits,
     fp8,
     gptq,
+    int8_rows,
+    nvfp4,
     write_base,
     write_quantized,
 )
 
+# Zero points in the middle of the codes are none of ours: codes are then two's complement.
+SIGNED = ("gptq-2", "gptq-3", "gptq-4", "gptq-8", "autoround", "compressed-4", "compressed-8")
 # Sums in another order, through two layers, of weights that are the same to the last bit.
 TOLERANCE = 1e-5
 # A scale for each row and block of columns takes 32 bits for 128 weights of 8 bits, where theirs is one for 128 rows.
 # Zero points of matrices take 16 bits, where theirs take 3.
-LARGER = {"fp8-block": 1.032, "gptq-3-points": 1.033}
+# Scales that are codes of 8 bits with a scale of their own take 16 bits (one level) or 32.
+LARGER = {
+    "fp8-block": 1.032,
+    "gptq-3-points": 1.033,
+    "nf4-nested": 1.055,
+    "fp4-nested": 1.055,
+    "compressed-nvfp4": 1.334,
+    "modelopt-nvfp4": 1.334,
+}
 IDS = np.random.default_rng(7).integers(0, 96, (2, 12))
 
 Checkpoints = Callable[[str], tuple[Path, dict[str, Quantized]]]
 GPTQ = {"quant_method": "gptq", "group_size": GROUP}
+AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP}
+COMPRESSED = {"quant_method": "compressed-tensors"}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "bits": 4, "load_in_4bit": True}
 CASES: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     **{f"gptq-{bits}": (gptq(bits, symmetric=True), {**GPTQ, "bits": bits}) for bits in (2, 3, 4, 8)},
     **{f"gptq-{bits}-points": (gptq(bits, symmetric=False), {**GPTQ, "bits": bits}) for bits in (3, 4, 8)},
     "gptq-v2": (gptq(4, symmetric=False, version=2), {**GPTQ, "bits": 4, "checkpoint_format": "gptq_v2"}),
     "gptq-order": (gptq(4, symmetric=False, shuffled=True), {**GPTQ, "bits": 4, "desc_act": True}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+    "autoround": (gptq(4, symmetric=True), {"quant_method": "auto-round", "bits": 4, "group_size": GROUP}),
+    "autoround-awq": (awq, {**AUTOROUND, "packing_format": "auto_round:auto_awq"}),
+    "compressed-4": (compressed(4, symmetric=True), {**COMPRESSED, "format": "pack-quantized", "bits": 4}),
+    "compressed-4-points": (compressed(4, symmetric=False), {**COMPRESSED, "format": "pack-quantized", "bits": 4}),
+    "compressed-8": (compressed(8, symmetric=True), {**COMPRESSED, "format": "pack-quantized"}),
+    "compressed-int8": (int8_rows, {**COMPRESSED, "format": "int-quantized"}),
+    "compressed-fp8": (fp8("row", ".weight_scale"), {**COMPRESSED, "format": "float-quantized"}),
+    "compressed-nvfp4": (
+        functools.partial(nvfp4, is_modelopt=False),
+        {**COMPRESSED, "format": "nvfp4-pack-quantized", "bits": 4},
+    ),
+    "modelopt-nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "bits": 4}),
+    "modelopt-fp8": (fp8("tensor", ".weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "nf4": (bitsandbytes("nf4", nested=False), {**BITSANDBYTES}),
+    "nf4-nested": (bitsandbytes("nf4", nested=True), {**BITSANDBYTES}),
+    "fp4-nested": (bitsandbytes("fp4", nested=True), {**BITSANDBYTES}),
+    "bitnet": (bitnet, {"quant_method": "bitnet", "bits": 2}),
     "fp8-tensor": (fp8("tensor", ".weight_scale"), {"quant_method": "fp8"}),
     "fp8-row": (fp8("row", ".weight_scale"), {"quant_method": "fbgemm_fp8"}),
     "fp8-block": (fp8("block"), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
@@ -105,7 +142,22 @@ def with_weights(exported: Path, folder: Path) -> ir.Model:
 
 
 def test_every_importer_has_a_case() -> None:
-    assert {settings["quant_method"] for _, settings in CASES.values()} == set(IMPORTERS)
+    assert {settings["quant_method"] for _, settings in CASES.values()} == set(IMPORTERS) - {"mxfp4"}
+
+
+def test_experts_in_mxfp4_mean_what_the_layout_defines(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 16, (3, 8, 64)).astype(np.uint8)
+    exponents = random.integers(118, 128, (3, 8, 2)).astype(np.uint8)
+    blocks = torch.from_numpy((codes[..., ::2] | codes[..., 1::2] << 4).reshape(3, 8, 2, 16))
+    tensors = {"mlp.gate_up_proj_blocks": blocks, "mlp.gate_up_proj_scales": torch.from_numpy(exponents)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    expressions = tensors_of_folder(tmp_path)
+    assert expressions is not None
+    weights = decoded_weights(expressions, {"quant_method": "mxfp4"}, str(tmp_path))
+    expected = FP4[codes] * np.repeat(2.0 ** (exponents.astype(np.float32) - 127), 32, -1)
+    assert list(weights) == ["mlp.gate_up_proj"]
+    assert np.array_equal(weights["mlp.gate_up_proj"].numpy(), expected.swapaxes(1, 2))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -130,8 +182,7 @@ def test_codes_are_kept(case: str, base: Path, exported: Path, checkpoint: Check
     for name, layer in layers.items():
         stored = model.graph.initializers[f"{name}.codes"]
         assert stored.const_value is not None
-        # Zero points in the middle of the codes are none of ours: codes are then two's complement.
-        bits, is_signed = CASES[case][1].get("bits", 8), case in ("gptq-2", "gptq-3", "gptq-4", "gptq-8")
+        bits, is_signed = CASES[case][1].get("bits", 8), case in SIGNED
         codes = stored.const_value.numpy().astype(np.int16).T % 2**bits
         expected = (layer.codes[:, layer.order].astype(np.int16) - is_signed * 2 ** (bits - 1)) % 2**bits
         assert np.array_equal(codes, expected)
@@ -189,6 +240,12 @@ LAYER = "model.layers.0.self_attn.q_proj"
         ("gptq-4", ".qzeros", torch.zeros(1, 1, dtype=torch.int32), r"should be [2, 32]"),
         ("gptq-4", ".g_idx", torch.zeros(3, dtype=torch.int32), r"should be [256]"),
         ("awq", ".scales", torch.zeros(1, 256), r"should be [2, 256]"),
+        ("compressed-4", ".weight_shape", torch.tensor([256, 100]), "takes no codes of"),
+        ("compressed-4", ".weight_scale", torch.zeros(256, 3), "no scales of a matrix of 256 rows and 256 columns"),
+        ("modelopt-nvfp4", ".weight_scale", torch.zeros(256, 8), "should be [256, 16]"),
+        ("nf4", ".weight", torch.zeros(5, 1, dtype=torch.uint8), "does not hold 256 x 256 codes of 4 bits"),
+        ("nf4", ".weight.quant_state.bitsandbytes__nf4", torch.zeros(5, dtype=torch.uint8), "does not say shape"),
+        ("bitnet", ".weight_scale", torch.zeros(1), "should be one number"),
         ("fp8-block", ".weight", torch.zeros(256, 256), "is no matrix of 8 bits"),
         ("fp8-block", ".weight_scale_inv", torch.zeros(3, 2), "no scales of a matrix of 256 rows and 256 columns"),
     ],

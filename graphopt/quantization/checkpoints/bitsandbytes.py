@@ -1,0 +1,108 @@
+"""Checkpoints of bitsandbytes with 4 bits, as QLoRA has them (Dettmers et al. 2023, arXiv:2305.14314).
+
+weight                   uint8 [N K / 2, 1]   codes, the higher half of a byte first, rows one behind the other
+weight.absmax            float32 [blocks], or uint8 where it is quantized again
+weight.quant_map         float32 [16]         the value of each code
+weight.nested_absmax     float32, a scale for each 256 of ``absmax``, and
+weight.nested_quant_map  float32 [256], the value of each code of ``absmax``
+weight.quant_state.bitsandbytes__nf4, __fp4: JSON as bytes: shape, blocksize, nested_blocksize, nested_offset
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.weights import Array, Expression, Region, Reshape
+from graphopt.numerics.formats import FORMATS
+from graphopt.quantization.checkpoints.importer import Importer, Layer
+from graphopt.quantization.matrix_codes import CodedMatrix, UnpackedBits
+
+if TYPE_CHECKING:
+    from graphopt.graph.weights import Shape
+
+_STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NestedScales(Expression):
+    """Scales that are codes of 8 bits themselves: table[codes[i]] scales[i // block] + offset, float32 [count]."""
+
+    codes: Expression
+    table: Expression
+    scales: Expression
+    block: int
+    offset: float
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """float32."""
+        return ir.DataType.FLOAT
+
+    @property
+    def shape(self) -> Shape:
+        """As the codes."""
+        return self.codes.shape
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """None: any part can be read by itself."""
+        return frozenset()
+
+    def evaluate(self, region: Region) -> Array:
+        """Decode the codes in the region."""
+        numbers = self.table.numpy()[self.codes.evaluate(region)]
+        scales = self.scales.numpy()[np.arange(region[0].start, region[0].stop) // self.block]
+        return np.asarray(numbers * scales + np.float32(self.offset), np.float32)
+
+
+def matrix_of(layer: Layer) -> Expression:
+    """Return the matrix of a layer, [N, K].
+
+    Raises:
+        InputError: a tensor is missing or does not fit.
+    """
+    state = _state_of(layer)
+    rows, columns = (int(size) for size in state["shape"])
+    block, octets = int(state["blocksize"]), layer.part(".weight")
+    if octets.dtype != ir.DataType.UINT8 or octets.shape != (rows * columns // 2, 1):
+        raise layer.refusal(f"it does not hold {rows} x {columns} codes of 4 bits", ".weight")
+    if columns % block:
+        raise layer.refusal(f"blocks of {block} do not divide rows of {columns} columns", ".weight")
+    groups = columns // block
+    scales = layer.of_shape(".weight.absmax", (rows * groups,))
+    if scales.dtype == ir.DataType.UINT8:
+        nested, table = layer.part(".weight.nested_absmax"), layer.of_shape(".weight.nested_quant_map", (256,))
+        scales = NestedScales(scales, table, nested, int(state["nested_blocksize"]), float(state["nested_offset"]))
+    values = tuple(float(value) for value in layer.of_shape(".weight.quant_map", (16,)).numpy())
+    is_nf4 = np.array_equal(FORMATS["nf4"].operands["table"], np.array(values, np.float32))
+    return CodedMatrix(
+        "bitsandbytes",
+        UnpackedBits(Reshape.to_dims(octets, (rows, columns // 2)), 4, 1, columns, high_first=True),
+        "nf4" if is_nf4 else values,
+        block,
+        Reshape.to_dims(scales, (rows, groups)),
+    )
+
+
+def _state_of(layer: Layer) -> dict[str, Any]:
+    name = next((name for name in _STATES if layer.optional(name) is not None), _STATES[0])
+    try:
+        state: dict[str, Any] = json.loads(layer.part(name).numpy().tobytes())
+        if len(state["shape"]) == 2 and int(state["blocksize"]) > 0:
+            return state
+    except (ValueError, KeyError, TypeError) as error:
+        raise layer.refusal(f"it does not say shape and block size ({error!r})", name) from error
+    raise layer.refusal("it is not the state of a matrix", name)
+
+
+BITSANDBYTES = Importer(
+    "bitsandbytes",
+    (".weight.absmax",),
+    (".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", *_STATES),
+    matrix_of,
+)
