@@ -240,7 +240,7 @@ LAYER = "model.layers.0.self_attn.q_proj"
         ("gptq-4", ".qzeros", torch.zeros(1, 1, dtype=torch.int32), r"should be [2, 32]"),
         ("gptq-4", ".g_idx", torch.zeros(3, dtype=torch.int32), r"should be [256]"),
         ("awq", ".scales", torch.zeros(1, 256), r"should be [2, 256]"),
-        ("compressed-4", ".weight_shape", torch.tensor([256, 100]), "takes no codes of"),
+        ("compressed-4", ".weight_packed", torch.zeros(256, 12, dtype=torch.int32), "takes no codes of 1 bits"),
         ("compressed-4", ".weight_scale", torch.zeros(256, 3), "no scales of a matrix of 256 rows and 256 columns"),
         ("modelopt-nvfp4", ".weight_scale", torch.zeros(256, 8), "should be [256, 16]"),
         ("nf4", ".weight", torch.zeros(5, 1, dtype=torch.uint8), "does not hold 256 x 256 codes of 4 bits"),

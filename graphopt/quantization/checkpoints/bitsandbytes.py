@@ -76,8 +76,10 @@ def matrix_of(layer: Layer) -> Expression:
     groups = columns // block
     scales = layer.of_shape(".weight.absmax", (rows * groups,))
     if scales.dtype == ir.DataType.UINT8:
-        nested, table = layer.part(".weight.nested_absmax"), layer.of_shape(".weight.nested_quant_map", (256,))
-        scales = NestedScales(scales, table, nested, int(state["nested_blocksize"]), float(state["nested_offset"]))
+        block_scales, table = layer.part(".weight.nested_absmax"), layer.of_shape(".weight.nested_quant_map", (256,))
+        scales = NestedScales(
+            scales, table, block_scales, int(state["nested_blocksize"]), float(state["nested_offset"])
+        )
     values = tuple(float(value) for value in layer.of_shape(".weight.quant_map", (16,)).numpy())
     is_nf4 = np.array_equal(FORMATS["nf4"].operands["table"], np.array(values, np.float32))
     return CodedMatrix(
