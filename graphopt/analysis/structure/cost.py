@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from graphopt.analysis.structure.products import reads_packed
 from graphopt.graph.weights import source_of
 from graphopt.numerics.formats import FORMATS
-from graphopt.runtime_ops import DECODING, Role, port, port_at, signature_of
+from graphopt.runtime_ops import DECODING, Role, port, port_at, ports_of, signature_of
 from graphopt.runtime_ops.schema import attributes_of
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def format_of(value: ir.Value, tensor: ir.TensorProtocol) -> str:
     signature = None if codes is None else signature_of(codes)
     if codes is None or signature is None:
         return type_name(tensor.dtype)
-    if "table" in signature.input_names:
+    if signature.of_role(Role.TABLE):
         return packed_format(codes)
     bits = _packed_bits(codes, tensor)
     return type_name(tensor.dtype) if bits is None else f"uint{bits}"
@@ -143,14 +143,14 @@ def type_name(dtype: ir.DataType) -> str:
 
 def packed_format(node: ir.Node) -> str:
     """Return the format of the packed codes that a node reads, by its table; of an unnamed table, its size."""
-    codes, table = port(node, "codes"), port(node, "table")
+    codes, table = port(node, "codes"), next(iter(ports_of(node, Role.TABLE)), None)
     if codes is None or codes.const_value is None or table is None or table.const_value is None:
         return "codes"
     if isinstance(table.const_value, ir.ExternalTensor) and not Path(table.const_value.path).is_file():
         return f"a table of {table.const_value.size} values"
     bits, values = _packed_bits(node, codes.const_value), table.const_value.numpy()
     for candidate in FORMATS.values():
-        if bits in (None, candidate.bits) and np.array_equal(candidate.operands.get("table", ()), values):
+        if bits in (None, candidate.bits) and np.array_equal(next(iter(candidate.operands.values())), values):
             return candidate.name
     return f"a table of {values.size} values"
 

@@ -22,6 +22,7 @@ from graphopt.graph.weights import weight_of
 from graphopt.numerics.formats import Format, format_stored_as
 from graphopt.runtime_ops import Role, signature_of
 from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
+from graphopt.runtime_ops.dequantize_trellis.spec.op import DEQUANTIZE_TRELLIS
 from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
 
@@ -32,7 +33,7 @@ NOT_IN_ROWS = Rule("codes.not-in-rows", "its scales are not in groups of rows")
 SCALES_NOT_FLOAT = Rule("codes.scales-not-float", "its scales are {type}, not float32")
 ODD_GROUP = Rule("codes.odd-group", "its groups have {group} rows, which is no multiple of 16")
 
-LOGICAL = (DEQUANTIZE.name, ROUND_ACTIVATIONS.name)
+LOGICAL = (DEQUANTIZE.name, DEQUANTIZE_TRELLIS.name, ROUND_ACTIVATIONS.name)
 """Our operators that stand for codes before they are packed; none is left after the step ``lower``."""
 
 
@@ -119,6 +120,11 @@ def feeds_lookups(node: ir.Node) -> bool:
 def is_dequantize(node: ir.Node) -> bool:
     """Return whether ``node`` makes numbers of codes."""
     return (node.domain, node.op_type) in (("", "DequantizeLinear"), (DOMAIN, DEQUANTIZE.name))
+
+
+def is_trellis(node: ir.Node) -> bool:
+    """Return whether ``node`` makes numbers of codes whose meaning depends on their neighbours."""
+    return (node.domain, node.op_type) == (DOMAIN, DEQUANTIZE_TRELLIS.name)
 
 
 def rounding_of(node: ir.Node) -> ir.Node | None:

@@ -39,19 +39,25 @@ def dequantize(
         group: rows that share a scale.
         minimums: whether zero points are minimums, added behind the scales.
     """
-    if zero_points is None:
-        assert scales.dtype is not None
-        zero_points = shared_constant(
-            graph, f"zero.{scales.dtype.name.lower()}", np.zeros((1, 1), scales.dtype.numpy())
-        )
-    if isinstance(meaning, Format):
-        operator, arrays = OPERATORS[meaning.operator], meaning.operands.items()
-        operands = {port: shared_constant(graph, f"{meaning.name}.{port}", array) for port, array in arrays}
-    else:
-        operator, operands = DEQUANTIZE, {"table": meaning}
-    inputs: dict[str, ir.Value | None] = {"codes": codes, "scales": scales, **operands, "zero_points": zero_points}
     attributes = {"group": group, **({"minimums": 1} if minimums else {})}
+    operands = {"table": meaning} if isinstance(meaning, ir.Value) else _operands(graph, meaning)
+    operator = DEQUANTIZE if isinstance(meaning, ir.Value) else OPERATORS[meaning.operator]
+    if "bits" in operator.schema.attributes:
+        assert isinstance(meaning, Format)
+        attributes["bits"] = meaning.bits
+    if "zero_points" in operator.schema.input_names:
+        operands["zero_points"] = zero_points or _no_zero_points(graph, scales)
+    inputs: dict[str, ir.Value | None] = {"codes": codes, "scales": scales, **operands}
     return operator.node(inputs, attributes, name=f"{product.name}.dequantize")
+
+
+def _operands(graph: ir.Graph, format: Format) -> dict[str, ir.Value]:
+    return {port: shared_constant(graph, f"{format.name}.{port}", array) for port, array in format.operands.items()}
+
+
+def _no_zero_points(graph: ir.Graph, scales: ir.Value) -> ir.Value:
+    assert scales.dtype is not None
+    return shared_constant(graph, f"zero.{scales.dtype.name.lower()}", np.zeros((1, 1), scales.dtype.numpy()))
 
 
 def typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:

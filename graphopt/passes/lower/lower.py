@@ -14,6 +14,7 @@ from graphopt.analysis.structure.product_codes import (
     column_lookups,
     dequantize_of,
     is_dequantize,
+    is_trellis,
     rounding_of,
     stored_codes,
 )
@@ -24,7 +25,7 @@ from graphopt.passes.base import Pass
 from graphopt.passes.common.formats import Activations
 from graphopt.passes.common.fusible import keep_fusible
 from graphopt.passes.common.lookups import gather_packed, gather_standard, lookups_of
-from graphopt.passes.common.packing import PackedMatrix, packed
+from graphopt.passes.common.packing import PackedMatrix, packed, unpacked_trellis
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.runtime_ops.instructions import instructions_here
@@ -49,6 +50,10 @@ PACKED_DYNAMIC = Rule(
     rotation=", {rotation} inside",
     wide=_WIDE,
 )
+UNPACKED = Rule(
+    "lower.unpacked",
+    "a trellis of {bits} bits, which no kernel reads yet: onnxruntime makes floats of it when it loads the model",
+)
 PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
 NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads float")
 
@@ -63,6 +68,7 @@ class Lower(Pass):
         y1 = MatMul(RoundActivations(x; activations, group), Dequantize(codes, scales, table, zero points; group))
         y2 = MatMul(RoundActivations(Hadamard(x, left, right); bits per token, clip), ...)
         y3 = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
+        y4 = MatMul(x, DequantizeTrellis(codes, scales, tables; bits, group))
         e = Gather(Transpose(W), ids)                   W, the matrix of one of these products
 
     after::
@@ -70,6 +76,7 @@ class Lower(Pass):
         y1 = ai.graphopt::MatMulTable(x, packed codes, scales, table, zero points, 0; group, activations)
         y2 = ai.graphopt::MatMulDynamic(x, packed codes, ..., 0, left, right; group, bits, clip)
         y3 = MatMul(x, DequantizeLinear(...))  or  ai.graphopt::MatMulTable(x, ...; activations)
+        y4 = MatMul(x, ai.graphopt::UnpackTrellis(packed codes, scales, tables; rows, columns, group))
         e = ai.graphopt::GatherTable(ids, packed codes, scales, table, zero points)  or  standard operators of codes
         Max(y3, 0) for Relu(y3), and a reshape between two DequantizeLinear of one product: see ``fusible``
 
@@ -139,6 +146,10 @@ class Lower(Pass):
                 self._choose(model.graph, node, stored, ledger)
             if not isinstance(stored, Fact) and column_lookups(stored.reader):
                 gather_standard(model.graph, stored, ledger, node.name or "?")
+        for node in [node for node in model.graph if is_trellis(node)]:
+            unpacked = unpacked_trellis(model.graph, node)
+            replace(node, unpacked)
+            ledger.changed(unpacked, UNPACKED(bits=node.attributes.get_int("bits", 0)), [node])
         standard = [node for node in model.graph if dequantize_of(node) is not None]
         keep_fusible(model.graph, standard, ledger)
 

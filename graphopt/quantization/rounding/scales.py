@@ -150,15 +150,22 @@ def nearest(groups: Doubles, format: Format, scaling: Scaling, importance: Doubl
 
 
 def squared_error(groups: Doubles, format: Format, scaling: Scaling, importance: Doubles | None = None) -> Doubles:
-    """Return what the nearest codes cost: the squared error of each group, weighted by ``importance``."""
+    """Return what the nearest codes cost: the squared error of each group, weighted by ``importance``.
+
+    Of a format whose codes look at their neighbours it is about that, from :meth:`Format.approximate`.
+    """
     scales, zero_points = scaling.scales, scaling.zero_points if format.zero_point else None
     if native.rounds(format):
         errors, _ = native.round_groups(groups, format, scales, zero_points, importance, errors=True)
         assert errors is not None
         return errors
     points = None if zero_points is None else zero_points[:, None]
-    codes = format.encode(groups, scales[:, None], points, importance)
-    squares = (format.decode(codes, scales[:, None], points) - groups) ** 2
+    if format.joint_columns == 1:
+        values = format.decode(format.encode(groups, scales[:, None], points, importance), scales[:, None], points)
+    else:
+        factors = scales[:, None].astype(np.float32)
+        values = format.approximate((groups / scales[:, None]).astype(np.float32), factors) * scales[:, None]
+    squares = (values - groups) ** 2
     weighted_squares = squares if importance is None else importance * squares
     total = np.zeros(scales.shape)
     for row in range(groups.shape[1]):  # in this order for any number of columns, as native.py sums too

@@ -64,16 +64,16 @@ def weight_of(
 ) -> ir.Value:
     """Return the weight float [rows, columns] that a product multiplies by."""
     rows, columns, _ = sizes
-    indices = tape.op("Cast", [_unpack(tape, codes, rows, columns)], {"to": ir.DataType.INT32})
+    indices = tape.op("Cast", [unpack_nodes(tape, codes, rows, columns)], {"to": ir.DataType.INT32})
     looked_up = tape.op("Gather", [table, indices], {"axis": 0})
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
-    zeros_of_row = _for_each_row(tape, full_zeros, *sizes)
+    zeros_of_row = for_each_row(tape, full_zeros, *sizes)
     differences = looked_up if minimums else tape.op("Sub", [looked_up, zeros_of_row])
-    weight = tape.op("Mul", [differences, _for_each_row(tape, scales, *sizes)])
+    weight = tape.op("Mul", [differences, for_each_row(tape, scales, *sizes)])
     return tape.op("Add", [weight, zeros_of_row]) if minimums else weight
 
 
-def _unpack(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value) -> ir.Value:
+def unpack_nodes(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value) -> ir.Value:
     """Return the codes as uint8 [K, N]."""
     in_order = tape.op(
         "Transpose",
@@ -126,7 +126,7 @@ def _plane(tape: ir.tape.Tape, codes: ir.Value, bits: ir.Value, width: int, mayb
     return tape.op("BitShift", [positions, offset], {"direction": "LEFT"})
 
 
-def _for_each_row(tape: ir.tape.Tape, tensor: ir.Value, rows: ir.Value, columns: ir.Value, group: ir.Value) -> ir.Value:
+def for_each_row(tape: ir.tape.Tape, tensor: ir.Value, rows: ir.Value, columns: ir.Value, group: ir.Value) -> ir.Value:
     """Return scales or zero points [T, G, 16] as float [K, N]."""
     shape = tape.op("Concat", [tape.op("Shape", [tensor], {"start": 1, "end": 2}), ints(tape, -1)], {"axis": 0})
     whole = tape.op("Reshape", [tape.op("Transpose", [tensor], {"perm": [1, 0, 2]}), shape])

@@ -1,0 +1,258 @@
+"""Trellises: what a code means depends on the codes to its right, so few bits reach as many values as more would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.numerics.formats.format import Codes, Doubles, Format, Singles, Values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TILE = 16
+"""Columns whose codes are one circle: the neighbour of the last is the first."""
+
+# Tiles that are searched together: their costs of all windows stay in a core's cache.
+_TILES = 512
+_STEP = 32
+
+_REACH = 0.85
+
+
+@dataclass(frozen=True)
+class TrellisFormat(Format):
+    """A weight is ``own[upper half of its window] + neighbour[lower half]``.
+
+    The window of a weight are the first ``window`` bits of its code, the next code to the right and so on, circular in
+    a tile of 16 columns; the last tile of a row may have fewer. With 4 bits the two halves are the weight's own code
+    and its right neighbour's. This is trellis-coded quantization (Marcellin and Fischer 1990) with tail biting, as in
+    QTIP (Tseng et al. 2024), which has windows of 16 bits; windows of 8 bits take two tables of 16 entries.
+
+    Attributes:
+        own: a value for each upper half of a window.
+        neighbour: a value for each lower half.
+
+    Raises:
+        ValueError: the tables do not fit one another, or a window is narrower than a code or wider than four codes.
+    """
+
+    operator: ClassVar[str] = "DequantizeTrellis"
+
+    own: tuple[float, ...]
+    neighbour: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        sizes = len(self.own), len(self.neighbour)
+        if sizes[0] != sizes[1] or sizes[0] != 2**self.field or not self.bits < self.window <= 4 * self.bits:
+            raise ValueError(f"{self.name} of {self.bits} bits has tables of {sizes[0]} and {sizes[1]} values")
+
+    @cached_property
+    def field(self) -> int:
+        """Bits of half a window."""
+        return (len(self.own) - 1).bit_length()
+
+    @property
+    def window(self) -> int:
+        """Bits of a window."""
+        return 2 * self.field
+
+    @property
+    def joint_columns(self) -> int:
+        """See :class:`Format`."""
+        return TILE
+
+    @cached_property
+    def values(self) -> Singles:
+        """The value of each window, [2^window]."""
+        own, neighbour = (np.array(table, np.float32) for table in (self.own, self.neighbour))
+        return (own[:, None] + neighbour).reshape(-1)
+
+    @cached_property
+    def limit(self) -> float:
+        """Short of the nearer end by 15%: the last windows are few, and the best scales do not reach for them."""
+        return _REACH * float(min(self.values.max(), -self.values.min()))
+
+    @cached_property
+    def operands(self) -> dict[str, Singles]:
+        """The tables as ``DequantizeTrellis`` reads them, [2, entries]."""
+        return {"tables": np.array([self.own, self.neighbour], np.float32)}
+
+    def windows(self, codes: Codes) -> npt.NDArray[np.uint16]:
+        """Return the window of each weight, [..., columns], of codes [..., columns]."""
+        windows = np.empty(codes.shape, np.uint16)
+        for tile in self.blocks(codes.shape[-1], 1):
+            part = codes[..., tile].astype(np.uint32)
+            bits, stream = 0, np.zeros(part.shape, np.uint32)
+            while bits < self.window:
+                stream = np.bitwise_or(stream << np.uint32(self.bits), np.roll(part, -(bits // self.bits), -1))
+                bits += self.bits
+            windows[..., tile] = stream >> (bits - self.window)
+        return windows
+
+    def decode(self, codes: Codes, scales: npt.ArrayLike | None = None, zero_points: Codes | None = None) -> Doubles:
+        """See :class:`Format`; there are no zero points."""
+        del zero_points
+        if codes.max(initial=0) >> self.bits:
+            raise IndexError(f"{self.name} has no code {codes.max()}")
+        values = self.values.take(self.windows(codes)).astype(np.float64)
+        if scales is not None:
+            values *= np.asarray(scales)
+        return values
+
+    def encode(
+        self,
+        numbers: Values,
+        scales: npt.ArrayLike = 1.0,
+        zero_points: Codes | None = None,
+        importance: npt.NDArray[Any] | None = None,
+    ) -> Codes:
+        """Return codes of nearly the least squared error; of paths that cost the same the one of lower codes.
+
+        Viterbi's algorithm, in float32, finds the best path through a tile that is cut in the middle and whose ends are
+        free. Its state where the tile ends is what the best closed path begins and ends with, and the state of that one
+        in the middle is what the path begins and ends with that is returned. To try each state would be exact, take
+        2^(window - bits) searches instead of three, and err 2 to 5% less for normal weights; a last tile of fewer
+        columns is searched so.
+        """
+        del zero_points
+        codes = np.empty(numbers.shape, np.uint8)
+        weights = 1.0 if importance is None else importance
+        for columns, units, counts in self._tiles(numbers, np.asarray(scales), weights):
+            best = np.empty(units.shape, np.uint8)
+            for begin in range(0, len(units), _TILES):
+                part = slice(begin, begin + _TILES)
+                best[part] = self._close(units[part], counts[part])
+            codes[..., columns] = best.reshape(codes[..., columns].shape)
+        return codes
+
+    def approximate(self, units: Singles, scales: Singles) -> Singles:
+        """Return what the best path with free ends means; it errs a little less than one that closes."""
+        for columns, numbers, counts in self._tiles(units * scales, scales, 1.0):
+            half = numbers.shape[1] // 2
+            values = np.empty_like(numbers)
+            for begin in range(0, len(numbers), _TILES):
+                part = slice(begin, begin + _TILES)
+                codes, states = self._search(np.roll(numbers[part], -half, 1), np.roll(counts[part], -half, 1), None)
+                windows = codes.astype(np.intp) << (self.window - self.bits) | states[:, 1:]
+                values[part] = np.roll(self.values[windows], half, 1)
+            units[..., columns] = values.reshape(units[..., columns].shape)
+        return units
+
+    def _tiles(
+        self, numbers: Values, scales: npt.NDArray[Any], importance: npt.ArrayLike
+    ) -> Iterator[tuple[slice, Singles, Singles]]:
+        """Yield columns, and their tiles of one width: numbers in units of scales, and what their squared errors count.
+
+        Columns of whole tiles come first, then those of the last tile.
+        """
+        steps = np.broadcast_to(scales, numbers.shape)
+        weights = np.broadcast_to(importance, numbers.shape)
+        whole = numbers.shape[-1] // TILE * TILE
+        for columns in (slice(0, whole), slice(whole, numbers.shape[-1])):
+            width = min(TILE, columns.stop - columns.start)
+            if not width or not numbers.size:
+                continue
+            factors = steps[..., columns].astype(np.float64)
+            units = (numbers[..., columns] / factors).astype(np.float32).reshape(-1, width)
+            counts = (weights[..., columns] * factors * factors).reshape(-1, width)
+            # only ratios within a tile matter, and float32 has no room for squares of the smallest scales
+            largest = counts.max(1, keepdims=True)
+            counts = np.divide(counts, largest, out=np.ones_like(counts), where=largest > 0)
+            yield columns, units, counts.astype(np.float32)
+
+    def _close(self, units: Singles, counts: Singles) -> Codes:
+        """Return codes of tiles [tiles, width] that close in a circle."""
+        width, half = units.shape[1], units.shape[1] // 2
+        if width < TILE:
+            return self._close_exactly(units, counts)
+        turned_units, turned_counts = (np.roll(array, -half, 1) for array in (units, counts))
+        _, states = self._search(turned_units, turned_counts, None)
+        _, states = self._search(units, counts, states[:, width - half])
+        codes, _ = self._search(turned_units, turned_counts, states[:, half])
+        return np.roll(codes, half, 1)
+
+    def _close_exactly(self, units: Singles, counts: Singles) -> Codes:
+        """Return the best codes of tiles that close in a circle, by a search for each state at their ends."""
+        best, least = np.zeros(units.shape, np.uint8), np.full(len(units), np.inf)
+        for state in range(2 ** (self.window - self.bits)):
+            codes, _ = self._search(units, counts, np.full(len(units), state))
+            errors = (counts * (self.values[self.windows(codes)] - units) ** 2).sum(1)
+            is_better = errors < least
+            best[is_better], least[is_better] = codes[is_better], errors[is_better]
+        return best
+
+    @cached_property
+    def _terms(self) -> tuple[Singles, Singles]:
+        """What (u - value)^2 - u^2 is made of: -2 value, which u multiplies, and value^2."""
+        return -2 * self.values, self.values * self.values
+
+    def _search(
+        self, units: Singles, counts: Singles, ends: npt.NDArray[np.intp] | None
+    ) -> tuple[Codes, npt.NDArray[np.intp]]:
+        """Return the codes of the best path, and its states before each column and behind the last.
+
+        A state is the bits that two neighbouring windows share.
+
+        Args:
+            units: what is encoded, [tiles, width].
+            counts: what a squared error counts, [tiles, width].
+            ends: the state that a path begins and ends with, [tiles]; ``None`` for any.
+        """
+        tiles, width = units.shape
+        choices, kept = 2**self.bits, 2 ** (self.window - self.bits)
+        linear, square = self._terms
+        every = np.arange(tiles)
+        costs = np.zeros((width + 1, tiles, kept), np.float32)
+        if ends is not None:
+            costs[0] = np.inf
+            costs[0, every, ends] = 0
+        errors = np.empty((tiles, choices * kept), np.float32)
+        # window >> bits is the state before a column, and window % kept the state behind it
+        by_state, by_code = errors.reshape(tiles, kept, choices), errors.reshape(tiles, choices, kept)
+        for column in range(width):
+            np.multiply(units[:, column, None], linear, out=errors)
+            errors += square
+            errors *= counts[:, column, None]
+            by_state += costs[column][:, :, None]
+            np.minimum.reduce(by_code, axis=1, out=costs[column + 1])
+        codes, states = np.empty((tiles, width), np.uint8), np.empty((tiles, width + 1), np.intp)
+        states[:, width] = costs[width].argmin(1) if ends is None else ends
+        heads = np.arange(choices) * kept
+        for column in reversed(range(width)):
+            windows = heads + states[:, column + 1, None]
+            paths = units[:, column, None] * linear[windows]
+            paths += square[windows]
+            paths *= counts[:, column, None]
+            before = windows >> self.bits
+            paths += costs[column][every[:, None], before]
+            best = paths.argmin(1)
+            codes[:, column], states[:, column] = best, before[every, best]
+        return codes, states
+
+
+def trellis(bits: int, own: tuple[int, ...], neighbour: tuple[int, ...]) -> TrellisFormat:
+    """Return ``t<bits>`` with tables in steps of 1/32."""
+    return TrellisFormat(f"t{bits}", bits, *(tuple(value / _STEP for value in table) for table in (own, neighbour)))
+
+
+# What tools/studies/train_trellis.py ends with, in steps of 1/32.
+T2 = trellis(
+    2,
+    (45, -15, 10, 1, 13, 9, 62, -31, 9, -34, 35, -45, -17, -61, 29, -6),
+    (2, 0, 25, -24, -20, 18, -14, -1, 8, 24, -11, -14, -23, 7, 5, 23),
+)
+T3 = trellis(
+    3,
+    (-43, -2, -79, -19, 47, 10, 78, -36, -11, 35, 28, 59, 6, -65, -25, 21),
+    (-23, 11, 7, 18, -4, 28, 28, -5, -7, -8, -24, -11, 12, 25, -11, -31),
+)
+T4 = trellis(
+    4,
+    (41, -31, 4, -5, 32, 23, 84, -41, 14, -52, 53, -67, -22, -85, 65, -14),
+    (-11, 6, 21, -14, -3, 11, -21, -4, -1, 11, -18, -18, -26, 20, 21, 25),
+)

@@ -1,0 +1,120 @@
+"""``ai.graphopt::DequantizeTrellis``, version 1: the matrix that codes of a trellis stand for.
+
+Inputs, all of them required:
+    codes: uint8 [K, N], one code per byte, each below 2^bits.
+    scales: float or float16 [G, N], G = ceil(K / group); finite.
+    tables: float [2, entries], finite; entries is a power of two, and entries^2 is at most 2^(4 bits).
+
+Attributes:
+    bits: int, 1 to 6.
+    group: int, the rows that share a scale. The last group may be shorter.
+
+Output:
+    W: float [K, N], in float32 arithmetic, with g = k div group::
+
+        W[k, n] = (tables[0, upper] + tables[1, lower]) scales[g, n]
+
+    The window of a weight is the first 2 log2(entries) bits of its code and of those of its three right neighbours, the
+    weight's own code first and each from its highest bit. ``upper`` is the first half of the window, ``lower`` the
+    second. Neighbours are circular within 16 columns: right of column 16 t + 15, or of the last column, is column 16 t.
+
+This is how such a weight is written between the phases ``codes`` and ``lower``. It has no kernel: the step ``lower``
+packs the codes and makes an ``UnpackTrellis`` of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.runtime_ops.dequantize_trellis.spec.schema import SCHEMA
+from graphopt.runtime_ops.matmul_table.spec.packing import TILE
+from graphopt.runtime_ops.operator import DOMAIN, Operator
+from graphopt.runtime_ops.tape import ints, number_of
+
+Floats = npt.NDArray[np.floating[Any]]
+
+_CODES = 4
+"""Codes that a window may reach into."""
+
+
+def function(opset: int) -> ir.Function:
+    """Return the body. It depends on constants alone, so onnxruntime folds it when it loads the model."""
+    inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
+    codes, scales, tables = inputs
+    tape = ir.tape.Tape()
+    rows, columns = (tape.op("Shape", [codes], {"start": axis, "end": axis + 1}) for axis in (0, 1))
+    of_row = tape.op("Div", [_range(tape, rows), number_of(tape, "group")])
+    factors = tape.op("Gather", [tape.op("Cast", [scales], {"to": ir.DataType.FLOAT}), of_row], {"axis": 0})
+    values = value_nodes(tape, codes, columns, tables, number_of(tape, "bits"))
+    weight = tape.op("Mul", [values, factors])
+    weight.name = "W"
+    graph = ir.Graph(inputs, [weight], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
+    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
+
+
+def value_nodes(tape: ir.tape.Tape, codes: ir.Value, columns: ir.Value, tables: ir.Value, bits: ir.Value) -> ir.Value:
+    """Return what codes uint8 [K, N] mean, float [K, N]; ``columns`` (N) and ``bits`` are int64 [1]."""
+    own = _int32(tape, codes)
+    base, entries = _int32(tape, tape.op("Pow", [ints(tape, 2), bits])), tape.op("Shape", [tables], {"start": 1})
+    stream = own
+    for distance in range(1, _CODES):
+        neighbours = tape.op("Gather", [own, _neighbours(tape, columns, distance)], {"axis": 1})
+        stream = tape.op("Add", [tape.op("Mul", [stream, base]), neighbours])
+    streams = tape.op("Pow", [ints(tape, 2), tape.op("Mul", [bits, ints(tape, _CODES)])])
+    streams_of_window = tape.op("Div", [streams, tape.op("Mul", [entries, entries])])
+    windows = tape.op("Div", [stream, _int32(tape, streams_of_window)])
+    upper, lower = (tape.op(kind, [windows, _int32(tape, entries)]) for kind in ("Div", "Mod"))
+    own_table, neighbours_table = (
+        tape.op("Squeeze", [tape.op("Gather", [tables, ints(tape, index)]), ints(tape, 0)]) for index in (0, 1)
+    )
+    return tape.op("Add", [tape.op("Gather", [own_table, upper]), tape.op("Gather", [neighbours_table, lower])])
+
+
+def _int32(tape: ir.tape.Tape, value: ir.Value) -> ir.Value:
+    return tape.op("Cast", [value], {"to": ir.DataType.INT32})
+
+
+def _range(tape: ir.tape.Tape, end: ir.Value) -> ir.Value:
+    return tape.op("Range", [tape.op("Squeeze", [bound]) for bound in (ints(tape, 0), end, ints(tape, 1))])
+
+
+def _neighbours(tape: ir.tape.Tape, columns: ir.Value, distance: int) -> ir.Value:
+    """Return which column lies ``distance`` to the right of each, int64 [N]."""
+    every = _range(tape, columns)
+    first = tape.op("Mul", [tape.op("Div", [every, ints(tape, TILE)]), ints(tape, TILE)])
+    width = tape.op("Min", [tape.op("Sub", [columns, first]), ints(tape, TILE)])
+    step = tape.op("Add", [tape.op("Sub", [every, first]), ints(tape, distance)])
+    return tape.op("Add", [first, tape.op("Mod", [step, width])])
+
+
+def reference(
+    codes: npt.NDArray[np.uint8], scales: Floats, tables: Floats, bits: int, group: int
+) -> npt.NDArray[np.float32]:
+    """Return what the operator means, float32 [K, N].
+
+    Raises:
+        ValueError: the shapes do not fit one another.
+    """
+    rows, columns = codes.shape
+    entries = tables.shape[1]
+    field = entries.bit_length() - 1
+    if entries != 2**field or 2 * field > _CODES * bits:
+        raise ValueError(f"tables of {entries} values do not fit codes of {bits} bits")
+    if scales.shape != (-(-rows // group), columns):
+        raise ValueError(f"scales must be [{-(-rows // group)}, {columns}], not {list(scales.shape)}")
+    weight = np.empty((rows, columns), np.float32)
+    for begin in range(0, columns, TILE):
+        tile = codes[:, begin : begin + TILE].astype(np.int64)
+        width = tile.shape[1]
+        for column in range(width):
+            stream = sum(tile[:, (column + j) % width] << (_CODES - 1 - j) * bits for j in range(_CODES))
+            window = stream >> (_CODES * bits - 2 * field)
+            weight[:, begin + column] = tables[0, window >> field] + tables[1, window & (entries - 1)]
+    return np.asarray(weight * scales.astype(np.float32)[np.arange(rows) // group])
+
+
+DEQUANTIZE_TRELLIS = Operator(SCHEMA, function, reference)
