@@ -65,7 +65,9 @@ def round_with_feedback(
     codes = np.empty((rows, rule.format.code_columns(slice(0, columns)).stop), np.uint8)
     scales = np.empty((groups, columns), np.float64)
     zero_points = np.zeros((groups, columns), np.uint8)
-    for part in rule.format.blocks(columns, _COLUMNS):
+    # a search over a row costs about the same for all of its tiles as for a few
+    width = _COLUMNS if rule.format.joint_columns == 1 else columns
+    for part in rule.format.blocks(columns, width):
         numbers = np.ascontiguousarray(matrix[:, part], np.float64)
         if rule.static:
             for group, group_rows in _groups(rows, rule.group):

@@ -58,7 +58,7 @@ def test_the_library_chooses_what_numpy_chooses(
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", sorted(name for name, format in FORMATS.items() if format.levels))
 def test_ties_and_their_neighbours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = FORMATS[name]
     points = [*table.levels.halfway, *table.levels.values, 0.0, 1e30, -1e30]

@@ -1,0 +1,43 @@
+"""Rounding methods with trellises: rows of one input are encoded as a whole, scales with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from graphopt.numerics.formats import FORMATS
+from graphopt.quantization.rounding import QuantizedMatrix, round_to_nearest
+from graphopt.quantization.rounding.methods import METHODS
+from tests.quantization.rounding.problems import correlated, loss
+
+X, W = correlated(64, 200, 0), np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+H = X.T @ X
+
+
+def made(method: str, name: str) -> QuantizedMatrix:
+    rounding = METHODS[method]()
+    statistics = None if rounding.needs is None else H
+    return rounding.round(W, FORMATS[name], 32, "least_squares", scale_type=np.float16, statistics=statistics)
+
+
+@pytest.mark.parametrize(("name", "table"), [("t2", "int2"), ("t3", "int3"), ("t3", "nl3"), ("t4", "int4")])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_loses_less_than_with_a_table_of_as_many_bits(method: str, name: str, table: str) -> None:
+    # A table of 16 values with a scale for each group of 32, nl4, is about as good as t4: docs/formats.md.
+    assert loss(W, made(method, name), H) < loss(W, made(method, table), H)
+
+
+def test_error_feedback_makes_up_for_errors_of_whole_rows() -> None:
+    for name in ("t2", "t3", "t4"):
+        assert loss(W, made("gptq", name), H) < 0.8 * loss(W, made("nearest", name), H)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("name", ["t2", "t3", "t4"])
+def test_groups_of_zeros_stay_about_zero_though_there_is_no_code_for_it(name: str, dtype: type) -> None:
+    matrix = np.random.default_rng(1).standard_normal((32, 20))
+    matrix[:16, 3] = matrix[:, 7] = 0
+    quantized = round_to_nearest(matrix, FORMATS[name], 16, "least_squares", scale_type=dtype)
+    zeros = quantized.dequantize()[matrix == 0]
+    assert np.abs(zeros).max() <= 4 * float(np.finfo(dtype).tiny)  # values are below 4, scales the least normal number
+    assert np.isfinite(quantized.scales).all()
