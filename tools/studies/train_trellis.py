@@ -33,7 +33,7 @@ def fit_tables(
     format: TrellisFormat, units: Doubles, windows: npt.NDArray[np.uint16], counts: Doubles
 ) -> TrellisFormat:
     """Return the format with the tables of least squared error for numbers whose windows are known."""
-    size = len(format.own)
+    size = len(format.head)
     upper, lower = windows >> format.field, windows & (size - 1)
     gram, right = np.zeros((2 * size, 2 * size)), np.zeros(2 * size)
     for first, second in ((upper, lower + size), (lower + size, upper)):
@@ -46,15 +46,15 @@ def fit_tables(
     return make(format.bits, tables[:size], tables[size:])
 
 
-def make(bits: int, own: Doubles, neighbour: Doubles) -> TrellisFormat:
+def make(bits: int, head: Doubles, tail: Doubles) -> TrellisFormat:
     """Return a format; both tables get the same mean, which their sum does not notice."""
-    shift = (own.mean() - neighbour.mean()) / 2
-    return TrellisFormat(f"t{bits}", bits, tuple(map(float, own - shift)), tuple(map(float, neighbour + shift)))
+    shift = (head.mean() - tail.mean()) / 2
+    return TrellisFormat(f"t{bits}", bits, tuple(map(float, head - shift)), tuple(map(float, tail + shift)))
 
 
 def rounded(format: TrellisFormat) -> TrellisFormat:
     """Return the format with values in steps of 1/32."""
-    tables = [tuple(float(v) for v in np.rint(np.array(t) * 32) / 32) for t in (format.own, format.neighbour)]
+    tables = [tuple(float(v) for v in np.rint(np.array(t) * 32) / 32) for t in (format.head, format.tail)]
     return TrellisFormat(format.name, format.bits, *tables)
 
 
@@ -69,9 +69,9 @@ def train(bits: int, field: int, rounds: int, columns: int, seed: int) -> Trelli
     random = np.random.default_rng(seed)
     draw = random.standard_normal((GROUP, columns))
     span = 2.4 if bits > 2 else 1.8
-    own = random.permutation(np.linspace(-span, span, 2**field))
-    neighbour = random.permutation(np.linspace(-0.8, 0.8, 2**field))
-    format, scales = make(bits, own, neighbour), np.ones((1, columns))
+    head = random.permutation(np.linspace(-span, span, 2**field))
+    tail = random.permutation(np.linspace(-0.8, 0.8, 2**field))
+    format, scales = make(bits, head, tail), np.ones((1, columns))
     for number in range(rounds):
         if number % 8 == 6:
             scales = round_to_nearest(draw, format, GROUP, "least_squares").scales.astype(np.float64)
@@ -83,7 +83,7 @@ def train(bits: int, field: int, rounds: int, columns: int, seed: int) -> Trelli
     top = max(-float(format.values.min()), float(format.values.max()))
     # a product multiplies bytes: values are 127 steps of 1/32 at most
     factor = _LIMIT / top if top > _LIMIT else 1.0
-    return rounded(make(bits, np.array(format.own) * factor, np.array(format.neighbour) * factor))
+    return rounded(make(bits, np.array(format.head) * factor, np.array(format.tail) * factor))
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def main() -> None:
         if error < least:
             best, least = format, error
     assert best is not None
-    for table in (best.own, best.neighbour):
+    for table in (best.head, best.tail):
         typer.echo(str(tuple(int(value * 32) for value in table)))
 
 

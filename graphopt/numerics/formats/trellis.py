@@ -26,7 +26,7 @@ _REACH = 0.85
 
 @dataclass(frozen=True)
 class TrellisFormat(Format):
-    """A weight is ``own[upper half of its window] + neighbour[lower half]``.
+    """A weight is ``head[upper half of its window] + tail[lower half]``.
 
     The window of a weight are the first ``window`` bits of its code, the next code to the right and so on, circular in
     a tile of 16 columns; the last tile of a row may have fewer. With 4 bits the two halves are the weight's own code
@@ -34,8 +34,8 @@ class TrellisFormat(Format):
     QTIP (Tseng et al. 2024), which has windows of 16 bits; windows of 8 bits take two tables of 16 entries.
 
     Attributes:
-        own: a value for each upper half of a window.
-        neighbour: a value for each lower half.
+        head: a value for each upper half of a window.
+        tail: a value for each lower half.
 
     Raises:
         ValueError: the tables do not fit one another, or a window is narrower than a code or wider than four codes.
@@ -43,18 +43,18 @@ class TrellisFormat(Format):
 
     operator: ClassVar[str] = "DequantizeTrellis"
 
-    own: tuple[float, ...]
-    neighbour: tuple[float, ...]
+    head: tuple[float, ...]
+    tail: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        sizes = len(self.own), len(self.neighbour)
+        sizes = len(self.head), len(self.tail)
         if sizes[0] != sizes[1] or sizes[0] != 2**self.field or not self.bits < self.window <= 4 * self.bits:
             raise ValueError(f"{self.name} of {self.bits} bits has tables of {sizes[0]} and {sizes[1]} values")
 
     @cached_property
     def field(self) -> int:
         """Bits of half a window."""
-        return (len(self.own) - 1).bit_length()
+        return (len(self.head) - 1).bit_length()
 
     @property
     def window(self) -> int:
@@ -69,8 +69,8 @@ class TrellisFormat(Format):
     @cached_property
     def values(self) -> Singles:
         """The value of each window, [2^window]."""
-        own, neighbour = (np.array(table, np.float32) for table in (self.own, self.neighbour))
-        return (own[:, None] + neighbour).reshape(-1)
+        head, tail = (np.array(table, np.float32) for table in (self.head, self.tail))
+        return (head[:, None] + tail).reshape(-1)
 
     @cached_property
     def limit(self) -> float:
@@ -80,7 +80,7 @@ class TrellisFormat(Format):
     @cached_property
     def operands(self) -> dict[str, Singles]:
         """The tables as ``DequantizeTrellis`` reads them, [2, entries]."""
-        return {"tables": np.array([self.own, self.neighbour], np.float32)}
+        return {"tables": np.array([self.head, self.tail], np.float32)}
 
     def windows(self, codes: Codes) -> npt.NDArray[np.uint16]:
         """Return the window of each weight, [..., columns], of codes [..., columns]."""
@@ -178,12 +178,12 @@ class TrellisFormat(Format):
 
     def _close_exactly(self, units: Singles, counts: Singles) -> Codes:
         """Return the best codes of tiles that close in a circle, by a search for each state at their ends."""
-        best, least = np.zeros(units.shape, np.uint8), np.full(len(units), np.inf)
+        best, lowest = np.zeros(units.shape, np.uint8), np.full(len(units), np.inf)
         for state in range(2 ** (self.window - self.bits)):
             codes, _ = self._search(units, counts, np.full(len(units), state))
             errors = (counts * (self.values[self.windows(codes)] - units) ** 2).sum(1)
-            is_better = errors < least
-            best[is_better], least[is_better] = codes[is_better], errors[is_better]
+            is_better = errors < lowest
+            best[is_better], lowest[is_better] = codes[is_better], errors[is_better]
         return best
 
     @cached_property
@@ -204,16 +204,16 @@ class TrellisFormat(Format):
             ends: the state that a path begins and ends with, [tiles]; ``None`` for any.
         """
         tiles, width = units.shape
-        choices, kept = 2**self.bits, 2 ** (self.window - self.bits)
+        choices, state_count = 2**self.bits, 2 ** (self.window - self.bits)
         linear, square = self._terms
-        every = np.arange(tiles)
-        costs = np.zeros((width + 1, tiles, kept), np.float32)
+        tile_indices = np.arange(tiles)
+        costs = np.zeros((width + 1, tiles, state_count), np.float32)
         if ends is not None:
             costs[0] = np.inf
-            costs[0, every, ends] = 0
-        errors = np.empty((tiles, choices * kept), np.float32)
-        # window >> bits is the state before a column, and window % kept the state behind it
-        by_state, by_code = errors.reshape(tiles, kept, choices), errors.reshape(tiles, choices, kept)
+            costs[0, tile_indices, ends] = 0
+        errors = np.empty((tiles, choices * state_count), np.float32)
+        # window >> bits is the state before a column, and window % state_count the state behind it
+        by_state, by_code = errors.reshape(tiles, state_count, choices), errors.reshape(tiles, choices, state_count)
         for column in range(width):
             np.multiply(units[:, column, None], linear, out=errors)
             errors += square
@@ -222,22 +222,22 @@ class TrellisFormat(Format):
             np.minimum.reduce(by_code, axis=1, out=costs[column + 1])
         codes, states = np.empty((tiles, width), np.uint8), np.empty((tiles, width + 1), np.intp)
         states[:, width] = costs[width].argmin(1) if ends is None else ends
-        heads = np.arange(choices) * kept
+        heads = np.arange(choices) * state_count
         for column in reversed(range(width)):
             windows = heads + states[:, column + 1, None]
             paths = units[:, column, None] * linear[windows]
             paths += square[windows]
             paths *= counts[:, column, None]
             before = windows >> self.bits
-            paths += costs[column][every[:, None], before]
+            paths += costs[column][tile_indices[:, None], before]
             best = paths.argmin(1)
-            codes[:, column], states[:, column] = best, before[every, best]
+            codes[:, column], states[:, column] = best, before[tile_indices, best]
         return codes, states
 
 
-def trellis(bits: int, own: tuple[int, ...], neighbour: tuple[int, ...]) -> TrellisFormat:
+def trellis(bits: int, head: tuple[int, ...], tail: tuple[int, ...]) -> TrellisFormat:
     """Return ``t<bits>`` with tables in steps of 1/32."""
-    return TrellisFormat(f"t{bits}", bits, *(tuple(value / _STEP for value in table) for table in (own, neighbour)))
+    return TrellisFormat(f"t{bits}", bits, *(tuple(value / _STEP for value in table) for table in (head, tail)))
 
 
 # What tools/studies/train_trellis.py ends with, in steps of 1/32.

@@ -50,8 +50,8 @@ PACKED_DYNAMIC = Rule(
     rotation=", {rotation} inside",
     wide=_WIDE,
 )
-UNPACKED = Rule(
-    "lower.unpacked",
+TRELLIS = Rule(
+    "lower.trellis",
     "a trellis of {bits} bits, which no kernel reads yet: onnxruntime makes floats of it when it loads the model",
 )
 PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
@@ -147,9 +147,9 @@ class Lower(Pass):
             if not isinstance(stored, Fact) and column_lookups(stored.reader):
                 gather_standard(model.graph, stored, ledger, node.name or "?")
         for node in [node for node in model.graph if is_trellis(node)]:
-            unpacked = unpacked_trellis(model.graph, node)
-            replace(node, unpacked)
-            ledger.changed(unpacked, UNPACKED(bits=node.attributes.get_int("bits", 0)), [node])
+            matrix = unpacked_trellis(model.graph, node)
+            replace(node, matrix)
+            ledger.changed(matrix, TRELLIS(bits=node.attributes.get_int("bits", 0)), [node])
         standard = [node for node in model.graph if dequantize_of(node) is not None]
         keep_fusible(model.graph, standard, ledger)
 

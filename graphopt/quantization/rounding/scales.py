@@ -137,8 +137,8 @@ def scaling_at(
     low, high = (extreme * share for extreme in extremes)
     scales = stored_scales(high - low if format.zero_point else high, format.limit, scale_type)
     if format.joint_columns != 1:  # such a format need not have a 0: a group of zeros gets the least normal scale
-        least = float(ml_dtypes.finfo(scale_type).smallest_normal)  # type: ignore[no-untyped-call]
-        scales = np.where(high == 0, least, scales)
+        smallest_scale = float(ml_dtypes.finfo(scale_type).smallest_normal)  # type: ignore[no-untyped-call]
+        scales = np.where(high == 0, smallest_scale, scales)
     return Scaling(scales, format.zero_points(-low, scales))
 
 

@@ -27,7 +27,7 @@ def test_four_bits_are_the_own_code_and_the_right_neighbours() -> None:
     format, codes = FORMATS["t4"], np.random.default_rng(0).integers(0, 16, (3, 21)).astype(np.uint8)
     assert isinstance(format, TrellisFormat)
     right = [*range(1, 16), 0, *range(17, 21), 16]
-    expected = np.array(format.own)[codes] + np.array(format.neighbour)[codes[:, right]]
+    expected = np.array(format.head)[codes] + np.array(format.tail)[codes[:, right]]
     np.testing.assert_array_equal(format.decode(codes), expected)
 
 
@@ -35,7 +35,7 @@ def test_two_bits_are_two_codes_and_the_next_two() -> None:
     format, codes = FORMATS["t2"], np.array([[3, 0, 2, 1]], np.uint8)
     assert isinstance(format, TrellisFormat)
     pairs = [12, 2, 9, 7]
-    expected = [format.own[pairs[i]] + format.neighbour[pairs[(i + 2) % 4]] for i in range(4)]
+    expected = [format.head[pairs[i]] + format.tail[pairs[(i + 2) % 4]] for i in range(4)]
     assert format.decode(codes)[0].tolist() == expected
 
 

@@ -58,20 +58,20 @@ def function(opset: int) -> ir.Function:
 
 def value_nodes(tape: ir.tape.Tape, codes: ir.Value, columns: ir.Value, tables: ir.Value, bits: ir.Value) -> ir.Value:
     """Return what codes uint8 [K, N] mean, float [K, N]; ``columns`` (N) and ``bits`` are int64 [1]."""
-    own = _int32(tape, codes)
+    code = _int32(tape, codes)
     base, entries = _int32(tape, tape.op("Pow", [ints(tape, 2), bits])), tape.op("Shape", [tables], {"start": 1})
-    stream = own
+    stream = code
     for distance in range(1, _CODES):
-        neighbours = tape.op("Gather", [own, _neighbours(tape, columns, distance)], {"axis": 1})
+        neighbours = tape.op("Gather", [code, _neighbours(tape, columns, distance)], {"axis": 1})
         stream = tape.op("Add", [tape.op("Mul", [stream, base]), neighbours])
     streams = tape.op("Pow", [ints(tape, 2), tape.op("Mul", [bits, ints(tape, _CODES)])])
     streams_of_window = tape.op("Div", [streams, tape.op("Mul", [entries, entries])])
     windows = tape.op("Div", [stream, _int32(tape, streams_of_window)])
     upper, lower = (tape.op(kind, [windows, _int32(tape, entries)]) for kind in ("Div", "Mod"))
-    own_table, neighbours_table = (
+    head, tail = (
         tape.op("Squeeze", [tape.op("Gather", [tables, ints(tape, index)]), ints(tape, 0)]) for index in (0, 1)
     )
-    return tape.op("Add", [tape.op("Gather", [own_table, upper]), tape.op("Gather", [neighbours_table, lower])])
+    return tape.op("Add", [tape.op("Gather", [head, upper]), tape.op("Gather", [tail, lower])])
 
 
 def _int32(tape: ir.tape.Tape, value: ir.Value) -> ir.Value:
@@ -84,10 +84,10 @@ def _range(tape: ir.tape.Tape, end: ir.Value) -> ir.Value:
 
 def _neighbours(tape: ir.tape.Tape, columns: ir.Value, distance: int) -> ir.Value:
     """Return which column lies ``distance`` to the right of each, int64 [N]."""
-    every = _range(tape, columns)
-    first = tape.op("Mul", [tape.op("Div", [every, ints(tape, TILE)]), ints(tape, TILE)])
+    column = _range(tape, columns)
+    first = tape.op("Mul", [tape.op("Div", [column, ints(tape, TILE)]), ints(tape, TILE)])
     width = tape.op("Min", [tape.op("Sub", [columns, first]), ints(tape, TILE)])
-    step = tape.op("Add", [tape.op("Sub", [every, first]), ints(tape, distance)])
+    step = tape.op("Add", [tape.op("Sub", [column, first]), ints(tape, distance)])
     return tape.op("Add", [first, tape.op("Mod", [step, width])])
 
 
