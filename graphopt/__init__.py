@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from graphopt.errors import InputError as InputError
     from graphopt.errors import MissingDependencyError as MissingDependencyError
     from graphopt.errors import VerificationError as VerificationError
+    from graphopt.inference.classes import load_classifier as load_classifier
     from graphopt.inference.conversation.conversation import Conversation as Conversation
     from graphopt.inference.conversation.conversation import chat as chat
     from graphopt.inference.decoding.continuation import Settings as Settings
@@ -71,6 +72,7 @@ _HOMES = {
     "export": "graphopt.models.export",
     "generate": "graphopt.inference.generation",
     "load": "graphopt.inference.session",
+    "load_classifier": "graphopt.inference.classes",
     "load_encoder": "graphopt.inference.embeddings",
     "load_recipe": "graphopt.passes.recipe",
     "optimize": "graphopt.compile.pipeline",

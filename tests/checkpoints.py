@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.util.stdlib_text import held_out_text
-from tests.families import POSITIONS, VOCABULARY, make_model
+from tests.families import HEADS, POSITIONS, VOCABULARY, make_model
 
 END_OF_TEXT = "<|endoftext|>"
 # What a checkpoint of the tests, and an export of it, is made by.
@@ -43,7 +43,7 @@ def write_checkpoint(family: str, folder: Path) -> None:
         model = model.half()
     if family in ("llama", HUB):
         save_tokenizer(folder)
-    if family == "bert":
+    if family == "bert" or family in HEADS:
         save_word_pieces(folder)
     model.save_pretrained(folder)
 
@@ -95,7 +95,7 @@ def save_word_pieces(folder: Path) -> None:
     trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator([held_out_text()[:20_000]], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     named = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **named)

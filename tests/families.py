@@ -121,20 +121,35 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaConfig", _ENCODER),
     # a learned bias for each distance
     "mpnet": ("MPNetConfig", _ENCODER),
-    # rotary positions, a window on both sides in one layer of two, norms in front, gated MLP
-    "modernbert": (
-        "ModernBertConfig",
-        {**_ENCODER, **_SPECIAL, "local_attention": 8, "global_attn_every_n_layers": 2},
-    ),
     # rotary positions, norms behind
     "nomic_bert": ("NomicBertConfig", {**_ENCODER, **_SPECIAL}),
     # rotary positions, grouped heads, RMS norms: a decoder's parts without its mask
     "eurobert": ("EuroBertConfig", {**_ENCODER, **_SPECIAL, "num_key_value_heads": 2, "mask_token_id": 1}),
 }
 
+# The class of transformers with the head, the configuration, and its settings.
+HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert_classes": (
+        "BertForSequenceClassification",
+        "BertConfig",
+        {**_ENCODER, "id2label": {0: "bad", 1: "neutral", 2: "good"}},
+    ),
+    # one class; rotary positions, a window on both sides in one layer of two, norms in front, gated MLP
+    "modernbert_reranker": (
+        "ModernBertForSequenceClassification",
+        "ModernBertConfig",
+        {**_ENCODER, **_SPECIAL, "local_attention": 8, "global_attn_every_n_layers": 2, "num_labels": 1},
+    ),
+    "roberta_tokens": (
+        "RobertaForTokenClassification",
+        "RobertaConfig",
+        {**_ENCODER, "id2label": {number: f"B-{number}" for number in range(5)}, "max_position_embeddings": 130},
+    ),
+}
+
 
 def make_model(family: str, layers: int | None = None) -> Any:
-    """Return the random-weight transformers model of a family in :data:`FAMILIES` or :data:`ENCODERS`.
+    """Return the random-weight transformers model of a family in :data:`FAMILIES`, :data:`ENCODERS` or :data:`HEADS`.
 
     Args:
         family: its name.
@@ -143,14 +158,15 @@ def make_model(family: str, layers: int | None = None) -> Any:
     import torch
     import transformers
 
-    config_class, settings = (FAMILIES | ENCODERS)[family]
+    head, config_class, settings = HEADS[family] if family in HEADS else ("", *(FAMILIES | ENCODERS)[family])
     if layers is not None:
         counts = {name: layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in settings}
         types = {"layer_types": (settings["layer_types"] * layers)[:layers]} if "layer_types" in settings else {}
         settings = {**settings, **counts, **types}
     torch.manual_seed(0)
     auto = transformers.AutoModel if family in ENCODERS else transformers.AutoModelForCausalLM
-    model = auto.from_config(getattr(transformers, config_class)(**settings))
+    config = getattr(transformers, config_class)(**settings)
+    model = getattr(transformers, head)(config) if head else auto.from_config(config)
     randomize(model)
     return model
 

@@ -42,6 +42,8 @@ class ModelFacts(BaseModel):
         eos_token_ids: the tokens that end one.
         pad_token_id: the token that fills up short texts.
         pooling: of an encoder, how hidden states become an embedding; several are concatenated; none: their mean.
+        labels: of a classifier, the names of its classes in order.
+        are_labels_independent: of a classifier, whether a text may be of several classes at once.
     """
 
     architecture: str | None = None
@@ -50,6 +52,8 @@ class ModelFacts(BaseModel):
     eos_token_ids: list[int] = []
     pad_token_id: int | None = None
     pooling: list[Pooling] = []
+    labels: list[str] = []
+    are_labels_independent: bool = False
 
 
 def with_positions(facts: ModelFacts, metadata: Mapping[str, str]) -> ModelFacts:
@@ -97,6 +101,18 @@ def facts_of_encoder(folder: Path) -> ModelFacts:
         json_object(folder / SENTENCES).get("max_seq_length"),
     ]
     return facts.model_copy(update={"max_positions": min((b for b in bounds if isinstance(b, int)), default=None)})
+
+
+def facts_of_classifier(folder: Path) -> ModelFacts:
+    """Read what an app must know of a classifier: as of an encoder, and the names of classes."""
+    config = json_object(folder / "config.json")
+    names = config.get("id2label") or {}
+    return facts_of_encoder(folder).model_copy(
+        update={
+            "labels": [str(names[key]) for key in sorted(names, key=int)],
+            "are_labels_independent": config.get("problem_type") == "multi_label_classification",
+        }
+    )
 
 
 def pooling_of(file: Path) -> list[Pooling]:

@@ -90,6 +90,9 @@ def run(
 ) -> None:
     """Complete one or more prompts, or chat, streaming as the model goes; of an encoder, print cosines of embeddings.
 
+    Of a classifier the classes of each prompt are printed, of a reranker the documents (all prompts but the first) by
+    their score for the query (the first).
+
     In a chat Ctrl-C ends a reply, Ctrl-D the chat, and /help lists what else there is. Where standard input is no
     terminal, each line of it is a turn. The options of generating are refused with an encoder.
     """

@@ -95,5 +95,5 @@ def _forward(model: Any, task: Task, probe: Probe) -> Floats:
     options = {"use_cache": False} if task.caches else {}
     with torch.no_grad(), quiet():
         output = model(**{name: torch.from_numpy(array) for name, array in probe.feeds.items()}, **options)
-    numbers: Floats = getattr(output, task.output).numpy()[probe.real].astype(np.float64)
+    numbers: Floats = task.framework_output(output)[probe.real].astype(np.float64)
     return numbers

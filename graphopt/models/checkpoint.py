@@ -182,7 +182,7 @@ def check_config(config: Any, source: str) -> None:
             f"{architectures} is not a causal language model, and not an encoder",
             file=source,
             remedy="graphopt takes decoder-only models, those that transformers loads with AutoModelForCausalLM, and "
-            "encoders such as BERT",
+            "encoders such as BERT, alone or with a head for classes of texts or tokens",
         )
 
 

@@ -63,6 +63,9 @@ def finish(program: ir.Model, model: Any, source: str) -> None:
     weights = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     name_parts(program, {name: tuple(tensor.shape) for name, tensor in weights})
     task = _task_of(model)
+    port_names = {framework: name for name, framework in task.framework_names.items()}
+    for value in program.graph.outputs:
+        value.name = port_names.get(value.name or "", value.name)
     if task.caches and not any(present_port(value) is not None for value in program.graph.outputs):
         raise InputError(
             f"{type(model).__name__} came out without a key-value cache, so it cannot generate token by token",

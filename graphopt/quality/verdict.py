@@ -34,6 +34,7 @@ METRICS = {
     "bits_per_byte": "bits_per_byte",
     "perplexity": "perplexity",
     "cosine": "cosine_mean",
+    "rank_correlation": "rank_correlation",
 }
 """What a requirement may name, and the figure that it means."""
 

@@ -102,6 +102,7 @@ class Task(abc.ABC):
         generates: whether it makes text token by token, and so takes the options of generating.
         is_fallback: whether a graph that no other task matches counts as one of these; one task is.
         auto_class: the class of transformers that loads a checkpoint.
+        framework_names: what transformers calls outputs that have another name in the graph, by that name.
     """
 
     name: ClassVar[str]
@@ -112,6 +113,12 @@ class Task(abc.ABC):
     generates: ClassVar[bool] = False
     is_fallback: ClassVar[bool] = False
     auto_class: ClassVar[str] = "AutoModel"
+    framework_names: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The graph outputs that are compared, :attr:`output` first; several have one shape."""
+        return (self.output,)
 
     @abc.abstractmethod
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
@@ -174,6 +181,15 @@ class Task(abc.ABC):
         """
         del source
         return model, self.sample(model)
+
+    def framework_output(self, output: Any) -> Array:
+        """Return what is compared of the output of a model of transformers; several stand side by side in a last axis.
+
+        Args:
+            output: what a forward of the model returned, with tensors of torch.
+        """
+        arrays: list[Array] = [getattr(output, self.framework_names.get(name, name)).numpy() for name in self.outputs]
+        return arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=-1)
 
     def facts(self, folder: Path) -> Any:
         """Return the ``ModelFacts`` that the files of a folder state."""

@@ -26,7 +26,7 @@ from graphopt.analysis.structure.products import token_lookups
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.ort.session import run
-from graphopt.tasks.base import BATCH, LENGTH, PADDING, Call, Floats, Task, classes_of, random_padding, upper
+from graphopt.tasks.base import BATCH, LENGTH, PADDING, Call, Floats, Probe, Task, classes_of, random_padding, upper
 from graphopt.tasks.causal_lm import CAUSAL_LM
 from graphopt.tasks.ports import Array, IntArray, Port, port_of_node, port_of_value
 
@@ -56,24 +56,24 @@ class EncoderInterface:
     outputs: Mapping[str, Port]
 
     @classmethod
-    def of_graph(cls, graph: ir.Graph) -> EncoderInterface:
+    def of_graph(cls, graph: ir.Graph, output: str = HIDDEN) -> EncoderInterface:
         """Read the interface of ``graph``; see :meth:`of_ports` for the errors."""
-        return cls.of_ports(map(port_of_value, graph.inputs), map(port_of_value, graph.outputs))
+        return cls.of_ports(map(port_of_value, graph.inputs), map(port_of_value, graph.outputs), output)
 
     @classmethod
-    def of_session(cls, session: onnxruntime.InferenceSession) -> EncoderInterface:
+    def of_session(cls, session: onnxruntime.InferenceSession, output: str = HIDDEN) -> EncoderInterface:
         """Read the interface of an onnxruntime session; see :meth:`of_ports` for the errors."""
-        return cls.of_ports(map(port_of_node, session.get_inputs()), map(port_of_node, session.get_outputs()))
+        return cls.of_ports(map(port_of_node, session.get_inputs()), map(port_of_node, session.get_outputs()), output)
 
     @classmethod
-    def of_ports(cls, inputs: Iterable[Port], outputs: Iterable[Port]) -> EncoderInterface:
+    def of_ports(cls, inputs: Iterable[Port], outputs: Iterable[Port], output: str = HIDDEN) -> EncoderInterface:
         """Sort inputs and outputs by name.
 
         Raises:
-            InputError: ``input_ids`` or ``last_hidden_state`` is missing, or an input is not known.
+            InputError: ``input_ids`` or ``output`` is missing, or an input is not known.
         """
         interface = cls({port.name: port for port in inputs}, {port.name: port for port in outputs})
-        for name, ports, kind in ((INPUT_IDS, interface.inputs, "input"), (HIDDEN, interface.outputs, "output")):
+        for name, ports, kind in ((INPUT_IDS, interface.inputs, "input"), (output, interface.outputs, "output")):
             if name not in ports:
                 raise InputError(
                     f"the graph has no {kind} of this name",
@@ -100,12 +100,20 @@ class EncoderInterface:
         """Whether texts of different length can share a batch."""
         return ATTENTION_MASK in self.inputs
 
-    def feeds(self, input_ids: IntArray, attention_mask: IntArray, *, needs_mask: bool = True) -> dict[str, Array]:
+    def feeds(
+        self,
+        input_ids: IntArray,
+        attention_mask: IntArray,
+        token_types: IntArray | None = None,
+        *,
+        needs_mask: bool = True,
+    ) -> dict[str, Array]:
         """Return what to feed.
 
         Args:
             input_ids: the tokens, [batch, length].
             attention_mask: 1 for a real token, 0 for padding, [batch, length].
+            token_types: 1 for a token of the second text of a pair, [batch, length]; ``None`` for one text.
             needs_mask: whether a 0 in ``attention_mask`` must be obeyed; a graph without that input refuses it.
 
         Raises:
@@ -120,8 +128,7 @@ class EncoderInterface:
         arrays = {
             INPUT_IDS: input_ids,
             ATTENTION_MASK: attention_mask,
-            # All of one text: the second segment is for pairs.
-            TOKEN_TYPE_IDS: np.zeros_like(input_ids),
+            TOKEN_TYPE_IDS: np.zeros_like(input_ids) if token_types is None else token_types,
             POSITION_IDS: positions,
         }
         return {name: np.ascontiguousarray(arrays[name], port.dtype or np.int64) for name, port in self.inputs.items()}
@@ -179,12 +186,16 @@ class Encoder(Task):
 
     def check(self, graph: ir.Graph) -> None:
         """See :class:`Task`."""
-        EncoderInterface.of_graph(graph)
+        self.interface(graph)
 
-    def probe(self, graph: ir.Graph, *, context: int = 0) -> EncoderProbe:
+    def interface(self, graph: ir.Graph) -> EncoderInterface:
+        """Return how ``graph`` is fed and read; see :meth:`EncoderInterface.of_ports` for the errors."""
+        return EncoderInterface.of_graph(graph, self.output)
+
+    def probe(self, graph: ir.Graph, *, context: int = 0) -> Probe:
         """See :class:`Task`; there is no cache, so ``context`` counts for nothing."""
         del context
-        interface = EncoderInterface.of_graph(graph)
+        interface = self.interface(graph)
         ids = np.random.default_rng(0).integers(0, vocabulary_of(graph) or 2, (BATCH, LENGTH))
         mask = np.ones_like(ids)
         if ATTENTION_MASK in interface.inputs:
@@ -193,11 +204,11 @@ class Encoder(Task):
 
     def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:
         """See :class:`Task`."""
-        return EncoderInterface.of_graph(graph).feeds(input_ids, np.ones_like(input_ids))
+        return self.interface(graph).feeds(input_ids, np.ones_like(input_ids))
 
     def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
         """See :class:`Task`; what would be the past is the beginning of the text."""
-        interface, random = EncoderInterface.of_graph(graph), np.random.default_rng(0)
+        interface, random = self.interface(graph), np.random.default_rng(0)
         for batch, new, past in sizes:
             length = past + new
             mask = np.ones((batch, length), np.int64)

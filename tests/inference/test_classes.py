@@ -1,0 +1,140 @@
+"""Classifiers, classifiers of tokens and rerankers of random weights, end to end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import graphopt
+from graphopt.artifact.manifest import read_manifest
+from graphopt.compile.replay import verify
+from graphopt.errors import InputError, VerificationError
+from graphopt.inference.classes import Text
+from graphopt.quality.classes import class_agreement
+from tests.cli.test_embeddings import call
+from tests.families import HEADS
+
+TEXTS: list[Text] = ["import os", ("def read(path)", "return open(path).read()"), "class Stack:", ("a", "b c d e")]
+# Two layers in float32, run in another order of sums: seen 7e-7.
+FLOAT32 = 1e-5
+
+
+@pytest.mark.parametrize("family", list(HEADS))
+def test_logits_are_those_of_transformers_for_texts_and_pairs(
+    family: str, make_artifact: Callable[[str], Path], make_folder: Callable[[str], Path]
+) -> None:
+    import torch
+    import transformers
+
+    session = graphopt.load_classifier(make_artifact(family))
+    (check,) = read_manifest(make_artifact(family)).checks
+    assert (check.status, check.figures["largest_change"] <= FLOAT32) == ("measured", True)
+    encodings = session.encode(TEXTS)
+    model = getattr(transformers, HEADS[family][0]).from_pretrained(make_folder(family)).eval()
+    for encoding, logits in zip(encodings, session.logits(encodings), strict=True):
+        feeds = {"input_ids": torch.tensor([encoding.ids])}
+        if "token_type_ids" in session.interface.inputs:
+            feeds["token_type_ids"] = torch.tensor([encoding.type_ids])
+        with torch.no_grad():
+            expected = model(**feeds).logits[0].numpy()
+        np.testing.assert_allclose(logits, expected, atol=FLOAT32, rtol=0)
+    if session.class_count != 1:
+        assert session.probabilities(logits).sum(-1) == pytest.approx(1)
+    assert (
+        session.labels
+        == {
+            "bert_classes": ["bad", "neutral", "good"],
+            "modernbert_reranker": ["LABEL_0"],
+            "roberta_tokens": [f"B-{number}" for number in range(5)],
+        }[family]
+    )
+
+
+@pytest.mark.parametrize("family", list(HEADS))
+def test_a_verdict_compares_classes_and_rankings(
+    family: str, make_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = make_artifact(family)
+    manifest = graphopt.optimize(folder, "rotate-fp6", tmp_path / "out").manifest
+    quality = next(check for check in manifest.checks if check.name == "quality")
+    assert quality.status == "measured"
+    assert ("rank_correlation" in quality.figures) == (family == "modernbert_reranker")
+    # Random weights in 6 bits; trained ones decide by larger margins.
+    assert 0 < quality.figures["kl_mean"] < 0.05
+    # A reranker has four queries here, and scores of random weights lie close.
+    share = quality.figures.get("rank_correlation", quality.figures["same_first_choice"])
+    assert 0.8 < share <= 1
+    assert all(check.status == "measured" for check in manifest.checks if check.name == "logits of classes")
+    assert "measured" in {check.status for check in verify(folder, tmp_path / "out").checks}
+    with pytest.raises(VerificationError, match=r"kl is .*nothing was written"):
+        graphopt.optimize(folder, "rotate-fp6", tmp_path / "no", require="kl<1e-9")
+
+
+def test_a_model_agrees_with_itself_and_refuses_another(make_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    classes, reranker, tokens = (graphopt.load_classifier(make_artifact(family)) for family in HEADS)
+    sentences = ["import os", "class Stack:", "def f(x): return x", "for line in file: " * 50]
+    for session in (classes, reranker, tokens):
+        figures = class_agreement(session, session, sentences)
+        assert (figures["kl_mean"], figures["same_first_choice"], figures.get("rank_correlation", 1)) == (0, 1, 1)
+    assert class_agreement(reranker, reranker, sentences)["texts"] == 2 * 2  # two queries, two documents
+    with pytest.raises(InputError, match="the reference has 3 classes, the model 1"):
+        class_agreement(reranker, classes, sentences)
+    with pytest.raises(InputError, match="too few sentences"):
+        class_agreement(reranker, reranker, sentences[:2])
+    with pytest.raises(InputError, match=r"longer than the model's 128 positions"):
+        classes.encode(sentences)
+    with pytest.raises(InputError, match="of the kind classifier, which makes no embeddings"):
+        graphopt.load_encoder(make_artifact("bert_classes"))
+    with pytest.raises(InputError, match="of the kind encoder, which has no classes"):
+        graphopt.load_classifier(make_artifact("nomic_bert"))
+    other = tmp_path / "other"
+    shutil.copytree(make_artifact("bert_classes"), other)
+    (other / "tokenizer.json").unlink()
+    (other / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"no tokenizer\.json, so it can read no text"):
+        graphopt.load_classifier(other).encode(["a"])
+
+
+def test_several_classes_may_hold_at_once(make_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "several"
+    shutil.copytree(make_artifact("bert_classes"), folder)
+    (folder / "manifest.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"problem_type": "multi_label_classification"}))
+    session = graphopt.load_classifier(folder)
+    assert session.has_independent_classes
+    np.testing.assert_allclose(session.probabilities(np.float32([0, 100, -100])), [0.5, 1, 0], atol=1e-12)
+    assert class_agreement(session, session, ["import os"])["same_first_choice"] == 1
+
+
+def test_run_and_eval_print_classes_and_ranks(
+    make_artifact: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    classes, reranker, tokens = map(make_artifact, HEADS)
+    prompts = ("--prompt", "import os", "--prompt", "class Stack:", "--prompt", "def f(x)")
+    code, out, _ = call(monkeypatch, capsys, "run", classes, *prompts, "--json")
+    rows = json.loads(out)
+    assert (code, len(rows), {row["class"] for row in rows} <= {"bad", "neutral", "good"}) == (0, 3, True)
+    assert all(row["probability"] == max(row["probabilities"].values()) for row in rows)
+    code, out, _ = call(monkeypatch, capsys, "run", reranker, *prompts, "--json")
+    scores = [row["score"] for row in json.loads(out)]
+    assert (code, len(scores), {row["query"] for row in json.loads(out)}) == (0, 2, {"import os"})
+    assert scores == sorted(scores, reverse=True)
+    code, out, _ = call(monkeypatch, capsys, "run", tokens, *prompts)
+    assert (code, "B-" in out, "[CLS]" in out) == (0, True, False)
+    code, _, err = call(monkeypatch, capsys, "run", tokens, *prompts, "--top-k", 3)
+    assert (code, "a classifier of tokens generates nothing" in err) == (2, True)
+    text = tmp_path / "text.txt"
+    text.write_text("import os\nclass Stack:\ndef f(x)\n")
+    code, out, _ = call(monkeypatch, capsys, "eval", reranker, "--reference", reranker, "--text", text, "--json")
+    assert (code, json.loads(out)["rank_correlation"]) == (0, 1)
+    code, _, err = call(monkeypatch, capsys, "eval", classes, "--text", text)
+    assert (code, "no reference was given" in err) == (2, True)
