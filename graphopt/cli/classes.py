@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from graphopt.cli.console import out, print_json
 from graphopt.errors import InputError
 
@@ -104,7 +102,7 @@ def _token_rows(session: ClassifierSession, texts: list[str]) -> list[dict[str, 
             encoding.tokens, encoding.special_tokens_mask, encoding.offsets, shares, strict=True
         ):
             if not is_special:
-                best = int(np.argmax(row))
+                best = int(row.argmax())
                 rows.append(
                     {
                         "text": text,
