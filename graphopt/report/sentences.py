@@ -15,7 +15,7 @@ from graphopt.inference import kernel_choice
 from graphopt.models import agreement, export, loading
 from graphopt.models.unrolling import refusals
 from graphopt.passes import PASSES
-from graphopt.quality import losses
+from graphopt.quality import classes, losses
 from graphopt.verification import kernels, notes
 from graphopt.verification.certificate import checker
 
@@ -38,6 +38,7 @@ DECLARE_RULES = (
     kernel_choice,
     kernels,
     loading,
+    classes,
     losses,
     notes,
     pipeline,
