@@ -21,7 +21,7 @@ from graphopt.compile.compilation import Compilation
 from graphopt.compile.same_manifest import confirm_manifest, left_out, recorded_kernels
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.diagnostics import Check, Finding, PassReport, Rule
-from graphopt.passes.codes.quantize_weights import MEASURED
+from graphopt.passes.codes.quantize_weights import STATISTICS
 from graphopt.util.progress import Progress, silent
 from graphopt.verification.companions import confirm_companions
 from graphopt.verification.same_model import confirm_model
@@ -209,7 +209,7 @@ class Replay:
 def _confirm_statistics(report: PassReport, recorded_report: PassReport, file: Path) -> None:
     """Refuse to compare codes that were chosen by other statistics than can be had here."""
     digests_here, recorded_digests = (
-        {change.what.figures["digest"] for change in pass_report.changes if change.what.code == MEASURED.code}
+        {change.what.figures["digest"] for change in pass_report.changes if change.what.code == STATISTICS.code}
         for pass_report in (report, recorded_report)
     )
     if digests_here != recorded_digests:

@@ -29,19 +29,19 @@ class Ledger:
     def __init__(self, report: PassReport) -> None:
         self.report = report
 
-    def changed(self, item: ir.Node | ir.Value, what: Fact, sources: Iterable[ir.Node | ir.Value | str] = ()) -> None:
+    def changed(self, item: ir.Node | ir.Value, fact: Fact, sources: Iterable[ir.Node | ir.Value | str] = ()) -> None:
         """Record that ``item`` was made, or edited, from ``sources``."""
         provenance.record(item, self.report.name, sources)
-        self.report_change(item.name or "?", what)
+        self.report_change(item.name or "?", fact)
 
-    def report_change(self, where: str, what: Fact) -> None:
+    def report_change(self, location: str, fact: Fact) -> None:
         """Record a change that no single node stands for."""
-        self.report.changes.append(Change(where=where, what=what))
+        self.report.changes.append(Change(where=location, what=fact))
 
     def skipped(self, item: ir.Node | ir.Value | str, reason: Fact, *, node: str | None = None) -> None:
         """Record that ``item`` was left alone, and why; ``node`` is the reason where it is another one."""
-        where = item if isinstance(item, str) else item.name or "?"
-        self.report.skips.append(Skip(where=where, reason=reason, node=node))
+        location = item if isinstance(item, str) else item.name or "?"
+        self.report.skips.append(Skip(where=location, reason=reason, node=node))
 
 
 class Nodes:
@@ -66,18 +66,20 @@ class Nodes:
             steps = provenance.steps(node)
             if node in self._before or any((step.pass_name, step.made) == (pass_name, node.name) for step in steps):
                 continue
-            replaced = [makers[name] for name in _outputs(node) if name in makers] or [each.made for each in steps[-1:]]
-            read = (value.producer() or value for value in node.inputs if value is not None)
-            old = (each for each in read if not isinstance(each, ir.Value) or self._is_old(each))
-            provenance.record(node, pass_name, replaced or old)
+            predecessors = [makers[name] for name in _outputs(node) if name in makers] or [
+                step.made for step in steps[-1:]
+            ]
+            producers = (value.producer() or value for value in node.inputs if value is not None)
+            old = (edit for edit in producers if not isinstance(edit, ir.Value) or self._is_old(edit))
+            provenance.record(node, pass_name, predecessors or old)
 
     def _is_old(self, value: ir.Value) -> bool:
         return value.is_graph_input() or value in self._constants
 
     def removed(self, graph: ir.Graph, pass_name: str) -> list[Removal]:
         """Return the nodes that are gone, each with what was made from it by the pass, or is in its outputs' place."""
-        kept = set(graph)
-        known = {(node.name, node.domain, node.op_type) for node in kept}
+        nodes = set(graph)
+        signatures = {(node.name, node.domain, node.op_type) for node in nodes}
         heirs: dict[str, list[str]] = {name: [name] for name in graph.initializers}
         for node in graph:
             steps = [step for step in provenance.steps(node) if step.pass_name == pass_name]
@@ -90,7 +92,7 @@ class Nodes:
                 by=list(dict.fromkeys(heir for name in names for heir in heirs.get(name, ()))),
             )
             for node, names in self._before.items()
-            if node not in kept and (node.name, node.domain, node.op_type) not in known
+            if node not in nodes and (node.name, node.domain, node.op_type) not in signatures
         ]
 
 
@@ -122,17 +124,17 @@ class Statistics:
             )
         return self._calibration.inputs(model, nodes)
 
-    def heads(self, given: HeadScores | Path | None) -> HeadScores | None:
-        """Return the scores of attention heads in the file ``given``; scores and ``None`` are returned as they are.
+    def heads(self, source: HeadScores | Path | None) -> HeadScores | None:
+        """Return the scores of attention heads in the file ``source``; scores and ``None`` are returned as they are.
 
         Raises:
             InputError: the file is not there, or not a calibration.
         """
-        if not isinstance(given, Path):
-            return given
-        if given not in self._heads:
-            self._heads[given] = read_scores(given)
-        return self._heads[given]
+        if not isinstance(source, Path):
+            return source
+        if source not in self._heads:
+            self._heads[source] = read_scores(source)
+        return self._heads[source]
 
 
 @dataclass

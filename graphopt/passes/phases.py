@@ -78,16 +78,16 @@ class Breaches:
 
 def breaches(model: ir.Model, phase: Phase) -> Breaches:
     """Return what breaks the invariants of ``phase`` in ``model``."""
-    made = Breaches()
+    output = Breaches()
     for rule in INVARIANTS:
         if phase in rule.phases:
-            made.found += [(rule, node) for node in rule.broken_by(model)]
-    if made.found:
+            output.found += [(rule, node) for node in rule.broken_by(model)]
+    if output.found:
         inside = {node for body in model.functions.values() for node in body.all_nodes()}
-        made.in_bodies = {
-            (rule.name, node.domain, node.op_type) for rule, node in made.found if node is not None and node in inside
+        output.in_bodies = {
+            (rule.name, node.domain, node.op_type) for rule, node in output.found if node is not None and node in inside
         }
-    return made
+    return output
 
 
 def confirm(model: ir.Model, name: str, phase: Phase, before: Breaches) -> None:
@@ -147,7 +147,7 @@ def _foreign(model: ir.Model) -> Iterator[ir.Node]:
     return (node for node in _calls(model) if node.domain != DOMAIN and node.op_identifier() not in model.functions)
 
 
-def _packed(model: ir.Model) -> Iterator[ir.Node]:
+def _packed_nodes(model: ir.Model) -> Iterator[ir.Node]:
     return (node for node in model.graph.all_nodes() if reads_packed(node))
 
 
@@ -155,9 +155,9 @@ def _codes_elsewhere(model: ir.Model) -> Iterator[ir.Node]:
     kinds = (("", "DequantizeLinear"), (DOMAIN, DEQUANTIZE.name))
     for node in model.graph.all_nodes():
         if (node.domain, node.op_type) in kinds and not _is_looked_up(node):
-            made = node.outputs[0]
-            if made.is_graph_output() or not all(
-                feeds_lookups(use.node) or (use.idx == 1 and dequantize_of(use.node) is node) for use in made.uses()
+            output = node.outputs[0]
+            if output.is_graph_output() or not all(
+                feeds_lookups(use.node) or (use.idx == 1 and dequantize_of(use.node) is node) for use in output.uses()
             ):
                 yield node
 
@@ -176,9 +176,9 @@ def _rounded_elsewhere(model: ir.Model) -> Iterator[ir.Node]:
 
 def _feeds_only(node: ir.Node, side: int) -> bool:
     """Return whether products with codes alone read what ``node`` makes, as their input ``side``."""
-    made = node.outputs[0]
-    return not made.is_graph_output() and all(
-        use.idx == side and dequantize_of(use.node) is not None for use in made.uses()
+    output = node.outputs[0]
+    return not output.is_graph_output() and all(
+        use.idx == side and dequantize_of(use.node) is not None for use in output.uses()
     )
 
 
@@ -214,7 +214,7 @@ INVARIANTS = (
         ("interface", "lower"),
         _ports_not_stated,
     ),
-    Invariant("no packed codes", "codes are packed in the phase lower only", BEFORE_LOWER, _packed),
+    Invariant("no packed codes", "codes are packed in the phase lower only", BEFORE_LOWER, _packed_nodes),
     Invariant(
         "codes are logical",
         "before the phase lower, Dequantize and DequantizeLinear make the right side of a MatMul, a matrix whose "

@@ -64,7 +64,7 @@ class Recipe(BaseModel):
     @field_validator("steps")
     @classmethod
     def _in_order(cls, steps: tuple[Pass, ...]) -> tuple[Pass, ...]:
-        right = sorted(steps, key=_place)
+        right = sorted(steps, key=_position)
         if [step.name for step in steps] != [step.name for step in right]:
             raise ValueError(
                 f"the steps are out of order: {', '.join(step.name for step in right)} is the right one; phases come "
@@ -121,7 +121,7 @@ class Recipe(BaseModel):
             return self
         if name not in PASSES:
             raise InputError(f"there is no step {name!r}", remedy=f"known are {', '.join(PASSES)}")
-        steps = sorted([*self.steps, PASSES[name]()], key=_place)
+        steps = sorted([*self.steps, PASSES[name]()], key=_position)
         return self.model_copy(update={"steps": tuple(steps)})
 
     def setting(self, name: str, **options: object) -> Recipe:
@@ -135,7 +135,7 @@ class Recipe(BaseModel):
                 f"the recipe {self.name} has no step {name!r}",
                 remedy=f"it has {', '.join(step.name for step in self.steps)}; add one with --add {name}",
             )
-        steps = tuple(_changed(step, options) if step.name == name else step for step in self.steps)
+        steps = tuple(_with_options(step, options) if step.name == name else step for step in self.steps)
         return self.model_copy(update={"steps": steps})
 
     @property
@@ -171,11 +171,11 @@ class Recipe(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def _place(step: Pass) -> int:
+def _position(step: Pass) -> int:
     return list(PASSES).index(step.name)
 
 
-def _changed(step: Pass, options: Mapping[str, object]) -> Pass:
+def _with_options(step: Pass, options: Mapping[str, object]) -> Pass:
     try:
         return type(step).model_validate(step.model_dump() | dict(options))
     except ValidationError as error:
@@ -193,14 +193,14 @@ def imports_of(graph: ir.Graph) -> list[Pass]:
 
 def presets() -> dict[str, Recipe]:
     """Return the recipes that ship with the package, by name."""
-    return dict(_shipped())
+    return dict(_preset_recipes())
 
 
 @functools.cache
-def _shipped() -> dict[str, Recipe]:
+def _preset_recipes() -> dict[str, Recipe]:
     files = [file for file in resources.files("graphopt.passes.preset_files").iterdir() if file.name.endswith(".yaml")]
-    found = [_parse(file.read_text(encoding="utf-8"), file.name) for file in files]
-    return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
+    recipes = [_parse(file.read_text(encoding="utf-8"), file.name) for file in files]
+    return {recipe.name: recipe for recipe in sorted(recipes, key=lambda recipe: recipe.name)}
 
 
 def load_recipe(name_or_file: str | Path | Recipe, add: Sequence[str] = (), options: Sequence[str] = ()) -> Recipe:
@@ -226,13 +226,13 @@ def load_recipe(name_or_file: str | Path | Recipe, add: Sequence[str] = (), opti
 def _load(name_or_file: str | Path | Recipe) -> Recipe:
     if isinstance(name_or_file, Recipe):
         return name_or_file
-    known = _shipped()
-    if str(name_or_file) in known:
-        return known[str(name_or_file)]
+    names = _preset_recipes()
+    if str(name_or_file) in names:
+        return names[str(name_or_file)]
     path = Path(name_or_file)
     if not path.is_file():
         raise InputError(
-            f"there is no recipe {str(name_or_file)!r}", remedy=f"give a YAML file, or one of {', '.join(known)}"
+            f"there is no recipe {str(name_or_file)!r}", remedy=f"give a YAML file, or one of {', '.join(names)}"
         )
     return _parse(path.read_text(encoding="utf-8"), str(path)).beside(path.parent)
 
@@ -251,16 +251,16 @@ def _set(recipe: Recipe, text: str) -> Recipe:
     recipe = recipe.adding(name) if name == "lower" else recipe  # every recipe has it in the end
     step = next((step for step in recipe.steps if step.name == name), None)
     if step is not None:
-        content = _nested(step.model_dump(mode="json").get(first), inner, content)
+        content = _set_at(step.model_dump(mode="json").get(first), inner, content)
     return recipe.setting(name, **{first: content})
 
 
-def _nested(there: Any, path: Sequence[str], value: Any) -> Any:
-    """Return the mapping ``there`` with ``value`` at ``path``."""
+def _set_at(tree: Any, path: Sequence[str], value: Any) -> Any:
+    """Return the mapping ``tree`` with ``value`` at ``path``."""
     if not path:
         return value
-    known = there if isinstance(there, dict) else {}
-    return known | {path[0]: _nested(known.get(path[0]), path[1:], value)}
+    names = tree if isinstance(tree, dict) else {}
+    return names | {path[0]: _set_at(names.get(path[0]), path[1:], value)}
 
 
 def _parse(text: str, file: str) -> Recipe:
@@ -279,4 +279,6 @@ def _parse(text: str, file: str) -> Recipe:
 
 
 def _problems(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'recipe'}: {each['msg']}" for each in error.errors())
+    return "; ".join(
+        f"{'.'.join(map(str, problem['loc'])) or 'recipe'}: {problem['msg']}" for problem in error.errors()
+    )

@@ -29,7 +29,7 @@ from graphopt.ort.capacity import fit_as_floats, fit_beside, no_room_for
 from graphopt.ort.runner import Runner
 from graphopt.ort.session import ACCURACY_LEVEL, AS_IT_LIES, FEW_CALLS, NO_ENTRIES, Entries
 from graphopt.ort.snapshots import Snapshots
-from graphopt.passes.lower.lower import lowered
+from graphopt.passes.lower.lower import lower_model
 from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
 from graphopt.tasks import Probe, Task, task_of
@@ -264,7 +264,7 @@ class Verifier:
         with _float32_inputs(model):
             self.snapshots.settle(model)
             of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in model.graph)
-            with self.snapshots.write(lowered(model)) as path:
+            with self.snapshots.write(lower_model(model)) as path:
                 entries = {**FEW_CALLS, **(AS_IT_LIES if of_floats else {}), **entries}
                 return self._probe_for(model).run(runner.open(path, in_place=True, entries=entries))
 

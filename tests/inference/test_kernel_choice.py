@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from graphopt.graph.diagnostics import Change, PassReport, Skip
 from graphopt.inference.kernel_choice import elsewhere
-from graphopt.passes.lower.lower import PACKED
+from graphopt.passes.lower.lower import PACKING
 from graphopt.runtime_ops.costs import Cost, Costs
 from graphopt.util.targets import InstructionSet
 
@@ -39,7 +39,7 @@ def made(instructions: InstructionSet, four: int = 3, eight: int = 1) -> list[Pa
         choice = COSTS.compare(bits, instructions)
         for _ in range(count):
             if choice.is_faster:
-                what = PACKED(activations="int8", group=32, reason=choice.reason)
+                what = PACKING(activations="int8", group=32, reason=choice.reason)
                 report.changes.append(Change(where="a", what=what))
             else:
                 # what `lower` leaves to onnxruntime, it reports so

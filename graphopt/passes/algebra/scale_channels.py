@@ -98,8 +98,8 @@ class ScaleChannels(Pass):
             other_reader = next((use.node for use in x.uses() if use.node not in nodes), None)
             writer = _writer_of(x)
             if other_reader is not None or x.is_graph_output() or writer is None:
-                made = x.producer()
-                stays = NO_WRITER(op_type=made.op_type if made else "the graph")
+                producer = x.producer()
+                stays = NO_WRITER(op_type=producer.op_type if producer else "the graph")
                 reason = (
                     stays
                     if writer is None
@@ -137,8 +137,8 @@ class ScaleChannels(Pass):
         """Return the trace of E^T H E, E what rounding the scaled matrices to nearest loses, of all together."""
         table, total = format_of(self.linear.format), 0.0
         for matrix in matrices:
-            made = round_to_nearest(scales[:, None] * matrix, table, self.linear.group, "least_squares")
-            error = (matrix - made.dequantize() / scales[:, None]).astype(np.float32)
+            producer = round_to_nearest(scales[:, None] * matrix, table, self.linear.group, "least_squares")
+            error = (matrix - producer.dequantize() / scales[:, None]).astype(np.float32)
             with one_thread():
                 total += float(np.vdot(error, hessian @ error))
         return total
@@ -179,10 +179,16 @@ def _writer_of(x: ir.Value) -> _Writer | None:
     if node.op_type != "Mul":
         return None
     for factor in node.inputs:
-        made = None if factor is None else factor.producer()
-        if factor is None or made is None or made.op_type != "MatMul" or made.domain or factor.is_graph_output():
+        producer = None if factor is None else factor.producer()
+        if (
+            factor is None
+            or producer is None
+            or producer.op_type != "MatMul"
+            or producer.domain
+            or factor.is_graph_output()
+        ):
             continue
-        weight = weight_of(made, 1)
+        weight = weight_of(producer, 1)
         if weight is not None and len(weight.shape or ()) == 2 and len(factor.uses()) == 1:
-            return _Writer(made, 1)
+            return _Writer(producer, 1)
     return None

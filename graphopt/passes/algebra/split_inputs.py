@@ -140,8 +140,8 @@ def _split(
     inside = _node(graph, nodes[0], "MatMul", [x, directions], f"{name}.inside", x, rank)
     back = _node(graph, nodes[0], "MatMul", [inside, turned_directions], f"{name}.back", x, U.shape[0])
     remainder = _node(graph, nodes[0], "Sub", [x, back], f"{name}.rest", x, U.shape[0])
-    for made in (inside, back, remainder):
-        node = made.producer()
+    for value in (inside, back, remainder):
+        node = value.producer()
         assert node is not None
         ledger.changed(node, SPLIT(rank=rank, share=share, input=name), list(nodes))
     for node in nodes:
@@ -153,11 +153,11 @@ def _split(
         past = _node(graph, node, "MatMul", [inside, branch], f"{node.name}.directions", old, columns)
         node.replace_input_with(0, remainder)
         total = ir.node("Add", [old, past], name=f"{node.name}.joined")
-        made = total.outputs[0]
-        made.type, made.shape = old.type, old.shape
-        old.replace_all_uses_with(made, replace_graph_outputs=True)
+        value = total.outputs[0]
+        value.type, value.shape = old.type, old.shape
+        old.replace_all_uses_with(value, replace_graph_outputs=True)
         total.replace_input_with(0, old)
-        made.name, old.name = old.name, f"{old.name}.rest"
+        value.name, old.name = old.name, f"{old.name}.rest"
         graph.insert_after(node, total)
         ledger.changed(total, SPLIT(rank=rank, share=share, input=name), [node])
 
@@ -167,8 +167,8 @@ def _node(
 ) -> ir.Value:
     """Put a node in front of another one; what it makes is as ``template``, with another width."""
     node = ir.node(op, inputs, name=name)
-    made = node.outputs[0]
-    made.name, made.type = f"{name}.output", template.type
-    made.shape = None if template.shape is None else ir.Shape([*[*template.shape][:-1], width])
+    value = node.outputs[0]
+    value.name, value.type = f"{name}.output", template.type
+    value.shape = None if template.shape is None else ir.Shape([*[*template.shape][:-1], width])
     graph.insert_before(before, node)
-    return made
+    return value

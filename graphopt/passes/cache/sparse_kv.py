@@ -284,13 +284,13 @@ SparseKV.__doc__ = "\n".join(
 )
 
 
-def _check_origin(origin: str | None, measured: str, ledger: Ledger) -> None:
+def _check_origin(origin: str | None, digest: str, ledger: Ledger) -> None:
     """Refuse a calibration of another model than the graph was made from."""
     if origin is None:
         ledger.skipped("heads", ORIGIN_UNKNOWN())
-    elif origin != measured:
+    elif origin != digest:
         raise InputError(
-            f"the calibration is of another model: it is of {measured[:12]}..., the graph of {origin[:12]}...",
+            f"the calibration is of another model: it is of {digest[:12]}..., the graph of {origin[:12]}...",
             remedy="run `graphopt heads` on this model, or on the one that it was made from",
         )
 

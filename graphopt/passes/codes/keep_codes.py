@@ -17,7 +17,7 @@ from graphopt.graph.weights import Array, Part, WeightTensor, blocks_of, express
 from graphopt.passes.base import Pass
 from graphopt.passes.common.formats import Activations
 from graphopt.passes.common.input_rounding import round_input
-from graphopt.passes.common.logical_codes import dequantize, typed
+from graphopt.passes.common.logical_codes import dequantize, set_type
 from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
 from graphopt.quantization.checkpoints.importer import coded_matrices
 from graphopt.quantization.gguf.codes import GgmlCodes, has_codes
@@ -141,7 +141,7 @@ class KeepCodes(Pass):
             reader = dequantize(
                 graph, node, codes, scales, kept_codes.format, points or minimums, kept_codes.group, minimums=is_minimum
             )
-        typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
+        set_type(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
         node.replace_input_with(1, reader.outputs[0])
         if kept_codes.coding.column_order is not None:
@@ -169,22 +169,22 @@ class KeepCodes(Pass):
             return
         kept_codes = KeptCodes(tensor, matches[1], looked_up=True)
         looked_up = []
-        for part, stored in _initializers(graph, table, kept_codes).items():
+        for part, part_tensor in _initializers(graph, table, kept_codes).items():
             dtype, shape = kept_codes.parts[part]
-            gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
-            typed(gather.outputs[0], f"{output.name}.{part}", dtype, [*ids.shape, shape[1]])
+            gather = ir.node("Gather", [part_tensor, ids], {"axis": 0}, name=f"{node.name}.{part}")
+            set_type(gather.outputs[0], f"{output.name}.{part}", dtype, [*ids.shape, shape[1]])
             graph.insert_before(node, gather)
             ledger.changed(gather, LOOKED_UP(part=part, table=table.name), [node, table])
             looked_up.append(gather.outputs[0])
             if dtype == ir.DataType.FLOAT16:
                 wide = ir.node("Cast", [looked_up.pop()], {"to": ir.DataType.FLOAT}, name=f"{node.name}.{part}.wide")
-                typed(wide.outputs[0], f"{output.name}.{part}.wide", ir.DataType.FLOAT, [*ids.shape, shape[1]])
+                set_type(wide.outputs[0], f"{output.name}.{part}.wide", ir.DataType.FLOAT, [*ids.shape, shape[1]])
                 graph.insert_before(node, wide)
                 ledger.changed(wide, LOOKED_UP(part=part, table=table.name), [node, table])
                 looked_up.append(wide.outputs[0])
         attributes = {"axis": len(ids.shape), "block_size": kept_codes.group}
         reader = ir.node("DequantizeLinear", looked_up, attributes, name=f"{node.name}.dequantize")
-        typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, tensor.shape[1]])
+        set_type(reader.outputs[0], output.name, table.dtype, [*ids.shape, tensor.shape[1]])
         replace(node, reader)
         ledger.changed(reader, _fact_of(table, kept_codes), [node, table])
 

@@ -24,8 +24,8 @@ from graphopt.passes.base import Pass
 from graphopt.passes.common.branches import put_beside
 from graphopt.passes.common.formats import Activations, EmbeddingFormat, LinearFormat, check_names, fused_group
 from graphopt.passes.common.input_rounding import round_input
-from graphopt.passes.common.logical_codes import dequantize, typed
-from graphopt.passes.common.tables import STORED, quantize_table
+from graphopt.passes.common.logical_codes import dequantize, set_type
+from graphopt.passes.common.tables import STORAGE, quantize_table
 from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
 from graphopt.quantization.rounding import RoundingMethod
 from graphopt.quantization.rounding.lazy_codes import quantized
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
     from graphopt.quantization.statistics import InputStatistics
 
-__all__ = ["MEASURED", "STORED", "EmbeddingFormat", "LinearFormat", "QuantizeWeights"]
+__all__ = ["STATISTICS", "STORAGE", "EmbeddingFormat", "LinearFormat", "QuantizeWeights"]
 
 # Of the types that onnxruntime fuses, those that it has no operator for that looks codes up in the layout of a product.
 _NOT_LOOKED_UP = (ir.DataType.INT2, ir.DataType.UINT2)
 
-MEASURED = Rule(
+STATISTICS = Rule(
     "quantize_weights.measured",
     "the inputs of {products} products were collected on {tokens} tokens, with the digest {text}; theirs is {digest}",
 )
@@ -158,13 +158,13 @@ class QuantizeWeights(Pass):
                 ledger.skipped(node, THIN())
             else:
                 products[node] = format_choice
-        measured: Mapping[ir.Node, InputStatistics] = {}
+        statistics: Mapping[ir.Node, InputStatistics] = {}
         if (self.rounding.needs is not None or self.low_rank) and products:
-            measured = context.statistics.inputs(model, products)
-            ledger.report_change("statistics", _statistics_fact(measured.values()))
+            statistics = context.statistics.inputs(model, products)
+            ledger.report_change("statistics", _statistics_fact(statistics.values()))
         for node, format_choice in products.items():
             rank = 0 if node in lm_heads else self.low_rank
-            self._quantize_matrix(graph, node, format_choice, measured.get(node), ledger, tied.get(node, ()), rank)
+            self._quantize_matrix(graph, node, format_choice, statistics.get(node), ledger, tied.get(node, ()), rank)
         for node in lookups(graph):
             if node not in tokens:
                 ledger.skipped(node, NOT_TOKENS())
@@ -172,26 +172,26 @@ class QuantizeWeights(Pass):
                 ledger.skipped(node, LEFT_IN_FLOATS())
             else:
                 quantize_table(graph, node, self.embedding, options.scale, ledger)
-        left = set(linear_nodes(graph))
+        remaining = set(linear_nodes(graph))
         for node in graph:
-            other = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
-            if other is not None and node not in left:
-                ledger.skipped(node, NO_MATRIX(op_type=node.op_type, shape=[str(dim) for dim in other.shape or ()]))
+            matrix = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
+            if matrix is not None and node not in remaining:
+                ledger.skipped(node, NO_MATRIX(op_type=node.op_type, shape=[str(dim) for dim in matrix.shape or ()]))
 
     def ensures(self, model: ir.Model) -> None:
         """Promise also that no original weight is left in the file beside its codes."""
         super().ensures(model)
         initializers = model.graph.initializers
-        left = [name for name in initializers if f"{name}.codes" in initializers and not initializers[name].uses()]
-        if left:
-            raise ir.passes.PostconditionError(f"{self.name} left originals beside their codes: {', '.join(left)}")
+        remaining = [name for name in initializers if f"{name}.codes" in initializers and not initializers[name].uses()]
+        if remaining:
+            raise ir.passes.PostconditionError(f"{self.name} left originals beside their codes: {', '.join(remaining)}")
 
     def _quantize_matrix(
         self,
         graph: ir.Graph,
         node: ir.Node,
         format_choice: LinearFormat,
-        measured: InputStatistics | None,
+        statistics: InputStatistics | None,
         ledger: Ledger,
         tied: Sequence[ir.Node],
         rank: int,
@@ -203,14 +203,14 @@ class QuantizeWeights(Pass):
         if fused_format is None and weight.dtype != ir.DataType.FLOAT:
             ledger.skipped(node, NOT_FLOAT(type=str(weight.dtype)))
             return
-        group, asked, standard = (
+        group, requested, standard = (
             fused_format or min(format_choice.group or rows, rows),
             self.rounding,
             fused_format is not None,
         )
-        has_few_tokens = measured is not None and measured.tokens < max(1, self.fewest_tokens)
-        method = NEAREST if has_few_tokens else asked
-        inputs = None if measured is None or has_few_tokens else measured.hessian()
+        has_few_tokens = statistics is not None and statistics.tokens < max(1, self.fewest_tokens)
+        method = NEAREST if has_few_tokens else requested
+        inputs = None if statistics is None or has_few_tokens else statistics.hessian()
         rank = 0 if inputs is None else min(rank, *weight.const_value.shape.numpy())
         tensors = quantized(
             weight.const_value,
@@ -224,13 +224,13 @@ class QuantizeWeights(Pass):
             low_rank=rank,
             inputs=inputs,
         )
-        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
-        branch = [made.pop(part) for part in ("left", "right") if part in made]
-        reader = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, format)
-        typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
+        parts = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
+        branch = [parts.pop(part) for part in ("left", "right") if part in parts]
+        reader = _dequantize_linear(node, parts, group) if standard else _dequantize(graph, node, parts, group, format)
+        set_type(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
         node.replace_input_with(1, reader.outputs[0])
-        stored = STORED(
+        fact = STORAGE(
             weight=weight.name,
             format=format.name,
             group=group if standard or group < rows else None,
@@ -238,13 +238,13 @@ class QuantizeWeights(Pass):
             asked=format_choice.group if standard and group != format_choice.group else None,
             rows=rows if standard else None,
             rounding=None if method == NEAREST else method.method,
-            few=measured.tokens if measured is not None and has_few_tokens else None,
-            rounding_asked=asked.method if has_few_tokens else None,
-            dead=None if measured is None or has_few_tokens else measured.dead or None,
-            tokens=None if measured is None else measured.tokens,
+            few=statistics.tokens if statistics is not None and has_few_tokens else None,
+            rounding_asked=requested.method if has_few_tokens else None,
+            dead=None if statistics is None or has_few_tokens else statistics.dead or None,
+            tokens=None if statistics is None else statistics.tokens,
             beside=rank or None,
         )
-        ledger.changed(reader, stored, [weight])
+        ledger.changed(reader, fact, [weight])
         for lookup in tied:
             if standard and format.onnx_type in _NOT_LOOKED_UP:
                 ledger.skipped(lookup, NO_LOOKUP(format=format.name))
@@ -260,16 +260,18 @@ class QuantizeWeights(Pass):
 
 
 def _statistics_fact(inputs: Iterable[InputStatistics]) -> Fact:
-    distinct_inputs = list({each.value: each for each in inputs}.values())
-    digest = hashlib.sha256("".join(each.digest for each in distinct_inputs).encode()).hexdigest()
-    tokens = max(each.tokens for each in distinct_inputs)
-    return MEASURED(products=len(distinct_inputs), tokens=tokens, text=distinct_inputs[0].text[:16], digest=digest[:16])
+    samples = list({sample.value: sample for sample in inputs}.values())
+    digest = hashlib.sha256("".join(sample.digest for sample in samples).encode()).hexdigest()
+    tokens = max(sample.tokens for sample in samples)
+    return STATISTICS(products=len(samples), tokens=tokens, text=samples[0].text[:16], digest=digest[:16])
 
 
-def _dequantize_linear(product: ir.Node, made: Mapping[str, ir.Value], group: int) -> ir.Node:
+def _dequantize_linear(product: ir.Node, parts: Mapping[str, ir.Value], group: int) -> ir.Node:
     attributes = {"axis": 0, "block_size": group}
-    return ir.node("DequantizeLinear", [*made.values()], attributes, name=f"{product.name}.dequantize")
+    return ir.node("DequantizeLinear", [*parts.values()], attributes, name=f"{product.name}.dequantize")
 
 
-def _dequantize(graph: ir.Graph, product: ir.Node, made: Mapping[str, ir.Value], group: int, format: Format) -> ir.Node:
-    return dequantize(graph, product, made["codes"], made["scales"], format, made.get("zero_points"), group)
+def _dequantize(
+    graph: ir.Graph, product: ir.Node, parts: Mapping[str, ir.Value], group: int, format: Format
+) -> ir.Node:
+    return dequantize(graph, product, parts["codes"], parts["scales"], format, parts.get("zero_points"), group)

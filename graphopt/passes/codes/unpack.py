@@ -15,7 +15,7 @@ from graphopt.passes.base import Pass
 from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.common.leveled_scales import join_levels
 from graphopt.passes.common.logical_codes import columns_of, dequantize
-from graphopt.passes.common.table_layout import Unpacked, Untiled
+from graphopt.passes.common.table_layout import UnpackCodes, UntileScales
 from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class Unpack(Pass):
 
 def _constants(node: ir.Node) -> dict[str, ir.Value]:
     """Return what a packed product reads besides its activations by name, where it is constant."""
-    constants = ((each, weight_of(node, index)) for index, each in enumerate(schema_of(node).inputs))
-    return {each.name: value for each, value in constants if each.role is not Role.DATA and value is not None}
+    constants = ((port, weight_of(node, index)) for index, port in enumerate(schema_of(node).inputs))
+    return {port.name: value for port, value in constants if port.role is not Role.DATA and value is not None}
 
 
 def _is_absent(node: ir.Node, name: str) -> bool:
@@ -94,7 +94,7 @@ def _is_absent(node: ir.Node, name: str) -> bool:
 
 def _refusal(node: ir.Node) -> Fact | None:
     x, constants_of_node, schema = _data(node), _constants(node), schema_of(node)
-    if constants_of_node.keys() < {each.name for each in schema.inputs if each.role is not Role.DATA}:
+    if constants_of_node.keys() < {port.name for port in schema.inputs if port.role is not Role.DATA}:
         return NOT_CONSTANT()
     if x.dtype not in (None, ir.DataType.FLOAT):
         return NOT_FLOAT(type=str(x.dtype))
@@ -111,12 +111,12 @@ def _logical(graph: ir.Graph, node: ir.Node) -> ir.Node:
     reader = dequantize(
         graph,
         node,
-        _unpack_value(graph, codes, Unpacked(expression_of(codes.const_value), rows, columns)),
-        _unpack_value(graph, scales, Untiled(expression_of(scales.const_value), columns)),
+        _unpack_value(graph, codes, UnpackCodes(expression_of(codes.const_value), rows, columns)),
+        _unpack_value(graph, scales, UntileScales(expression_of(scales.const_value), columns)),
         constants_of_node["table"],
         None
         if _is_absent(node, "zero_points")
-        else _unpack_value(graph, points, Untiled(expression_of(points.const_value), columns)),
+        else _unpack_value(graph, points, UntileScales(expression_of(points.const_value), columns)),
         group,
         minimums=node.attributes.get_int("minimums", 0) == 1,
     )

@@ -28,31 +28,31 @@ def put_beside(
         ledger: where the branch is written down.
     """
     x, old, name = node.inputs[0], node.outputs[0], node.name or "product"
-    left, right = branch
-    assert x is not None and left.const_value is not None and weight.dtype is not None
-    rank = left.const_value.shape.numpy()[1]
+    down, up = branch
+    assert x is not None and down.const_value is not None and weight.dtype is not None
+    rank = down.const_value.shape.numpy()[1]
     nodes: list[ir.Node] = []
     wide: list[ir.Value] = []
-    for part, half in (("left", left), ("right", right)):
+    for part, half in (("left", down), ("right", up)):
         cast = ir.node("Cast", [half], {"to": weight.dtype}, name=f"{name}.{part}")
-        made = cast.outputs[0]
-        made.name, made.dtype, made.shape = f"{half.name}.wide", weight.dtype, half.shape
+        cast_value = cast.outputs[0]
+        cast_value.name, cast_value.dtype, cast_value.shape = f"{half.name}.wide", weight.dtype, half.shape
         nodes.append(cast)
-        wide.append(made)
+        wide.append(cast_value)
     inside = ir.node("MatMul", [x, wide[0]], name=f"{name}.inside")
     past = ir.node("MatMul", [inside.outputs[0], wide[1]], name=f"{name}.past")
     total = ir.node("Add", [old, past.outputs[0]], name=f"{name}.corrected")
     nodes += [inside, past]
-    for made, width in ((inside.outputs[0], rank), (past.outputs[0], None), (total.outputs[0], None)):
-        node_made = made.producer()
+    for cast_value, width in ((inside.outputs[0], rank), (past.outputs[0], None), (total.outputs[0], None)):
+        node_made = cast_value.producer()
         assert node_made is not None
-        made.name, made.type, made.shape = f"{node_made.name}.output", old.type, old.shape
+        cast_value.name, cast_value.type, cast_value.shape = f"{node_made.name}.output", old.type, old.shape
         if width is not None:
-            made.shape = None if x.shape is None else ir.Shape([*[*x.shape][:-1], width])
+            cast_value.shape = None if x.shape is None else ir.Shape([*[*x.shape][:-1], width])
     old.replace_all_uses_with(total.outputs[0], replace_graph_outputs=True)
     total.replace_input_with(0, old)
     total.outputs[0].name, old.name = old.name, f"{old.name}.rounded"
     graph.insert_before(node, nodes)
     graph.insert_after(node, total)
-    for each in (*nodes, total):
-        ledger.changed(each, BRANCH(rank=rank, weight=weight.name), [node, weight])
+    for new_node in (*nodes, total):
+        ledger.changed(new_node, BRANCH(rank=rank, weight=weight.name), [node, weight])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from graphopt.passes.context import Ledger
 
-ROUNDED = Rule(
+ROUNDING = Rule(
     "inputs.rounded",
     "{input} rounded to {activations}",
     group=" in groups of {group}",
@@ -27,23 +27,23 @@ ROUNDED = Rule(
 
 
 # What stands in a value's metadata where 4 bits are too few for it.
-_SPARED = "ai.graphopt.spared"
+_SPARE_PROPERTY = "ai.graphopt.spared"
 
 
 def spare(x: ir.Value) -> None:
     """Note that ``x`` is to keep 8 bits where inputs of products are rounded to 4."""
-    x.metadata_props[_SPARED] = "8 bits"
+    x.metadata_props[_SPARE_PROPERTY] = "8 bits"
 
 
 def is_spared(x: ir.Value) -> bool:
     """Return whether ``x`` is to keep 8 bits."""
-    return _SPARED in x.metadata_props
+    return _SPARE_PROPERTY in x.metadata_props
 
 
 def forget_spared(graph: ir.Graph) -> None:
     """Take the notes of :func:`spare` away."""
-    for value in (*graph.inputs, *(made for node in graph for made in node.outputs)):
-        value.metadata_props.pop(_SPARED, None)
+    for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+        value.metadata_props.pop(_SPARE_PROPERTY, None)
 
 
 def input_of(node: ir.Node) -> ir.Value:
@@ -61,15 +61,15 @@ def round_input(graph: ir.Graph, node: ir.Node, attributes: Mapping[str, Any], l
         group, clip = attributes["group"], attributes["clip"]
         name = f"{x.name}.{attributes['activations']}.{group or 'token'}"
         rounding = ROUND_ACTIVATIONS.node([x], dict(attributes), name=name)
-        made = rounding.outputs[0]
-        made.name, made.type, made.shape = f"{name}.output", x.type, x.shape
+        output = rounding.outputs[0]
+        output.name, output.type, output.shape = f"{name}.output", x.type, x.shape
         producer = x.producer()
         if producer is None:
             graph.insert_before(graph[0], rounding)
         else:
             graph.insert_after(producer, rounding)
         figures = {"group": group, "per_token": not group, "cut_off": 1 - clip}
-        ledger.changed(rounding, ROUNDED(input=x.name, activations=attributes["activations"], **figures), [node])
+        ledger.changed(rounding, ROUNDING(input=x.name, activations=attributes["activations"], **figures), [node])
     node.replace_input_with(0, rounding.outputs[0])
     if old is not None and old is not x:
         drop(graph, old)

@@ -65,7 +65,7 @@ class Levels(Bundle):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Leveled(Expression):
+class LeveledScales(Expression):
     """What a graph makes of :class:`Levels`: the product in float32, then the type that the operator reads."""
 
     levels: Expression
@@ -90,29 +90,29 @@ class Leveled(Expression):
 
 def leveled_scales(graph: ir.Graph) -> dict[ir.Node, tuple[ir.Value, ir.Value]]:
     """Return every ``Cast`` that makes scales of packed codes of levels and steps, with those."""
-    leveled: dict[ir.Node, tuple[ir.Value, ir.Value]] = {}
+    scales_by_cast: dict[ir.Node, tuple[ir.Value, ir.Value]] = {}
     for scales in dict.fromkeys(port(node, "scales") for node in graph if reads_packed(node)):
-        narrow = _made_by(scales, "Cast")
-        product = _made_by(narrow, "Mul")
+        narrow = _producer_of_type(scales, "Cast")
+        product = _producer_of_type(narrow, "Mul")
         if narrow is None or product is None:
             continue
-        parts = [_made_by(value, "Cast") for value in product.inputs]
+        parts = [_producer_of_type(value, "Cast") for value in product.inputs]
         levels, steps = (None if part is None else weight_of(part, 0) for part in parts)
         if levels is not None and steps is not None and levels.dtype == ir.DataType.UINT8:
-            leveled[narrow] = levels, steps
-    return leveled
+            scales_by_cast[narrow] = levels, steps
+    return scales_by_cast
 
 
 def join_levels(graph: ir.Graph) -> None:
     """Put one constant in the place of levels and steps, for steps that want the scales of packed products whole."""
     for narrow, (levels, steps) in leveled_scales(graph).items():
-        to = ir.DataType(narrow.attributes.get_int("to", ir.DataType.FLOAT16))
-        whole = Leveled(expression_of(levels.const_value), expression_of(steps.const_value), to)
+        dtype = ir.DataType(narrow.attributes.get_int("to", ir.DataType.FLOAT16))
+        whole = LeveledScales(expression_of(levels.const_value), expression_of(steps.const_value), dtype)
         bypass(narrow, new_weight(graph, (levels.name or "scales").removesuffix(".levels"), WeightTensor(whole)))
 
 
-def _made_by(of: ir.Value | ir.Node | None, op_type: str) -> ir.Node | None:
+def _producer_of_type(source: ir.Value | ir.Node | None, op_type: str) -> ir.Node | None:
     """Return the node of a type that makes a value, or the first input of a node."""
-    value = of.inputs[0] if isinstance(of, ir.Node) else of
+    value = source.inputs[0] if isinstance(source, ir.Node) else source
     node = None if value is None else value.producer()
     return node if node is not None and (node.domain, node.op_type) == ("", op_type) else None

@@ -60,7 +60,9 @@ def _no_zero_points(graph: ir.Graph, scales: ir.Value) -> ir.Value:
     return shared_constant(graph, f"zero.{scales.dtype.name.lower()}", np.zeros((1, 1), scales.dtype.numpy()))
 
 
-def typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:
+def set_type(
+    value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]
+) -> None:
     """Give a new value its name, type and shape."""
     value.name, value.shape = name, ir.Shape(shape)
     value.type = None if dtype is None else ir.TensorType(dtype)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from graphopt.passes.common.packing import PackedMatrix
     from graphopt.passes.context import Ledger
 
-GATHERED = Rule("lower.gathered", "GatherTable of the codes that {product} reads")
-BESIDE = Rule(
+GATHER = Rule("lower.gathered", "GatherTable of the codes that {product} reads")
+UNPACKED_COPY = Rule(
     "lower.gathered-beside",
     "{operator} of the codes of {product}, under a second name, as onnxruntime fuses no product that shares its codes",
 )
 
-_BESIDE = ".looked_up"  # behind the name of what a product reads: what lookups read of it
+_LOOKUP_SUFFIX = ".looked_up"  # behind the name of what a product reads: what lookups read of it
 
 # The types of codes that ONNX's own Gather takes in onnxruntime.
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
@@ -35,13 +35,13 @@ Lookup = tuple[ir.Node, ir.Value]
 """A node that makes the rows of a table that ids name, [..., K], and these ids."""
 
 
-def lookups_of(graph: ir.Graph, stored: StoredCodes) -> list[Lookup]:
+def lookups_of(graph: ir.Graph, matrix_codes: StoredCodes) -> list[Lookup]:
     """Return what looks up columns: of the matrix itself, or of codes as :func:`gather_standard` left them.
 
     The latter is in a model that was lowered before; codes and scales must be those of the product, to the byte.
     """
-    found = [(node, node.inputs[1]) for node in column_lookups(stored.reader)]
-    codes, scales = _beside(graph, stored.codes), _beside(graph, stored.scales)
+    lookups = [(node, node.inputs[1]) for node in column_lookups(matrix_codes.reader)]
+    codes, scales = _lookup_weight(graph, matrix_codes.codes), _lookup_weight(graph, matrix_codes.scales)
     for node in (use.node for use in (codes.uses() if codes and scales else ())):
         is_fused = (node.domain, node.op_type) == (MICROSOFT, "GatherBlockQuantized")
         columns = node if is_fused else _only_reader(node, "DequantizeLinear")
@@ -53,8 +53,8 @@ def lookups_of(graph: ir.Graph, stored: StoredCodes) -> list[Lookup]:
             gather = None if source is None else source.producer()
             source = None if gather is None else gather.inputs[0]
         if source is scales:
-            found.append((transpose, node.inputs[1]))
-    return [(node, ids) for node, ids in found if ids is not None]
+            lookups.append((transpose, node.inputs[1]))
+    return [(node, ids) for node, ids in lookups if ids is not None]
 
 
 def gather_packed(graph: ir.Graph, lookups: Sequence[Lookup], matrix: PackedMatrix, ledger: Ledger, name: str) -> None:
@@ -74,10 +74,10 @@ def gather_packed(graph: ir.Graph, lookups: Sequence[Lookup], matrix: PackedMatr
             {key: inputs[key] for key in operator.schema.input_names}, matrix.attributes, name=node.name
         )
         replace(node, new)
-        ledger.changed(new, GATHERED(product=name), [node])
+        ledger.changed(new, GATHER(product=name), [node])
 
 
-def gather_standard(graph: ir.Graph, stored: StoredCodes, ledger: Ledger, name: str) -> None:
+def gather_standard(graph: ir.Graph, codes: StoredCodes, ledger: Ledger, name: str) -> None:
     """Let lookups of a matrix in standard form read codes of the columns they want, and dequantize those.
 
     ::
@@ -89,39 +89,44 @@ def gather_standard(graph: ir.Graph, stored: StoredCodes, ledger: Ledger, name: 
     The first for codes of 8 bits, the second for those of 4. codes' and scales' are the tensors of the product, to the
     byte, under other names: the file holds them once.
     """
-    lookups = column_lookups(stored.reader)
-    parts = {"codes": stored.codes, "scales": stored.scales, "zero_points": stored.zero_points}
-    made = {
-        part: new_weight(graph, f"{value.name}{_BESIDE}", value.const_value)
+    lookups = column_lookups(codes.reader)
+    parts = {"codes": codes.codes, "scales": codes.scales, "zero_points": codes.zero_points}
+    tensors = {
+        part: new_weight(graph, f"{value.name}{_LOOKUP_SUFFIX}", value.const_value)
         for part, value in parts.items()
         if lookups and value is not None
     }
     for node in lookups:
         insert, ids = Inserter(graph, node, node.name or "lookup"), node.inputs[1]
         assert ids is not None and ids.shape is not None
-        rank, rows, dtype = len(ids.shape), stored.shape[0], node.outputs[0].dtype
+        rank, rows, dtype = len(ids.shape), codes.shape[0], node.outputs[0].dtype
         dims = [rows, *ids.shape]
-        if stored.codes.dtype in _BYTES:
+        if codes.codes.dtype in _BYTES:
             operator = "DequantizeLinear"
-            picked = [
+            gathered_rows = [
                 insert.op("Gather", [value, ids], [_rows(value), *ids.shape], value.dtype, part, axis=1)
-                for part, value in made.items()
+                for part, value in tensors.items()
             ]
-            columns = insert.op(operator, picked, dims, dtype, "dequantize", axis=0, block_size=stored.group)
+            columns = insert.op(operator, gathered_rows, dims, dtype, "dequantize", axis=0, block_size=codes.group)
         else:
             operator = "GatherBlockQuantized"
             graph.opset_imports.setdefault(MICROSOFT, 1)
-            source = [made["codes"], ids, made["scales"], *([made["zero_points"]] if "zero_points" in made else [])]
-            axes = {"gather_axis": 1, "quantize_axis": 0, "block_size": stored.group}
+            source = [
+                tensors["codes"],
+                ids,
+                tensors["scales"],
+                *([tensors["zero_points"]] if "zero_points" in tensors else []),
+            ]
+            axes = {"gather_axis": 1, "quantize_axis": 0, "block_size": codes.group}
             made_by = ir.node(operator, source, axes, domain=MICROSOFT, name=f"{node.name}.columns")
             columns = name_output(made_by, node.outputs[0], dims, dtype)
             graph.insert_before(node, made_by)
             insert.nodes.append(made_by)
         new = ir.node("Transpose", [columns], {"perm": [*range(1, rank + 1), 0]}, name=node.name)
         replace(node, new)
-        fact = BESIDE(operator=operator, product=name)
-        for each in (*insert.nodes, new):
-            ledger.changed(each, fact, [node])
+        fact = UNPACKED_COPY(operator=operator, product=name)
+        for new_value in (*insert.nodes, new):
+            ledger.changed(new_value, fact, [node])
 
 
 def _rows(value: ir.Value) -> int:
@@ -130,12 +135,12 @@ def _rows(value: ir.Value) -> int:
     return rows
 
 
-def _beside(graph: ir.Graph, value: ir.Value) -> ir.Value | None:
+def _lookup_weight(graph: ir.Graph, value: ir.Value) -> ir.Value | None:
     """Return the same tensor under the name that lookups read it by."""
-    found = graph.initializers.get(f"{value.name}{_BESIDE}")
-    if found is None or found.const_value is None or value.const_value is None:
+    lookups = graph.initializers.get(f"{value.name}{_LOOKUP_SUFFIX}")
+    if lookups is None or lookups.const_value is None or value.const_value is None:
         return None
-    return found if source_of(found.const_value) == source_of(value.const_value) else None
+    return lookups if source_of(lookups.const_value) == source_of(value.const_value) else None
 
 
 def _only_reader(node: ir.Node, operator: str) -> ir.Node | None:

@@ -63,8 +63,8 @@ class _Instance:
     def distance(self) -> npt.NDArray[np.int64]:
         """[1, 1, new tokens, keys]: how many columns each key stands before each query."""
         new, keys = self.causal.shape[2:]
-        found: npt.NDArray[np.int64] = (np.arange(new)[:, None] + keys - new - np.arange(keys)[None, :])[None, None]
-        return found
+        lengths: npt.NDArray[np.int64] = (np.arange(new)[:, None] + keys - new - np.arange(keys)[None, :])[None, None]
+        return lengths
 
 
 GUARD_REMOVED = Rule("canonicalize.guard-removed", "guard for queries that see no key removed")
@@ -72,7 +72,7 @@ GUARD_NOT_RUN = Rule("canonicalize.guard-not-run", "the condition of the guard c
 NO_GUARD = Rule("canonicalize.no-guard", "a Where behind Attention that is no guard for queries without a visible key")
 NOT_FED = Rule("mask.not-fed", "the graph cannot be fed ({error})")
 NOT_CUT_OUT = Rule("mask.not-cut-out", "its computation cannot be cut out of the graph ({error})")
-COMPUTED = Rule("mask.computed", "it depends on activations of the model")
+FROM_ACTIVATIONS = Rule("mask.computed", "it depends on activations of the model")
 TOO_LONG = Rule("mask.too-long", "its arithmetic has the constant {number}, too long a sequence to try")
 NOT_RUN = Rule("mask.not-run", "its computation cannot be run on its own ({error})")
 ADDS_BIAS = Rule("mask.adds-bias", "it adds a bias to visible scores")
@@ -84,7 +84,7 @@ NO_WINDOW = Rule("mask.no-window", "it is neither causal nor a sliding window, w
 NOT_TRIED = Rule("mask.not-tried", "it could not be run on a single sequence")
 SHOWS_PADDING = Rule("mask.shows-padding", "it lets queries see padding, which a cache in pages does not store")
 
-Evaluated = list[tuple[_Instance, Array]] | Fact
+Evaluation = list[tuple[_Instance, Array]] | Fact
 
 
 class MaskEvaluator:
@@ -92,20 +92,20 @@ class MaskEvaluator:
 
     def __init__(self, model: ir.Model, context: Context) -> None:
         self.model, self._task, self._runner = model, context.task, context.runner
-        self._results: dict[str, Evaluated] = {}
+        self._results: dict[str, Evaluation] = {}
 
     @cached_property
     def _has_padding(self) -> bool:
         return any(value.name == ATTENTION_MASK for value in self.model.graph.inputs)
 
-    def run(self, value: ir.Value) -> Evaluated:
+    def run(self, value: ir.Value) -> Evaluation:
         """Run only what computes ``value``; return its result per instance, or why that cannot be done."""
         name = value.name or ""
         if name not in self._results:
             self._results[name] = self._run(value)
         return self._results[name]
 
-    def _run(self, value: ir.Value) -> Evaluated:
+    def _run(self, value: ir.Value) -> Evaluation:
         graph, task = self.model.graph, self._task
         try:
             task.check(graph)
@@ -116,7 +116,7 @@ class MaskEvaluator:
         except ValueError as error:
             return NOT_CUT_OUT(error=str(error))
         if any(node.op_type in ("Attention", "MatMul") for node in part.graph):
-            return COMPUTED()
+            return FROM_ACTIVATIONS()
         lengths = sorted(_numbers(part.graph))
         if lengths and lengths[-1] > _LONGEST:
             return TOO_LONG(number=lengths[-1])
@@ -137,15 +137,15 @@ class MaskEvaluator:
         results = self.run(mask)
         if isinstance(results, Fact):
             return results
-        left = list(_MEANINGS)
+        meanings = list(_MEANINGS)
         if not self._has_padding:
-            left = [meaning for meaning in left if "padding" not in meaning]
+            meanings = [meaning for meaning in meanings if "padding" not in meaning]
         for instance, array in results:
             visible = _visible(array)
             if array.dtype != np.bool_ and (array[visible] != 0).any():
                 return ADDS_BIAS()
-            left = [meaning for meaning in left if _same(visible, instance.seen(meaning))]
-        return left[0] if left else NOT_CAUSAL()
+            meanings = [meaning for meaning in meanings if _is_equal(visible, instance.seen(meaning))]
+        return meanings[0] if meanings else NOT_CAUSAL()
 
     def window(self, mask: ir.Value, *, is_causal: bool) -> int | Fact:
         """Return the sliding window of ``mask`` in tokens, 0 for none, if it means causal and not padding, or why not.
@@ -157,25 +157,25 @@ class MaskEvaluator:
         results = self.run(mask)
         if isinstance(results, Fact):
             return results
-        seen = [
+        views = [
             (instance, _visible(array) & instance.causal if is_causal else _visible(array), array)
             for instance, array in results
         ]
-        if any(array.dtype != np.bool_ and (array[_visible(array)] != 0).any() for _, _, array in seen):
+        if any(array.dtype != np.bool_ and (array[_visible(array)] != 0).any() for _, _, array in views):
             return ADDS_BIAS()
         # Of all queries, the last one of the longest single sequence sees the most keys: as many as the window has.
-        singles = [(instance, visible) for instance, visible, _ in seen if len(instance.padding) == 1]
-        longest, visible = max(singles, key=lambda each: each[0].padding.shape[-1], default=(None, None))
+        singles = [(instance, visible) for instance, visible, _ in views if len(instance.padding) == 1]
+        longest, visible = max(singles, key=lambda single: single[0].padding.shape[-1], default=(None, None))
         if longest is None or visible is None:
             return NOT_TRIED()
         keys = longest.padding.shape[-1]
-        left = int(np.broadcast_to(visible, (*visible.shape[:3], keys))[0, 0, -1].sum())
-        window = 0 if left == keys else left
+        meanings = int(np.broadcast_to(visible, (*visible.shape[:3], keys))[0, 0, -1].sum())
+        window = 0 if meanings == keys else meanings
         hides = shows = True
-        for instance, visible, _ in seen:
+        for instance, visible, _ in views:
             in_window = instance.causal & (instance.distance < window) if window else instance.causal
-            hides &= _same(visible, in_window & instance.padding)
-            shows &= _same(visible, in_window & np.ones_like(instance.padding))
+            hides &= _is_equal(visible, in_window & instance.padding)
+            shows &= _is_equal(visible, in_window & np.ones_like(instance.padding))
         if hides:
             return window
         if shows:
@@ -189,14 +189,14 @@ class MaskEvaluator:
 
 def _numbers(part: ir.Graph) -> set[int]:
     """Return the constants of ``part`` that could be lengths longer than those that are always tried."""
-    found: set[int] = set()
+    lengths: set[int] = set()
     for value in part.initializers.values():
         if value.const_value is not None and value.const_value.size <= 16:
             array = np.asarray(value.const_value.numpy())
             if array.dtype != np.bool_:
                 finite = np.abs(array.astype(np.float64)[np.isfinite(array.astype(np.float64))])
-                found.update(int(number) for number in finite.ravel() if 8 < number < _ENDLESS)
-    return found
+                lengths.update(int(number) for number in finite.ravel() if 8 < number < _ENDLESS)
+    return lengths
 
 
 def _instance(call: Call) -> _Instance:
@@ -209,9 +209,9 @@ def _visible(mask: Array) -> Bools:
     return mask.astype(bool) if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > _HIDDEN
 
 
-def _same(left: Bools, right: Bools) -> bool:
+def _is_equal(meanings: Bools, right: Bools) -> bool:
     try:
-        return bool((np.broadcast_to(left, np.broadcast_shapes(left.shape, right.shape)) == right).all())
+        return bool((np.broadcast_to(meanings, np.broadcast_shapes(meanings.shape, right.shape)) == right).all())
     except ValueError:
         return False
 
@@ -228,10 +228,10 @@ def drop_guard(evaluator: MaskEvaluator, node: ir.Node, mask: ir.Value, ledger: 
             ledger.skipped(user, GUARD_NOT_RUN())
             continue
         # Both begin with the same instances; the sizes behind them come from constants that only one may have.
-        shared = list(zip(blind, masks, strict=False))[: len(_INSTANCES)]
+        pairs = list(zip(blind, masks, strict=False))[: len(_INSTANCES)]
         means_blind = all(
-            _same(got.astype(bool), ~np.asarray(_visible(seen).any(-1, keepdims=True)))
-            for (_, got), (_, seen) in shared
+            _is_equal(mask.astype(bool), ~np.asarray(_visible(views).any(-1, keepdims=True)))
+            for (_, mask), (_, views) in pairs
         )
         if not means_blind:
             ledger.skipped(user, NO_GUARD())

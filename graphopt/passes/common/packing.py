@@ -12,7 +12,7 @@ from graphopt.analysis.structure.product_codes import StoredCodes, feeds_lookups
 from graphopt.graph.editing import shared_constant
 from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_weight
 from graphopt.numerics.formats import Format
-from graphopt.passes.common.table_layout import Packed, Tiled
+from graphopt.passes.common.table_layout import PackCodes, TileScales
 from graphopt.quantization.rounding.expressions import CodeIndices
 from graphopt.runtime_ops import OPERATORS
 
@@ -47,23 +47,23 @@ class PackedMatrix:
         return self.inputs[1].dtype == ir.DataType.FLOAT
 
     def node(
-        self, operator: Operator, x: ir.Value, more: tuple[ir.Value, ...], attributes: Mapping[str, Any], name: str
+        self, operator: Operator, x: ir.Value, extra: tuple[ir.Value, ...], attributes: Mapping[str, Any], name: str
     ) -> ir.Node:
         """Return a node of ``operator`` on ``x`` and this matrix."""
-        return operator.node([x, *self.inputs, *more], {**self.attributes, **attributes}, name=name)
+        return operator.node([x, *self.inputs, *extra], {**self.attributes, **attributes}, name=name)
 
 
-def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
-    """Return ``stored`` as initializers in our layout; bias and absent zero points are placeholders that nodes share.
+def pack_matrix(graph: ir.Graph, codes: StoredCodes) -> PackedMatrix:
+    """Return ``codes`` as initializers in our layout; bias and absent zero points are placeholders that nodes share.
 
     The numbers stay what they are: float32 scales become float16 only where each of them, and each zero point that is a
-    number, is one. What only ``stored`` reads leaves the graph, and packed tensors of our own form take over its names.
+    number, is one. What only ``codes`` reads leaves the graph, and packed tensors of our own form take over its names.
     """
-    half = stored.scales.dtype == ir.DataType.FLOAT16 or all(map(_all_half, _numbers(stored)))
-    tensors = packed_tensors(stored, ir.DataType.FLOAT16 if half else ir.DataType.FLOAT)
-    values = {"codes": stored.codes, "scales": stored.scales, "zero_points": stored.zero_points}
-    names = {part: _name(value, part, stored) for part, value in values.items() if value is not None}
-    products = sum(not feeds_lookups(use.node) for use in stored.reader.outputs[0].uses())
+    half = codes.scales.dtype == ir.DataType.FLOAT16 or all(map(_all_half, _numbers(codes)))
+    tensors = packed_tensors(codes, ir.DataType.FLOAT16 if half else ir.DataType.FLOAT)
+    values = {"codes": codes.codes, "scales": codes.scales, "zero_points": codes.zero_points}
+    names = {part: _name(value, part, codes) for part, value in values.items() if value is not None}
+    products = sum(not feeds_lookups(use.node) for use in codes.reader.outputs[0].uses())
     for value in values.values():
         if value is not None and len(value.uses()) == 1 and products == 1:
             del graph.initializers[value.name or ""]
@@ -71,17 +71,17 @@ def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
     scales = parts["scales"]
     assert scales.dtype is not None
     placeholder = np.zeros((1, 1, 1), scales.dtype.numpy())
-    table = stored.table
+    table = codes.table
     inputs = (
         parts["codes"],
         scales,
-        shared_constant(graph, f"{table.name}.table", stored.values) if isinstance(table, Format) else table,
+        shared_constant(graph, f"{table.name}.table", codes.values) if isinstance(table, Format) else table,
         parts.get("zero_points") or shared_constant(graph, f"no_zero_points.{scales.dtype.name.lower()}", placeholder),
         shared_constant(graph, "no_bias", np.zeros(1, np.float32)),
     )
-    rows, columns = stored.shape
-    sizes = {"rows": rows, "columns": columns, "group": stored.group}
-    return PackedMatrix(inputs, {**sizes, "minimums": 1} if stored.minimums else sizes)
+    rows, columns = codes.shape
+    sizes = {"rows": rows, "columns": columns, "group": codes.group}
+    return PackedMatrix(inputs, {**sizes, "minimums": 1} if codes.minimums else sizes)
 
 
 def unpacked_trellis(graph: ir.Graph, reader: ir.Node) -> ir.Node:
@@ -94,8 +94,8 @@ def unpacked_trellis(graph: ir.Graph, reader: ir.Node) -> ir.Node:
     rows, columns = codes.const_value.shape.numpy()
     dtype = ir.DataType.FLOAT16 if _all_half(scales) else ir.DataType.FLOAT
     tensors = {
-        codes: WeightTensor(Packed(expression_of(codes.const_value), reader.attributes.get_int("bits", 0))),
-        scales: WeightTensor(Tiled(expression_of(scales.const_value), dtype)),
+        codes: WeightTensor(PackCodes(expression_of(codes.const_value), reader.attributes.get_int("bits", 0))),
+        scales: WeightTensor(TileScales(expression_of(scales.const_value), dtype)),
     }
     for value in tensors:
         if len(value.uses()) == 1:
@@ -105,33 +105,36 @@ def unpacked_trellis(graph: ir.Graph, reader: ir.Node) -> ir.Node:
     return OPERATORS["UnpackTrellis"].node([*parts, tables], attributes, name=reader.name)
 
 
-def packed_tensors(stored: StoredCodes, dtype: ir.DataType) -> dict[str, ir.TensorProtocol]:
+def packed_tensors(matrix_codes: StoredCodes, dtype: ir.DataType) -> dict[str, ir.TensorProtocol]:
     """Return ``codes``, ``scales`` and, where there are any, ``zero_points`` in our layout, none of them evaluated.
 
     Args:
-        stored: what is packed.
+        matrix_codes: what is packed.
         dtype: type of scales and zero points, which must hold each of them exactly.
     """
-    bits = stored.bits
-    codes, scales = (expression_of(value.const_value) for value in (stored.codes, stored.scales))
-    parts: dict[str, Expression] = {"codes": Packed(CodeIndices(codes, bits), bits), "scales": Tiled(scales, dtype)}
-    if stored.zero_points is not None:
-        points = expression_of(stored.zero_points.const_value)
-        table = stored.table if isinstance(stored.table, Format) else None
-        parts["zero_points"] = Tiled(points if table is None else CodeIndices(points, bits), dtype, table)
+    bits = matrix_codes.bits
+    codes, scales = (expression_of(value.const_value) for value in (matrix_codes.codes, matrix_codes.scales))
+    parts: dict[str, Expression] = {
+        "codes": PackCodes(CodeIndices(codes, bits), bits),
+        "scales": TileScales(scales, dtype),
+    }
+    if matrix_codes.zero_points is not None:
+        points = expression_of(matrix_codes.zero_points.const_value)
+        table = matrix_codes.table if isinstance(matrix_codes.table, Format) else None
+        parts["zero_points"] = TileScales(points if table is None else CodeIndices(points, bits), dtype, table)
     return {name: WeightTensor(part) for name, part in parts.items()}
 
 
-def _name(value: ir.Value, part: str, stored: StoredCodes) -> str:
+def _name(value: ir.Value, part: str, codes: StoredCodes) -> str:
     name = value.name or part
-    head, found, tail = name.rpartition(f".{part}")
-    return f"{head}.packed{found}{tail}" if stored.is_standard else name
+    head, separator, tail = name.rpartition(f".{part}")
+    return f"{head}.packed{separator}{tail}" if codes.is_standard else name
 
 
-def _numbers(stored: StoredCodes) -> list[ir.Value]:
+def _numbers(codes: StoredCodes) -> list[ir.Value]:
     """Return scales, and zero points where they are not codes: one type must hold them all."""
-    points = None if isinstance(stored.table, Format) else stored.zero_points
-    return [stored.scales] if points is None else [stored.scales, points]
+    points = None if isinstance(codes.table, Format) else codes.zero_points
+    return [codes.scales] if points is None else [codes.scales, points]
 
 
 def _all_half(scales: ir.Value) -> bool:

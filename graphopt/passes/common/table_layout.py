@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Packed(Expression):
+class PackCodes(Expression):
     """Code indices [rows, columns] of ``bits`` bits in tiles and bit planes: uint8 [tiles, units, 32 bits]."""
 
     source: Expression
@@ -39,7 +39,7 @@ class Packed(Expression):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Tiled(Expression):
+class TileScales(Expression):
     """Numbers [groups, columns] as [tiles, groups, 16], in a type that holds each of them exactly.
 
     Attributes:
@@ -71,15 +71,15 @@ class Tiled(Expression):
         """
         numbers = self.source.numpy()
         numbers = numbers if self.format is None else self.format.decode(numbers)
-        kept = numbers.astype(self.to.numpy())
-        if not np.array_equal(kept.astype(np.float64), numbers.astype(np.float64)):
+        narrow = numbers.astype(self.to.numpy())
+        if not np.array_equal(narrow.astype(np.float64), numbers.astype(np.float64)):
             raise ValueError(f"scales or zero points are promised as {self.to.name}, which does not hold all of them")
-        return tile(kept)[region]
+        return tile(narrow)[region]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Unpacked(Expression):
-    """What :class:`Packed` was made of: uint8 [rows, columns]."""
+class UnpackCodes(Expression):
+    """What :class:`PackCodes` was made of: uint8 [rows, columns]."""
 
     source: Expression
     rows: int
@@ -101,8 +101,8 @@ class Unpacked(Expression):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Untiled(Expression):
-    """What :class:`Tiled` was made of: numbers [groups, columns]."""
+class UntileScales(Expression):
+    """What :class:`TileScales` was made of: numbers [groups, columns]."""
 
     source: Expression
     columns: int

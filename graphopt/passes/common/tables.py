@@ -10,7 +10,7 @@ from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import replace
 from graphopt.graph.weights import new_weight, weight_of
 from graphopt.numerics.formats import format_of
-from graphopt.passes.common.logical_codes import typed
+from graphopt.passes.common.logical_codes import set_type
 from graphopt.quantization.rounding.lazy_codes import quantized
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Ledger
     from graphopt.quantization.rounding.scales import Scale
 
-STORED = Rule(
+STORAGE = Rule(
     "quantize_weights.stored",
     "{weight} as {format}",
     group=" in groups of {group}",
@@ -37,26 +37,28 @@ ODD_WIDTH = Rule(
 )
 
 
-def quantize_table(graph: ir.Graph, node: ir.Node, wanted: EmbeddingFormat, scale: Scale, ledger: Ledger) -> None:
+def quantize_table(
+    graph: ir.Graph, node: ir.Node, format_choice: EmbeddingFormat, scale: Scale, ledger: Ledger
+) -> None:
     """Store the table that the lookup ``node`` reads as codes, or say why it stays."""
     table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
     assert table is not None and table.const_value is not None
     width = table.const_value.shape.numpy()[1]
-    group = wanted.group or width
+    group = format_choice.group or width
     if ids is None or ids.shape is None or width % group:
         ledger.skipped(node, ODD_WIDTH(width=width, group=group))
         return
     rank = len(ids.shape)
-    tensors = quantized(table.const_value, format_of(wanted.format), group, scale, transposed=True)
+    tensors = quantized(table.const_value, format_of(format_choice.format), group, scale, transposed=True)
     looked_up = []
     for part, tensor in tensors.items():
-        stored = new_weight(graph, f"{table.name}.{part}", tensor)
-        gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
-        typed(gather.outputs[0], f"{output.name}.{part}", tensor.dtype, [*ids.shape, tensor.shape.numpy()[1]])
+        part_weight = new_weight(graph, f"{table.name}.{part}", tensor)
+        gather = ir.node("Gather", [part_weight, ids], {"axis": 0}, name=f"{node.name}.{part}")
+        set_type(gather.outputs[0], f"{output.name}.{part}", tensor.dtype, [*ids.shape, tensor.shape.numpy()[1]])
         graph.insert_before(node, gather)
         ledger.changed(gather, LOOKED_UP(part=part, table=table.name), [node, table])
         looked_up.append(gather.outputs[0])
     reader = ir.node("DequantizeLinear", looked_up, {"axis": rank, "block_size": group}, name=f"{node.name}.dequantize")
-    typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, width])
+    set_type(reader.outputs[0], output.name, table.dtype, [*ids.shape, width])
     replace(node, reader)
-    ledger.changed(reader, STORED(weight=table.name, format=wanted.format, group=group), [node, table])
+    ledger.changed(reader, STORAGE(weight=table.name, format=format_choice.format, group=group), [node, table])

@@ -24,15 +24,15 @@ def tied_lookups(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
     An embedding is the transposed matrix of a product where both are the same expression of the same bytes. After
     ``fold_norms`` they are no longer: the matrix has the gain of the last norm in it, and the embedding has not.
     """
-    found: dict[ir.Node, list[ir.Node]] = {}
+    lookups_by_product: dict[ir.Node, list[ir.Node]] = {}
     lookups = [node for node in token_lookups(graph) if _is_plain(node)]
     heads = lm_head_nodes(graph)
     for product in linear_nodes(graph):
         if product in heads:
-            same = [node for node in lookups if _is_transposed(_constant(product, 1), _constant(node, 0))]
-            if same:
-                found[product] = same
-    return found
+            matches = [node for node in lookups if _is_transposed(_constant(product, 1), _constant(node, 0))]
+            if matches:
+                lookups_by_product[product] = matches
+    return lookups_by_product
 
 
 def look_up_columns(graph: ir.Graph, lookup: ir.Node, reader: ir.Node, weight: ir.Value, ledger: Ledger) -> None:
@@ -40,12 +40,12 @@ def look_up_columns(graph: ir.Graph, lookup: ir.Node, reader: ir.Node, weight: i
     table = lookup.inputs[0]
     assert table is not None
     columns = columns_of(graph, reader, lookup)
-    turned = columns.producer()
-    assert turned is not None
+    transpose = columns.producer()
+    assert transpose is not None
     lookup.replace_input_with(0, columns)
-    what = TIED(table=table.name, weight=weight.name)
-    ledger.changed(turned, what, [lookup, table])
-    ledger.changed(lookup, what, [lookup, table])
+    fact = TIED(table=table.name, weight=weight.name)
+    ledger.changed(transpose, fact, [lookup, table])
+    ledger.changed(lookup, fact, [lookup, table])
     drop(graph, table)
 
 
@@ -65,6 +65,6 @@ def _is_transposed(matrix: ir.TensorProtocol, table: ir.TensorProtocol) -> bool:
     rows, columns = matrix.shape.numpy()
     if (columns, rows) != tuple(table.shape.numpy()) or matrix.dtype != table.dtype:
         return False
-    stored, turned = expression_of(matrix), expression_of(table)
-    pairs = ((stored, Transpose(turned, (1, 0))), (Transpose(stored, (1, 0)), turned))
+    expression, transpose = expression_of(matrix), expression_of(table)
+    pairs = ((expression, Transpose(transpose, (1, 0))), (Transpose(expression, (1, 0)), transpose))
     return any(a.digest == b.digest for a, b in pairs)

@@ -53,7 +53,7 @@ class GrowCaches(Pass):
             for value in (*cache_inputs(node), *node.outputs[1:3]):
                 if value is not None and value.shape is not None and len(value.shape) == 4:
                     batch, heads, length, size = value.shape
-                    grown = None if isinstance(length, int) else length
-                    value.shape = ir.Shape([batch, heads, grown, size])
+                    new_length = None if isinstance(length, int) else length
+                    value.shape = ir.Shape([batch, heads, new_length, size])
             context.ledger.changed(node, GROWS(window=node.attributes.get_int("local_window_size", 0)))
         model.metadata_props.pop(WINDOWS, None)

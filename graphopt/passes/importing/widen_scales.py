@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context
     from graphopt.passes.recipe import Recipe
 
-WIDENED = Rule("widen_scales.widened", "{scales} in float32, as it is read")
+FLOAT32_SCALES = Rule("widen_scales.widened", "{scales} in float32, as it is read")
 
 
 class WidenScales(Pass):
@@ -50,12 +50,12 @@ class WidenScales(Pass):
         """Put a constant in the place of every such ``Cast``."""
         graph = model.graph
         made_of: dict[str, WeightTensor] = {}
-        for cast, stored in widened_scales(graph).items():
-            name, alone = stored.name or "scales", len(stored.uses()) == 1
-            expression = expression_of(stored.const_value)
+        for cast, weight in widened_scales(graph).items():
+            name, has_one_reader = weight.name or "scales", len(weight.uses()) == 1
+            expression = expression_of(weight.const_value)
             wide = made_of.setdefault(expression.digest, WeightTensor(Cast(expression, ir.DataType.FLOAT)))
-            if alone:
+            if has_one_reader:
                 del graph.initializers[name]
             scales = new_weight(graph, name, wide)
-            context.ledger.changed(scales, WIDENED(scales=scales.name), [cast])
+            context.ledger.changed(scales, FLOAT32_SCALES(scales=scales.name), [cast])
             bypass(cast, scales)

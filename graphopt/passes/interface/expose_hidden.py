@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from graphopt.passes.context import Context
 
-EXPOSED = Rule("expose_hidden.exposed", "{tensor}, which {lm_head} reads, is the output {output}")
+HIDDEN_OUTPUT = Rule("expose_hidden.exposed", "{tensor}, which {lm_head} reads, is the output {output}")
 OUTPUT_ALREADY = Rule("expose_hidden.output-already", "{tensor}, which the lm_head reads, is an output already")
 NAME_TAKEN = Rule("expose_hidden.name-taken", "the graph has another tensor called {tensor}")
 
@@ -45,12 +45,12 @@ class ExposeHidden(Pass):
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Name the input of the lm_head and make it an output; say why it cannot be where it cannot."""
-        done = expose(model.graph)
-        if isinstance(done, Fact):
-            context.ledger.skipped(LOGITS, done)
+        exposure = expose(model.graph)
+        if isinstance(exposure, Fact):
+            context.ledger.skipped(LOGITS, exposure)
         else:
-            lm_head, was = done
-            context.ledger.changed(lm_head, EXPOSED(tensor=was, lm_head=lm_head.name, output=HIDDEN))
+            lm_head, old_name = exposure
+            context.ledger.changed(lm_head, HIDDEN_OUTPUT(tensor=old_name, lm_head=lm_head.name, output=HIDDEN))
 
 
 def expose(graph: ir.Graph) -> tuple[ir.Node, str] | Fact:
@@ -64,6 +64,6 @@ def expose(graph: ir.Graph) -> tuple[ir.Node, str] | Fact:
         return OUTPUT_ALREADY(tensor=x.name)
     if any(value.name == HIDDEN for node in graph for value in node.outputs):
         return NAME_TAKEN(tensor=HIDDEN)
-    was, x.name = str(x.name), HIDDEN
+    old_name, x.name = str(x.name), HIDDEN
     graph.outputs.append(x)
-    return lm_head, was
+    return lm_head, old_name

@@ -72,16 +72,16 @@ class LastLogits(Pass):
         ends = shared_constant(graph, "behind_last_position", np.array([np.iinfo(np.int64).max], np.int64))
         axes = shared_constant(graph, "position_axis", np.array([1], np.int64))
         cut = ir.node("Slice", [x, starts, ends, axes], name=f"{lm_head.name}.last_position")
-        made = cut.outputs[0]
-        made.name, made.type, made.shape = f"{cut.name}.output", x.type, _cut(x.shape, count)
+        last_rows = cut.outputs[0]
+        last_rows.name, last_rows.type, last_rows.shape = f"{cut.name}.output", x.type, _cut(x.shape, count)
         graph.insert_before(parts[-1], cut)
-        parts[-1].replace_input_with(0, made)
+        parts[-1].replace_input_with(0, last_rows)
         for node in (*path, *parts[1:]):
             output = node.outputs[0]
             assert output.shape is not None
             output.shape = _cut(output.shape, count)
-        said = LAST_POSITION if count == 1 else functools.partial(LAST_SOME, count=count)
-        ledger.changed(cut, said(tensor=x.name, lm_head=lm_head.name), [lm_head])
+        rule = LAST_POSITION if count == 1 else functools.partial(LAST_SOME, count=count)
+        ledger.changed(cut, rule(tensor=x.name, lm_head=lm_head.name), [lm_head])
 
 
 def _cut(shape: ir.Shape, positions: int) -> ir.Shape:

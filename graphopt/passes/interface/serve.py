@@ -49,7 +49,7 @@ SHARES = Rule(
 LAST_OF_EACH = Rule("serve.last-of-each", "logits of the last token of each request")
 READS_LESS = Rule("serve.reads-less", "it reads a part of its cache: leave out the step sparse_kv")
 STORED_AS = Rule("serve.stored-as", "its cache cannot be stored so in blocks that requests share: {why}")
-ROUNDED = Rule("serve.rounded", "each token is stored as {storage} with scales of its own")
+TOKEN_SCALES = Rule("serve.rounded", "each token is stored as {storage} with scales of its own")
 NO_BLOCKS = Rule("serve.no-blocks", "a block of all layers takes {block} bytes, and the memory for caches is {memory}")
 OTHER_LAYER = Rule("serve.other-layer", "{node} has to stay, and a graph has one kind of cache")
 NO_LAST_LOGITS = Rule("serve.no-last-logits", "logits cannot be made for the last token of each request: {why}")
@@ -110,29 +110,29 @@ class Serve(Pass):
             return
         logits = next(value for value in graph.outputs if value.name == LOGITS)
         path = path_to_lm_head(graph, logits)
-        refused = {node: why for node in nodes if (why := _why_not(node)) is not None}
+        refusals = {node: refusal for node in nodes if (refusal := _why_not(node)) is not None}
         layers = {node: layer_of(node) for node in nodes}
-        size = 0 if refused else sum(_block_bytes(layer, self.block) for layer in layers.values())
+        size = 0 if refusals else sum(_block_bytes(layer, self.block) for layer in layers.values())
         blocks = self.memory // max(1, size)
         reason: Fact | None = None
-        if refused:
-            reason = OTHER_LAYER(node=next(iter(refused)).name)
+        if refusals:
+            reason = OTHER_LAYER(node=next(iter(refusals)).name)
         elif isinstance(path, Fact):
             reason = NO_LAST_LOGITS(why=path)
         elif not blocks:
             reason = NO_BLOCKS(block=size, memory=int(self.memory))
         if reason is not None:
             for node in nodes:
-                ledger.skipped(node, refused.get(node, reason))
+                ledger.skipped(node, refusals.get(node, reason))
             return
         assert not isinstance(path, Fact)
         ports = _pack_tokens(graph)
         for node, layer in layers.items():
-            made = _share_blocks(graph, node, layer, ports, self.block)
+            attention = _share_blocks(graph, node, layer, ports, self.block)
             storage = layer.attributes.storage
-            rounded = ROUNDED(storage=storage) if layer.attributes.levels is not None else None
-            ledger.changed(made, SHARES(block=self.block, blocks=blocks, rounded=rounded), [node])
-            if rounded is not None:
+            rounding = TOKEN_SCALES(storage=storage) if layer.attributes.levels is not None else None
+            ledger.changed(attention, SHARES(block=self.block, blocks=blocks, rounded=rounding), [node])
+            if rounding is not None:
                 ledger.report.effect = "lossy"
         _last_of_each(graph, path, ports[0])
         ledger.changed(path[-1], LAST_OF_EACH(), [path[-1]])
@@ -146,8 +146,8 @@ class Serve(Pass):
 
 def _why_not(node: ir.Node) -> Fact | None:
     kv, sinks = layer_of(node).attributes, input_of(node, "sink_query")
-    windowed = set(kv.policies) == {STREAMING} and not kv.sinks and kv.window and kv.recent >= kv.window
-    if not (set(kv.policies) == {DENSE} or windowed) or kv.compensate:
+    has_window = set(kv.policies) == {STREAMING} and not kv.sinks and kv.window and kv.recent >= kv.window
+    if not (set(kv.policies) == {DENSE} or has_window) or kv.compensate:
         return READS_LESS()
     if sinks is not None and sinks.shape is not None and len(sinks.shape) > 1:
         return READS_LESS()
@@ -167,23 +167,23 @@ def _block_bytes(layer: PagedLayer, block: int) -> int:
 def _pack_tokens(graph: ir.Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Let the graph take tokens one behind the other, as its only row; return starts, past and block table."""
     tokens = next(value for value in graph.inputs if value.name == INPUT_IDS)
-    place = list(graph.inputs).index(tokens)
-    packed = ir.val(f"{INPUT_IDS}.packed", tokens.dtype, ["tokens"])
+    position = list(graph.inputs).index(tokens)
+    token_rows = ir.val(f"{INPUT_IDS}.packed", tokens.dtype, ["tokens"])
     starts = ir.val(STARTS, ir.DataType.INT32, ["batch_plus_one"])
     past = ir.val(PAST_LENGTHS, ir.DataType.INT32, ["batch_size"])
     table = ir.val(BLOCK_TABLE, ir.DataType.INT32, ["batch_size", "blocks_of_request"])
     _as_one_row(graph, tokens)
     make = Inserter(graph, graph[0], "tokens")
     front = make.integers([0])
-    tokens.replace_all_uses_with(make.op("Unsqueeze", [packed, front], [1, "tokens"], tokens.dtype, "row"))
+    tokens.replace_all_uses_with(make.op("Unsqueeze", [token_rows, front], [1, "tokens"], tokens.dtype, "row"))
     positions = next((value for value in graph.inputs if value.name == POSITION_IDS), None)
     if positions is not None:
-        row = make.op("Unsqueeze", [_positions(make, packed, starts, past), front], [1, "tokens"], _INT64, "at")
+        row = make.op("Unsqueeze", [_positions(make, token_rows, starts, past), front], [1, "tokens"], _INT64, "at")
         positions.replace_all_uses_with(row)
         graph.inputs.remove(positions)
     graph.inputs.remove(tokens)
-    graph.inputs.insert(place, packed)
-    packed.name = INPUT_IDS
+    graph.inputs.insert(position, token_rows)
+    token_rows.name = INPUT_IDS
     graph.inputs.extend([starts, past, table])
     return starts, past, table
 
@@ -196,10 +196,12 @@ def _positions(make: Inserter, tokens: ir.Value, starts: ir.Value, past: ir.Valu
     ends = make.op("Slice", [wide[0], make.integers([1]), make.integers([_END])], ["batch_size"], _INT64, "ends")
     column = make.op("Unsqueeze", [token, make.integers([1])], ["tokens", 1], _INT64, "column")
     dims = ["tokens", "batch_size"]
-    behind = make.op("GreaterOrEqual", [column, ends], dims, ir.DataType.BOOL, "behind")
-    counted = make.op("Cast", [behind], dims, _INT64, "counted", to=_INT64)
-    request = make.op("ReduceSum", [counted, make.integers([1])], ["tokens"], _INT64, "request", keepdims=0)
-    first, before = (make.op("Gather", [each, request], ["tokens"], _INT64, f"{each.name}.its") for each in wide)
+    is_behind = make.op("GreaterOrEqual", [column, ends], dims, ir.DataType.BOOL, "behind")
+    counts = make.op("Cast", [is_behind], dims, _INT64, "counted", to=_INT64)
+    request = make.op("ReduceSum", [counts, make.integers([1])], ["tokens"], _INT64, "request", keepdims=0)
+    first, before = (
+        make.op("Gather", [offsets, request], ["tokens"], _INT64, f"{offsets.name}.its") for offsets in wide
+    )
     inside = make.op("Sub", [token, first], ["tokens"], _INT64, "inside")
     return make.op("Add", [before, inside], ["tokens"], _INT64, "position")
 
@@ -229,11 +231,11 @@ def _share_blocks(
         pools |= {part: ir.val(CachePort(layer.number, part).past, ir.DataType.FLOAT, shape[:3]) for part in SCALES}
     inputs = {name: input_of(node, name) for name in ("query", "key", "value", "sink_logits")}
     inputs |= dict(zip(("starts", "past", "block_table"), ports, strict=True))
-    none = shared_constant(graph, "serve.no_scales", np.zeros(0, np.float32))
+    no_scales = shared_constant(graph, "serve.no_scales", np.zeros(0, np.float32))
     states = dict(zip((*GROWING, *SCALES), ("keys", "values", "key_scales", "value_scales"), strict=True))
-    inputs |= {state: pools.get(part, none) for part, state in states.items()}
-    made = OPERATORS["PagedAttention"].node(inputs, attributes, name=node.name)
-    made.metadata_props.update(node.metadata_props)
+    inputs |= {state: pools.get(part, no_scales) for part, state in states.items()}
+    attention = OPERATORS["PagedAttention"].node(inputs, attributes, name=node.name)
+    attention.metadata_props.update(node.metadata_props)
     for state in STATES:
         old = input_of(node, state)
         if old is not None and old.is_graph_input():
@@ -243,19 +245,19 @@ def _share_blocks(
             graph.outputs.remove(output)
     y = node.outputs[0]
     name = y.name
-    made.outputs[0].type, made.outputs[0].shape = y.type, y.shape
-    graph.insert_before(node, made)
-    y.replace_all_uses_with(made.outputs[0], replace_graph_outputs=True)
+    attention.outputs[0].type, attention.outputs[0].shape = y.type, y.shape
+    graph.insert_before(node, attention)
+    y.replace_all_uses_with(attention.outputs[0], replace_graph_outputs=True)
     graph.remove(node, safe=True)
-    made.outputs[0].name = name
-    for part, value in zip(states, made.outputs[1:], strict=True):
+    attention.outputs[0].name = name
+    for part, value in zip(states, attention.outputs[1:], strict=True):
         port = CachePort(layer.number, part)
         value.name = port.present if part in pools else f"{name}.no_{part}"
         if part in pools:
             value.type, value.shape = pools[part].type, ir.Shape(shape[: 4 if part in GROWING else 3])
             graph.outputs.append(value)
     graph.inputs.extend(pools.values())
-    return made
+    return attention
 
 
 def _last_of_each(graph: ir.Graph, path: list[ir.Node], starts: ir.Value) -> None:
@@ -266,10 +268,10 @@ def _last_of_each(graph: ir.Graph, path: list[ir.Node], starts: ir.Value) -> Non
     make = Inserter(graph, lm_head, "last")
     bounds = make.integers([1]), make.integers([_END])
     ends = make.op("Slice", [starts, *bounds], ["batch_size"], starts.dtype, "ends")
-    one = shared_constant(graph, "serve.one_int32", np.array(1, np.int32))
-    newest = make.op("Sub", [ends, one], ["batch_size"], starts.dtype, "newest")
-    taken = make.op("Gather", [x, newest], [1, "batch_size", x.shape[2]], x.dtype, "rows", axis=1)
-    lm_head.replace_input_with(0, taken)
+    unit = shared_constant(graph, "serve.one_int32", np.array(1, np.int32))
+    newest = make.op("Sub", [ends, unit], ["batch_size"], starts.dtype, "newest")
+    newest_rows = make.op("Gather", [x, newest], [1, "batch_size", x.shape[2]], x.dtype, "rows", axis=1)
+    lm_head.replace_input_with(0, newest_rows)
     for node in path:
         output = node.outputs[0]
         assert output.shape is not None
@@ -280,7 +282,7 @@ def _last_of_each(graph: ir.Graph, path: list[ir.Node], starts: ir.Value) -> Non
     flat = ir.node("Squeeze", [rows, front], name="logits.of_requests")
     name_output(flat, rows, ["batch_size", rows.shape[2]], name=LOGITS)
     graph.append(flat)
-    place = list(graph.outputs).index(rows)
+    position = list(graph.outputs).index(rows)
     graph.outputs.remove(rows)
-    graph.outputs.insert(place, flat.outputs[0])
+    graph.outputs.insert(position, flat.outputs[0])
     rows.name = f"{LOGITS}.one_row"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context
     from graphopt.passes.recipe import Recipe
 
-STORED = Rule("compact_scales.stored", "{scales} in float16: {saved} bytes less")
+FLOAT16_SCALES = Rule("compact_scales.stored", "{scales} in float16: {saved} bytes less")
 NOT_HALF = Rule("compact_scales.not-half", "float16 does not hold all of its numbers")
 
 _HALF, _WIDE = ir.DataType.FLOAT16, ir.DataType.FLOAT
@@ -77,4 +77,4 @@ class CompactScales(Pass):
             graph.insert_before(first, cast)
             for use in uses:
                 use.node.replace_input_with(use.idx, half_scales)
-            ledger.changed(cast, STORED(scales=name, saved=2 * numbers.size), [use.node for use in uses])
+            ledger.changed(cast, FLOAT16_SCALES(scales=name, saved=2 * numbers.size), [use.node for use in uses])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FLAT = Rule("flatten_heads.flat", "reads and writes [batch, length, heads x size]: no transposes around it")
 FLAT_ROTARY = Rule("flatten_heads.flat-rotary", "turns heads side by side in one row")
-JOINED = Rule("flatten_heads.joined", "heads side by side in one row, in the order they are stored in")
+HEADS_JOINED = Rule("flatten_heads.joined", "heads side by side in one row, in the order they are stored in")
 FLAT_ALREADY = Rule("flatten_heads.flat-already", "its heads are side by side already")
 NOT_TRANSPOSED = Rule("flatten_heads.not-transposed", "{tensor} does not come from a transpose of its heads")
 READ_BY_HEADS = Rule("flatten_heads.read-by-heads", "{tensor} is read in other ways than as rows of all heads")
@@ -68,22 +68,22 @@ class FlattenHeads(Pass):
 
 def _flatten(graph: ir.Graph, node: ir.Node, ledger: Ledger) -> Fact | None:
     """Flatten what ``node`` reads and makes, or return why not."""
-    read, made = node.inputs[:3], node.outputs[0]
+    inputs, output = node.inputs[:3], node.outputs[0]
     if node.attributes.get_int("q_num_heads", 0):
         return FLAT_ALREADY()
-    found: list[_Source] = []
-    for value in read:
+    heads: list[_Source] = []
+    for value in inputs:
         source = _source(value)
         if source is None:
             return NOT_TRANSPOSED(tensor="?" if value is None else value.name)
-        found.append(source)
-    readers = _read_as_rows(made)
+        heads.append(source)
+    readers = _read_as_rows(output)
     if readers is None:
-        return READ_BY_HEADS(tensor=made.name)
-    flat = [_rows(graph, source, node, ledger) for source in found]
+        return READ_BY_HEADS(tensor=output.name)
+    flat = [_rows(graph, source, node, ledger) for source in heads]
     new = clone_node(node, [*flat, *node.inputs[3:]])
-    new.attributes["q_num_heads"] = ir.AttrInt64("q_num_heads", found[0].heads)
-    new.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", found[1].heads)
+    new.attributes["q_num_heads"] = ir.AttrInt64("q_num_heads", heads[0].heads)
+    new.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", heads[1].heads)
     graph.insert_before(node, new)
     ledger.changed(new, FLAT(), [node, *readers])
     for old, value in zip((readers[-1].outputs[0], *node.outputs[1:]), new.outputs, strict=True):
@@ -111,44 +111,44 @@ def _order(transpose: ir.Node) -> tuple[int, ...]:
 
 def _rows(graph: ir.Graph, source: _Source, node: ir.Node, ledger: Ledger) -> ir.Value:
     """Return what ``source`` transposes as [batch, length, heads x size], turned by positions where it was."""
-    apart = source.transpose.inputs[0]
-    assert apart is not None and apart.shape is not None
+    head_rows = source.transpose.inputs[0]
+    assert head_rows is not None and head_rows.shape is not None
     width = source.heads * source.size
-    dims = [*apart.shape[:2], width]
-    reshape = apart.producer()
+    dims = [*head_rows.shape[:2], width]
+    reshape = head_rows.producer()
     rows = reshape.inputs[0] if reshape is not None and reshape.op_type == "Reshape" else None
-    if rows is None or not _is_rows(rows, apart, width):
+    if rows is None or not _is_rows(rows, head_rows, width):
         insert = Inserter(graph, source.rotary or node, source.transpose.name or "heads")
-        rows = insert.op("Reshape", [apart, insert.integers([0, 0, width])], dims, apart.dtype, "rows")
-        ledger.changed(insert.nodes[0], JOINED(), [source.transpose])
+        rows = insert.op("Reshape", [head_rows, insert.integers([0, 0, width])], dims, head_rows.dtype, "rows")
+        ledger.changed(insert.nodes[0], HEADS_JOINED(), [source.transpose])
     if source.rotary is None:
         return rows
     rotary_node = clone_node(source.rotary, [rows, *source.rotary.inputs[1:]], f"{source.rotary.name}.rows")
     rotary_node.attributes["num_heads"] = ir.AttrInt64("num_heads", source.heads)
-    made = rotary_node.outputs[0]
-    made.name, made.type, made.shape = f"{rotary_node.name}.output", source.rotary.outputs[0].type, ir.Shape(dims)
+    output = rotary_node.outputs[0]
+    output.name, output.type, output.shape = f"{rotary_node.name}.output", source.rotary.outputs[0].type, ir.Shape(dims)
     graph.insert_before(source.rotary, rotary_node)
     ledger.changed(rotary_node, FLAT_ROTARY(), [source.rotary, source.transpose])
-    return made
+    return output
 
 
-def _is_rows(rows: ir.Value, apart: ir.Value, width: int) -> bool:
-    """Return whether ``rows`` is [batch, length, width] where ``apart`` is [batch, length, heads, size]."""
-    if rows.shape is None or apart.shape is None or len(rows.shape) != 3 or rows.shape[2] != width:
+def _is_rows(rows: ir.Value, head_rows: ir.Value, width: int) -> bool:
+    """Return whether ``rows`` is [batch, length, width] where ``head_rows`` is [batch, length, heads, size]."""
+    if rows.shape is None or head_rows.shape is None or len(rows.shape) != 3 or rows.shape[2] != width:
         return False
-    known = [isinstance(dim, int) or dim.value is not None for dim in rows.shape[:2]]
-    return all(known) and list(rows.shape[:2]) == list(apart.shape[:2])
+    is_known = [isinstance(dim, int) or dim.value is not None for dim in rows.shape[:2]]
+    return all(is_known) and list(rows.shape[:2]) == list(head_rows.shape[:2])
 
 
-def _read_as_rows(made: ir.Value) -> tuple[ir.Node, ir.Node] | None:
-    """Return the transpose that alone reads ``made``, and the reshape to rows that alone reads that, if they are so."""
-    transpose = _only_reader(made, "Transpose")
+def _read_as_rows(output: ir.Value) -> tuple[ir.Node, ir.Node] | None:
+    """Return the only reader of ``output``, a transpose, and its only reader, a reshape to rows, or ``None``."""
+    transpose = _only_reader(output, "Transpose")
     reshape = None if transpose is None else _only_reader(transpose.outputs[0], "Reshape")
     if transpose is None or reshape is None or _order(transpose) != _HEADS_BEHIND_LENGTH:
         return None
-    apart = transpose.outputs[0]
-    _, _, heads, size = apart.shape if apart.shape is not None else [None] * 4
-    whole = isinstance(heads, int) and isinstance(size, int) and _is_rows(reshape.outputs[0], apart, heads * size)
+    head_rows = transpose.outputs[0]
+    _, _, heads, size = head_rows.shape if head_rows.shape is not None else [None] * 4
+    whole = isinstance(heads, int) and isinstance(size, int) and _is_rows(reshape.outputs[0], head_rows, heads * size)
     return (transpose, reshape) if whole else None
 
 

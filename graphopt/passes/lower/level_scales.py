@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context
     from graphopt.passes.recipe import Recipe
 
-LEVELED = Rule("level_scales.leveled", "{scales} in bytes of {columns} steps: {saved} bytes less")
-FEW = Rule("level_scales.few", "a column has {groups} scales only: a byte for each and a step would save nothing")
-SHARED = Rule("level_scales.shared", "{op_type} reads it too")
+BYTE_SCALES = Rule("level_scales.leveled", "{scales} in bytes of {columns} steps: {saved} bytes less")
+FEW_SCALES = Rule(
+    "level_scales.few", "a column has {groups} scales only: a byte for each and a step would save nothing"
+)
+OTHER_READER = Rule("level_scales.shared", "{op_type} reads it too")
 
 # The largest level, and the axis of groups.
 # What the largest scale of a column is divided by. bfloat16 rounds the step by up to 2^-8 of itself, so with the first
@@ -70,17 +72,21 @@ class LevelScales(Pass):
         for scales in dict.fromkeys(port(node, "scales") for node in products):
             if scales is None or scales.const_value is None or scales.dtype is None:
                 continue
-            stored, name, uses = expression_of(scales.const_value), scales.name or "scales", [*scales.uses()]
+            expression, name, uses = expression_of(scales.const_value), scales.name or "scales", [*scales.uses()]
             other_reader = next((use.node for use in uses if use.node.domain != DOMAIN), None)
-            groups, saved_bytes = stored.shape[1], stored.nbytes - np.prod(stored.shape) * (1 + 2 / stored.shape[1])
+            groups, saved_bytes = (
+                expression.shape[1],
+                expression.nbytes - np.prod(expression.shape) * (1 + 2 / expression.shape[1]),
+            )
             if other_reader is not None or saved_bytes <= 0:
                 ledger.skipped(
-                    scales, FEW(groups=groups) if other_reader is None else SHARED(op_type=other_reader.op_type)
+                    scales,
+                    FEW_SCALES(groups=groups) if other_reader is None else OTHER_READER(op_type=other_reader.op_type),
                 )
                 continue
-            made = Levels(stored)
+            table = Levels(expression)
             levels, steps = (
-                new_weight(graph, f"{name}.{part}", WeightTensor(Part(made, part))) for part in ("levels", "steps")
+                new_weight(graph, f"{name}.{part}", WeightTensor(Part(table, part))) for part in ("levels", "steps")
             )
             wide = ir.node("Cast", [levels], {"to": ir.DataType.FLOAT}, name=f"{name}.wide")
             factors = ir.node("Cast", [steps], {"to": ir.DataType.FLOAT}, name=f"{name}.factors")
@@ -96,6 +102,6 @@ class LevelScales(Pass):
             for use in uses:
                 use.node.replace_input_with(use.idx, narrow.outputs[0])
             del graph.initializers[name]
-            fact = LEVELED(scales=name, columns=stored.shape[0] * stored.shape[2], saved=int(saved_bytes))
+            fact = BYTE_SCALES(scales=name, columns=expression.shape[0] * expression.shape[2], saved=int(saved_bytes))
             for node in nodes:
                 ledger.changed(node, fact, [use.node for use in uses])

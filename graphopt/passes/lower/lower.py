@@ -25,7 +25,7 @@ from graphopt.passes.base import Pass
 from graphopt.passes.common.formats import Activations
 from graphopt.passes.common.fusible import keep_fusible
 from graphopt.passes.common.lookups import gather_packed, gather_standard, lookups_of
-from graphopt.passes.common.packing import PackedMatrix, packed, unpacked_trellis
+from graphopt.passes.common.packing import PackedMatrix, pack_matrix, unpacked_trellis
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.runtime_ops.instructions import instructions_here
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from graphopt.passes.recipe import Recipe
 
 _WIDE = "; scales are float32, float16 does not hold all of them"
-PACKED = Rule(
+PACKING = Rule(
     "lower.packed",
     "MatMulTable, inputs rounded to {activations} in groups of {group}",
     wide=_WIDE,
@@ -129,23 +129,23 @@ class Lower(Pass):
         """Pack what the standard has no form for, and what the target runs faster; say why the others stay."""
         ledger = context.ledger
         for node in coded_nodes(model.graph):
-            stored, rounding = stored_codes(node), rounding_of(node)
-            if isinstance(stored, StoredCodes) and stored.minimums and self.target == "ort-cuda":
+            codes, rounding = stored_codes(node), rounding_of(node)
+            if isinstance(codes, StoredCodes) and codes.minimums and self.target == "ort-cuda":
                 raise InputError(
                     "kernels on GPUs know no minimums, which a weight of the node has",
                     node=node.name,
                     remedy="apply the recipe with --target ort-cuda from the start: keep_codes makes zero points then",
                 )
             if rounding is not None:
-                self._lower_rounded(model.graph, node, _known(node, stored), rounding, ledger)
-            elif isinstance(stored, Fact):
-                ledger.skipped(node, stored)
-            elif not stored.is_standard:
-                _replace(model.graph, node, stored, "float32", ledger)
+                self._lower_rounded(model.graph, node, _require_codes(node, codes), rounding, ledger)
+            elif isinstance(codes, Fact):
+                ledger.skipped(node, codes)
+            elif not codes.is_standard:
+                _replace(model.graph, node, codes, "float32", ledger)
             else:
-                self._choose(model.graph, node, stored, ledger)
-            if not isinstance(stored, Fact) and column_lookups(stored.reader):
-                gather_standard(model.graph, stored, ledger, node.name or "?")
+                self._choose(model.graph, node, codes, ledger)
+            if not isinstance(codes, Fact) and column_lookups(codes.reader):
+                gather_standard(model.graph, codes, ledger, node.name or "?")
         for node in [node for node in model.graph if is_trellis(node)]:
             matrix = unpacked_trellis(model.graph, node)
             replace(node, matrix)
@@ -156,17 +156,18 @@ class Lower(Pass):
     def ensures(self, model: ir.Model) -> None:
         """Promise also that nothing logical is left, which has no kernel."""
         super().ensures(model)
-        left = [node for node in model.graph if node.domain == DOMAIN and node.op_type in LOGICAL]
-        if left:
+        remaining = [node for node in model.graph if node.domain == DOMAIN and node.op_type in LOGICAL]
+        if remaining:
             raise ir.passes.PostconditionError(
-                f"{self.name} left {left[0].op_type} {left[0].name}: it stands in front of no product with stored codes"
+                f"{self.name} left {remaining[0].op_type} {remaining[0].name}: "
+                "it stands in front of no product with stored codes"
             )
 
-    def _choose(self, graph: ir.Graph, node: ir.Node, stored: StoredCodes, ledger: Ledger) -> None:
+    def _choose(self, graph: ir.Graph, node: ir.Node, codes: StoredCodes, ledger: Ledger) -> None:
         if self.target == "portable":
             ledger.skipped(node, PORTABLE())
             return
-        choice, x = self._compare(stored), node.inputs[0]
+        choice, x = self._compare(codes), node.inputs[0]
         if not choice.is_faster:
             ledger.skipped(node, choice.reason)
         elif x is not None and x.dtype not in (None, ir.DataType.FLOAT):
@@ -174,40 +175,40 @@ class Lower(Pass):
         else:
             on_gpu = self.target == "ort-cuda"
             activations = "float32" if on_gpu else self.activations or "int8"
-            _replace(graph, node, stored, activations, ledger, reason=choice.reason)
+            _replace(graph, node, codes, activations, ledger, reason=choice.reason)
 
-    def _compare(self, stored: StoredCodes) -> Choice:
+    def _compare(self, codes: StoredCodes) -> Choice:
         if self.target == "ort-cuda":
-            return estimate(*stored.shape, stored.bits)
+            return estimate(*codes.shape, codes.bits)
         instructions = self.instructions or instructions_here()
-        return shipped_costs().compare(stored.bits, instructions)
+        return shipped_costs().compare(codes.bits, instructions)
 
     def _lower_rounded(
-        self, graph: ir.Graph, node: ir.Node, stored: StoredCodes, rounding: ir.Node, ledger: Ledger
+        self, graph: ir.Graph, node: ir.Node, codes: StoredCodes, rounding: ir.Node, ledger: Ledger
     ) -> None:
         attributes = rounding.attributes
         activations, group = attributes.get_string("activations", ""), attributes.get_int("group", 0)
         clip = attributes.get_float("clip", 1.0)
         if not group and activations in _PER_TOKEN:
-            _replace_dynamic(graph, node, stored, rounding, _PER_TOKEN[activations], ledger)
+            _replace_dynamic(graph, node, codes, rounding, _PER_TOKEN[activations], ledger)
         elif activations not in ON_GPUS and self.target == "ort-cuda":
             raise InputError(
                 f"no kernel on a GPU rounds its input to {activations} in groups of {group}",
                 node=node.name,
                 remedy="give quantize_activations `scales: token`, or choose --target ort-cpu",
             )
-        elif clip == 1 and (group == stored.group or activations == "bfloat16") and activations != "int4":
-            _replace(graph, node, stored, activations, ledger, rounding=rounding)
+        elif clip == 1 and (group == codes.group or activations == "bfloat16") and activations != "int4":
+            _replace(graph, node, codes, activations, ledger, rounding=rounding)
         else:
             raise InputError(
                 f"no product of graphopt rounds its input to {activations} in groups of {group} with clip {clip:g} in "
-                f"front of codes in groups of {stored.group}",
+                f"front of codes in groups of {codes.group}",
                 node=node.name,
                 remedy="int8, int16 and uint4 go with the groups of the weight, int8 and int4 with whole tokens",
             )
 
 
-def lowered(model: ir.Model) -> ir.Model:
+def lower_model(model: ir.Model) -> ir.Model:
     """Return what runs of ``model``: itself where nothing in it is logical, else a copy that is lowered, portable."""
     logical = (node.domain == DOMAIN and node.op_type in LOGICAL for node in model.graph)
     if not any(logical) and not any(column_lookups(node) for node in model.graph if is_dequantize(node)):
@@ -217,54 +218,57 @@ def lowered(model: ir.Model) -> ir.Model:
     return copy
 
 
-def _known(node: ir.Node, stored: StoredCodes | Fact) -> StoredCodes:
-    if isinstance(stored, Fact):
-        raise InputError(f"its input is rounded for a product of codes, but {stored}", node=node.name)
-    return stored
+def _require_codes(node: ir.Node, codes: StoredCodes | Fact) -> StoredCodes:
+    if isinstance(codes, Fact):
+        raise InputError(f"its input is rounded for a product of codes, but {codes}", node=node.name)
+    return codes
 
 
 def _replace(
     graph: ir.Graph,
     node: ir.Node,
-    stored: StoredCodes,
+    codes: StoredCodes,
     activations: str,
     ledger: Ledger,
     *,
     rounding: ir.Node | None = None,
     reason: Fact | None = None,
 ) -> None:
-    x, sources = (rounding or node).inputs[0], [each for each in (stored.reader, rounding, node) if each is not None]
+    x, sources = (
+        (rounding or node).inputs[0],
+        [source for source in (codes.reader, rounding, node) if source is not None],
+    )
     assert x is not None
     attributes = {"activations": activations}
-    matrix = _packed(graph, node, stored, ledger)
+    matrix = _pack(graph, node, codes, ledger)
     new = matrix.node(OPERATORS["MatMulTable"], x, (), attributes, node.name or "")
     if activations == "float32":
         fact = PACKED_EXACT(reason=reason, wide=matrix.wide)
     else:
-        fact = PACKED(activations=activations, group=stored.group, reason=reason, wide=matrix.wide)
+        fact = PACKING(activations=activations, group=codes.group, reason=reason, wide=matrix.wide)
     replace(node, new)
     ledger.changed(new, fact, sources)
 
 
-def _packed(graph: ir.Graph, node: ir.Node, stored: StoredCodes, ledger: Ledger) -> PackedMatrix:
+def _pack(graph: ir.Graph, node: ir.Node, codes: StoredCodes, ledger: Ledger) -> PackedMatrix:
     """Return the matrix of ``node`` in our layout; lookups of its columns read it too."""
-    matrix = packed(graph, stored)
-    gather_packed(graph, lookups_of(graph, stored), matrix, ledger, node.name or "?")
+    matrix = pack_matrix(graph, codes)
+    gather_packed(graph, lookups_of(graph, codes), matrix, ledger, node.name or "?")
     return matrix
 
 
 def _replace_dynamic(
-    graph: ir.Graph, node: ir.Node, stored: StoredCodes, rounding: ir.Node, bits: int, ledger: Ledger
+    graph: ir.Graph, node: ir.Node, codes: StoredCodes, rounding: ir.Node, bits: int, ledger: Ledger
 ) -> None:
     x, rotation = rounding.inputs[0], _rotation_in_front(rounding)
     assert x is not None
     unit_matrix = shared_constant(graph, "no_rotation", np.ones((1, 1), np.int8))
-    matrices, sources = (unit_matrix, unit_matrix), [stored.reader, rounding, node]
+    matrices, sources = (unit_matrix, unit_matrix), [codes.reader, rounding, node]
     if rotation is not None:
-        x, left, right = (value for value in rotation.inputs if value is not None)
-        matrices, sources = (left, right), [*sources, rotation]
+        x, remaining, right = (value for value in rotation.inputs if value is not None)
+        matrices, sources = (remaining, right), [*sources, rotation]
     attributes = {"bits": bits, "clip": rounding.attributes.get_float("clip", 1.0)}
-    matrix = _packed(graph, node, stored, ledger)
+    matrix = _pack(graph, node, codes, ledger)
     new = matrix.node(OPERATORS["MatMulDynamic"], x, matrices, attributes, node.name or "")
     fact = PACKED_DYNAMIC(bits=bits, rotation=None if rotation is None else rotation.name, wide=matrix.wide)
     replace(node, new)
@@ -282,4 +286,4 @@ def _rotation_in_front(rounding: ir.Node) -> ir.Node | None:
     return producer if is_only_reader else None
 
 
-__all__ = ["Costs", "Lower", "Target", "lowered", "shipped_costs"]
+__all__ = ["Costs", "Lower", "Target", "lower_model", "shipped_costs"]

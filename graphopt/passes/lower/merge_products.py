@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from graphopt.passes.context import Context, Ledger
 
-MERGED = Rule("merge_products.merged", "{products} in one product of {columns} columns")
+MERGE = Rule("merge_products.merged", "{products} in one product of {columns} columns")
 SIDE_BY_SIDE = Rule("merge_products.side-by-side", "the codes of {products} side by side")
 SPLIT = Rule("merge_products.split", "the columns of {products}")
 DIFFER = Rule(
@@ -91,23 +91,23 @@ def _product(node: ir.Node) -> _Product | Fact:
     """Return what ``node`` is and must agree in, or why it cannot be merged with any."""
     reader = dequantize_of(node)
     assert reader is not None
-    stored = [weight_of(reader, index) for index, value in enumerate(reader.inputs) if value is not None]
-    codes = stored[0]
-    if codes is None or None in stored:
+    constants = [weight_of(reader, index) for index, value in enumerate(reader.inputs) if value is not None]
+    codes = constants[0]
+    if codes is None or None in constants:
         return NOT_CONSTANT()
     if len(codes.uses()) > 1 or len(reader.outputs[0].uses()) > 1:
         return READ_TWICE()
-    of_rows = not reader.attributes.get_int("axis", 0) % 2 and all(len(_shape(value)) == 2 for value in stored)
+    of_rows = not reader.attributes.get_int("axis", 0) % 2 and all(len(_shape(value)) == 2 for value in constants)
     if not reader.domain and not of_rows:  # as MatMulNBits wants it
         return NOT_IN_ROWS()
     joined_inputs = _joined_inputs(reader)
     # All but the number of columns, or all of it where there are none.
     shared_inputs = tuple(
         (value.dtype, _shape(value)[:1]) if index in joined_inputs else value.name
-        for index, value in enumerate(stored)
+        for index, value in enumerate(constants)
         if value is not None
     )
-    attributes = tuple(sorted((name, each.value) for name, each in reader.attributes.items()))
+    attributes = tuple(sorted((name, operand.value) for name, operand in reader.attributes.items()))
     return _Product(node, reader, _shape(codes)[1], (reader.domain, reader.op_type, attributes, shared_inputs))
 
 
@@ -122,46 +122,46 @@ def _joined_inputs(reader: ir.Node) -> set[int]:
 def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> None:
     first, nodes = products[0], [product.node for product in products]
     reader, columns = first.reader, [product.columns for product in products]
-    inputs, readers = list(reader.inputs), [each.reader for each in products]
+    inputs, readers = list(reader.inputs), [operand.reader for operand in products]
     for index in _joined_inputs(reader):
-        inputs[index] = _joined(graph, [each.inputs[index] for each in readers])
-    made = _like(readers, inputs)
-    made.outputs[0].name = f"{made.name}.output"
-    made.outputs[0].type = reader.outputs[0].type
-    made.outputs[0].shape = ir.Shape([*_dims(reader.outputs[0])[:-1], sum(columns)])
-    product, old = _like(nodes, [first.node.inputs[0], made.outputs[0]]), first.node.outputs[0]
+        inputs[index] = _concatenate(graph, [operand.inputs[index] for operand in readers])
+    merged_value = _merged_node(readers, inputs)
+    merged_value.outputs[0].name = f"{merged_value.name}.output"
+    merged_value.outputs[0].type = reader.outputs[0].type
+    merged_value.outputs[0].shape = ir.Shape([*_dims(reader.outputs[0])[:-1], sum(columns)])
+    product, old = _merged_node(nodes, [first.node.inputs[0], merged_value.outputs[0]]), first.node.outputs[0]
     y = product.outputs[0]
     y.name, y.type = f"{product.name}.output", old.type
     y.shape = None if old.shape is None else ir.Shape([*_dims(old)[:-1], sum(columns)])
     sizes = shared_constant(graph, f"columns.{'.'.join(map(str, columns))}", np.array(columns, np.int64))
     split = ir.node("Split", [y, sizes], {"axis": -1}, num_outputs=len(nodes), name=f"{product.name}.split")
-    graph.insert_before(first.node, [made, product, split])
+    graph.insert_before(first.node, [merged_value, product, split])
     for made_output, node in zip(split.outputs, nodes, strict=True):
         take_place(node.outputs[0], made_output)
         remove(node)
     names, sources = [node.name or "?" for node in nodes], [*readers, *nodes]
-    ledger.changed(made, SIDE_BY_SIDE(products=names), readers)
-    ledger.changed(product, MERGED(products=names, columns=sum(columns)), sources)
+    ledger.changed(merged_value, SIDE_BY_SIDE(products=names), readers)
+    ledger.changed(product, MERGE(products=names, columns=sum(columns)), sources)
     ledger.changed(split, SPLIT(products=names), sources)
 
 
-def _like(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value | None]) -> ir.Node:
+def _merged_node(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value | None]) -> ir.Node:
     """Return a node that does to ``inputs`` what each of ``nodes`` does to its own; it keeps the metadata of all."""
-    made = clone_node(nodes[0], inputs, f"{nodes[0].name}.merged")
-    made.metadata_props.clear()
-    made.metadata_props.update(_common(nodes))
-    return made
+    merged_value = clone_node(nodes[0], inputs, f"{nodes[0].name}.merged")
+    merged_value.metadata_props.clear()
+    merged_value.metadata_props.update(_common(nodes))
+    return merged_value
 
 
-def _joined(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value:
+def _concatenate(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value:
     """Register one constant of all ``values``, side by side; it is made when it is written."""
     tensors = [value.const_value for value in values if value is not None and value.const_value is not None]
     first = values[0]
     assert first is not None and len(tensors) == len(values)
     tensor = WeightTensor(Concat(tuple(map(expression_of, tensors)), 1))
-    made = new_weight(graph, f"{first.name}.merged", tensor)
-    made.metadata_props.update(_common([value for value in values if value is not None]))
-    return made
+    merged_value = new_weight(graph, f"{first.name}.merged", tensor)
+    merged_value.metadata_props.update(_common([value for value in values if value is not None]))
+    return merged_value
 
 
 def _common(items: Sequence[ir.Node] | Sequence[ir.Value]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from graphopt.graph.weights.data_file import save_model
 from graphopt.graph.weights.evaluator import Evaluator, group_expressions, run_tasks, workers
 from graphopt.graph.weights.store import Store, StoreEntry
 from graphopt.numerics.formats import FORMATS
-from graphopt.passes.common.table_layout import Packed
+from graphopt.passes.common.table_layout import PackCodes
 from graphopt.quantization.rounding.lazy_codes import quantized
 from tests.graph.weights.counting import Counted, loaded_modules
 from tests.graphs import residual_model
@@ -37,7 +37,7 @@ def rewritten() -> ir.Model:
         initializers[f"up0.{name}"] = ir.val(f"up0.{name}", const_value=tensor)
     table = FORMATS["fp6-e3m2"]
     places = quantized(initializers["up1.weight"].const_value, table, 16, "least_squares", standard=False)
-    codes = WeightTensor(Packed(expression_of(places["codes"]), table.bits))
+    codes = WeightTensor(PackCodes(expression_of(places["codes"]), table.bits))
     initializers["up1.codes"] = ir.val("up1.codes", const_value=codes)
     initializers["up1.scales"] = ir.val("up1.scales", const_value=places["scales"])
     initializers["tiny"] = ir.val(

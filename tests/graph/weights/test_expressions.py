@@ -26,7 +26,7 @@ from graphopt.graph.weights import (
 )
 from graphopt.numerics.formats import FORMATS
 from graphopt.numerics.rotations import RandomRotation
-from graphopt.passes.common.table_layout import Packed, Tiled
+from graphopt.passes.common.table_layout import PackCodes, TileScales
 from graphopt.quantization.rounding.expressions import MatrixRounding, parts_of
 from tests.graph.weights.expressions import expressions
 
@@ -143,7 +143,7 @@ def test_what_does_not_keep_its_promise_is_caught() -> None:
 def test_packed_codes_need_no_rounding_of_their_own() -> None:
     weight = Inline.from_array(np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32))
     parts = parts_of(MatrixRounding(weight, FORMATS["nf4"], 16, "extreme", standard=False))
-    packed = (Packed(parts["codes"], FORMATS["nf4"].bits), Tiled(parts["scales"], ir.DataType.FLOAT))
+    packed = (PackCodes(parts["codes"], FORMATS["nf4"].bits), TileScales(parts["scales"], ir.DataType.FLOAT))
     roundings = {node for each in packed for node in nodes_below(each) if isinstance(node, MatrixRounding)}
     assert len(roundings) == 1
 

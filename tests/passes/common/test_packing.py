@@ -12,7 +12,7 @@ from graphopt.analysis.structure.product_codes import StoredCodes, stored_codes
 from graphopt.graph.weights import Inline, WeightTensor, expression_of
 from graphopt.numerics.formats import FORMATS, format_of, format_stored_as
 from graphopt.passes.common.packing import packed_tensors
-from graphopt.passes.common.table_layout import Packed, Tiled, Unpacked, Untiled
+from graphopt.passes.common.table_layout import PackCodes, TileScales, UnpackCodes, UntileScales
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.lazy_codes import quantized
 from graphopt.quantization.rounding.scales import Scale
@@ -129,8 +129,8 @@ def test_unpacking_undoes_packing(rows: int, columns: int, bits: int, groups: in
     codes = random.integers(0, 2**bits, (rows, columns)).astype(np.uint8)
     numbers = random.standard_normal((groups, columns)).astype(np.float16)
     back = (
-        Unpacked(Packed(Inline.from_array(codes), bits), rows, columns),
-        Untiled(Tiled(Inline.from_array(numbers), FLOAT16), columns),
+        UnpackCodes(PackCodes(Inline.from_array(codes), bits), rows, columns),
+        UntileScales(TileScales(Inline.from_array(numbers), FLOAT16), columns),
     )
     for expression, expected in zip(back, (codes, numbers), strict=True):
         assert (expression.shape, expression.dtype.numpy()) == (expected.shape, expected.dtype)

@@ -13,8 +13,8 @@ from graphopt.compile.pipeline import optimize
 from graphopt.graph.weights import Inline
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.quantize_weights import LinearFormat
-from graphopt.passes.common.leveled_scales import Leveled, Levels
-from graphopt.passes.lower.level_scales import FEW, LEVELED
+from graphopt.passes.common.leveled_scales import LeveledScales, Levels
+from graphopt.passes.lower.level_scales import BYTE_SCALES, FEW_SCALES
 from graphopt.passes.recipe import load_recipe
 from tests.graphs import logits, relative, residual_model, run_pass, save
 
@@ -49,7 +49,7 @@ def test_what_was_leveled_stays_as_it_is(seed: int, groups: int) -> None:
     scales = np.abs(np.random.default_rng(seed).standard_normal((2, groups, 16))).astype(np.float16)
     for _ in range(2):
         parts = {name: Inline.from_array(array) for name, array in Levels(Inline.from_array(scales)).evaluate().items()}
-        before, scales = scales, Leveled(parts["levels"], parts["steps"], ir.DataType.FLOAT16).numpy()
+        before, scales = scales, LeveledScales(parts["levels"], parts["steps"], ir.DataType.FLOAT16).numpy()
     assert np.array_equal(scales, before)
 
 
@@ -62,7 +62,7 @@ def test_the_same_kernels_run_on_fewer_bytes(tmp_path: Path) -> None:
     model = packed()
     before = logits(model, tmp_path / "before")
     report = run_pass(model, "level_scales")
-    assert {change.what.code for change in report.changes} == {LEVELED.code}
+    assert {change.what.code for change in report.changes} == {BYTE_SCALES.code}
     after = logits(model, tmp_path / "after")
     # a scale is off by 1/510 of the largest of its column; the logits pass five products
     assert 0 < relative(before, after) < 0.02
@@ -87,7 +87,7 @@ def test_they_are_one_constant_again_where_codes_are_unpacked(tmp_path: Path) ->
 
 def test_few_scales_stay() -> None:
     report = run_pass(packed(group=256), "level_scales")
-    assert {skip.reason.code for skip in report.skips} == {FEW.code}
+    assert {skip.reason.code for skip in report.skips} == {FEW_SCALES.code}
     assert not report.changes
 
 

@@ -15,7 +15,7 @@ from graphopt.ort.session import ACCURACY_LEVEL, open_session
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.context import Ledger
-from graphopt.passes.lower.lower import Costs, Lower, lowered, shipped_costs
+from graphopt.passes.lower.lower import Costs, Lower, lower_model, shipped_costs
 from graphopt.runtime_ops.costs import Cost
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.library import PATH_VARIABLE
@@ -272,7 +272,7 @@ def test_the_history_names_the_passes_and_what_the_model_came_with() -> None:
 
 def test_what_runs_of_a_logical_graph_is_a_copy_that_is_lowered() -> None:
     model = rounded("int8", 16)
-    copy = lowered(model)
+    copy = lower_model(model)
     assert kinds(copy)["MatMulTable"] == 5
     assert kinds(model)["Dequantize"] == 5
-    assert lowered(copy) is copy
+    assert lower_model(copy) is copy

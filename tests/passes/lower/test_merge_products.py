@@ -24,8 +24,8 @@ from graphopt.passes.codes.quantize_activations import QuantizeActivations
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.context import Ledger
-from graphopt.passes.lower.lower import lowered
-from graphopt.passes.lower.merge_products import DIFFER, MERGED, MergeProducts
+from graphopt.passes.lower.lower import lower_model
+from graphopt.passes.lower.merge_products import DIFFER, MERGE, MergeProducts
 from tests.graph.weights.counting import Counted
 from tests.graphs import Builder, save
 from tests.native import needs_library
@@ -58,7 +58,7 @@ def merge(model: ir.Model) -> Any:
 
 def run(model: ir.Model, length: int = 3, native: bool = True) -> list[np.ndarray]:
     """Run the model as it is lowered."""
-    model = lowered(model)
+    model = lower_model(model)
     x = np.random.default_rng(length).standard_normal((2, length, ROWS)).astype(np.float32)
     with TemporaryDirectory() as folder:
         return open_session(save(model, Path(folder)), native=native).run(None, {"x": x})
@@ -88,7 +88,7 @@ def test_the_kernel_gives_the_same_bits(
     model = readers(*widths, format_=format_, activations=activations, group=group)
     before = run(model, length)
     merge(model)
-    assert kinds(lowered(model)) == {"MatMulTable": 2, "Split": 1}
+    assert kinds(lower_model(model)) == {"MatMulTable": 2, "Split": 1}
     assert_equal(before, run(model, length))
 
 
@@ -127,7 +127,7 @@ def test_products_of_rounded_inputs_are_merged(native: bool) -> None:
     QuantizeActivations(bits=8)(model)
     before = run(model, native=native)
     merge(model)
-    assert kinds(lowered(model)) == {"MatMulDynamic": 2, "Split": 1}
+    assert kinds(lower_model(model)) == {"MatMulDynamic": 2, "Split": 1}
     after = run(model, native=native)
     # The body multiplies float32, and may sum 64 products in another order for another width.
     for a, b in zip(before, after, strict=True):
@@ -214,7 +214,7 @@ def test_zero_points_are_joined() -> None:
         reader.replace_input_with(3, shared_constant(model.graph, f"{name}.points", points))
     before = run(model)
     merge(model)
-    assert kinds(lowered(model))["MatMulTable"] == 2
+    assert kinds(lower_model(model))["MatMulTable"] == 2
     assert_equal(before, run(model))
 
 
@@ -265,7 +265,7 @@ def test_a_llama_for_the_processor_is_merged_and_says_the_same(llama_artifact: P
     report = made.manifest.passes[-4]
     assert report.name == "merge_products"
     # queries, keys and values; gate and up
-    merged = [change.what.figures["products"] for change in report.changes if change.what.code == MERGED.code]
+    merged = [change.what.figures["products"] for change in report.changes if change.what.code == MERGE.code]
     assert [len(products) for products in merged] == 2 * [3, 2]
     (check,) = [check for check in made.manifest.checks if check.after == "merge_products"]
     # graphopt's kernel gives the same bits; onnxruntime's, which runs before `lower`, sums in float32

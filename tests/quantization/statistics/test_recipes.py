@@ -16,7 +16,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
 from graphopt.compile.shards import assemble, evaluate_shard
 from graphopt.errors import InputError
-from graphopt.passes.codes.quantize_weights import MEASURED, STORED
+from graphopt.passes.codes.quantize_weights import STATISTICS, STORED
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
 
@@ -49,7 +49,7 @@ def test_any_number_of_jobs_shards_and_verify_agree(llama_artifact: Path, text: 
     chosen = recipe(text)
     made = optimize(llama_artifact, chosen, tmp_path / "one")
     assert {fact.figures.get("rounding") for fact in facts(made) if fact.code == STORED.code} == {"gptq", None}
-    (measured,) = [fact for fact in facts(made) if fact.code == MEASURED.code]
+    (measured,) = [fact for fact in facts(made) if fact.code == STATISTICS.code]
     assert measured.figures["tokens"] == 4 * 64
     kept = tmp_path / "kept"
     found = collect(llama_artifact, chosen, kept)

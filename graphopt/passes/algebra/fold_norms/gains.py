@@ -93,12 +93,12 @@ def _reason_to_stay(node: ir.Node) -> Fact | None:
 
 
 def _cannot_take(reader: Reader) -> Fact | None:
-    node, moved = reader.node, MOVED_BY(by=[*dict.fromkeys(reader.moved_by)]) if reader.moved_by else None
+    node, moved_by = reader.node, MOVED_BY(by=[*dict.fromkeys(reader.moved_by)]) if reader.moved_by else None
     if node is None:
-        return GRAPH_OUTPUT(moved=moved)
+        return GRAPH_OUTPUT(moved=moved_by)
     weight = weight_of(node, 1)
     if node.op_type != "MatMul" or reader.input != 0 or weight is None or len(weight.shape or ()) != 2:
-        return NO_MATRIX(moved=moved, reader=node.name, op=node.op_type)
+        return NO_MATRIX(moved=moved_by, reader=node.name, op=node.op_type)
     return None
 
 
@@ -121,8 +121,8 @@ def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     ledger.changed(bias_node, BIAS_ADDED(weight=weight.name), [bias, weight])
 
 
-def _sum_of(of: Expression, addend: Expression) -> Expression:
-    return Sum(of, addend)
+def _sum_of(term: Expression, addend: Expression) -> Expression:
+    return Sum(term, addend)
 
 
 def _bias_of(product: ir.Node) -> tuple[ir.Node, int] | None:

@@ -52,8 +52,8 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
             _become_root_mean_square(node, ledger)
 
 
-def _centered_expression(of: Expression, axis: int, starts: tuple[int, ...], width: int) -> Expression:
-    return Center(of, axis % len(of.shape), starts, width)
+def _centered_expression(expression: Expression, axis: int, starts: tuple[int, ...], width: int) -> Expression:
+    return Center(expression, axis % len(expression.shape), starts, width)
 
 
 def _reason_to_stay(basis: Basis, norms: list[ir.Node]) -> Fact | None:

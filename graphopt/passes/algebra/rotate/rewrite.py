@@ -49,10 +49,10 @@ class Work:
             if axis.tensor in inputs and not axis.part:
                 self._claim(inputs[axis.tensor], axis.index, name, (0,))
 
-    def rotate_online(self, basis: Basis, rotation: HadamardRotation, places: list[ir.Value]) -> None:
-        """Insert an online Hadamard behind each of ``places``, and fuse the rotation into the weights of ``basis``."""
+    def rotate_online(self, basis: Basis, rotation: HadamardRotation, values: list[ir.Value]) -> None:
+        """Insert an online Hadamard behind each of ``values``, and fuse the rotation into the weights of ``basis``."""
         self.fuse(basis, rotation)
-        for value in places:
+        for value in values:
             insert(self.graph, value, rotation, self._ledger)
 
     def rotate_readers(self, basis: Basis, rotation: HadamardRotation) -> Fact | None:

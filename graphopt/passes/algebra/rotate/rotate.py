@@ -103,11 +103,11 @@ class Rotate(Pass):
         rotation = HadamardRotation(basis.width, None)
         reason = next((pin.reason for pin in basis.pins if pin.side == "observed"), None)
         if reason is None:
-            places = places_behind_makers(work.graph, basis) if self._is_online(basis, kind) else basis.pins[0].reason
-            if not isinstance(places, Fact):
-                work.rotate_online(basis, rotation, places)
+            values = places_behind_makers(work.graph, basis) if self._is_online(basis, kind) else basis.pins[0].reason
+            if not isinstance(values, Fact):
+                work.rotate_online(basis, rotation, values)
                 return None
-            reason = places
+            reason = values
         is_rotated = any(pin.reason.code == ROTATED_ONLINE.code for pin in basis.pins)
         if self.weight_inputs and basis.readers and not is_rotated:
             # The basis stays all the same, and its reason with it, unless being read is all there is to it.

@@ -74,12 +74,14 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     sizes = [_heads(node, value, kind) for value, kind in ((query, "q"), (key, "kv"), (value, "kv"))]
     if None in sizes:
         return HEADS_UNKNOWN()
-    (query_heads, size), (kv_heads, key_size), (value_heads, value_size) = (each for each in sizes if each is not None)
+    (query_heads, size), (kv_heads, key_size), (value_heads, value_size) = (
+        shape for shape in sizes if shape is not None
+    )
     if not size == key_size == value_size or kv_heads != value_heads or query_heads % kv_heads:
         return HEADS_DO_NOT_FIT(query=size, key=key_size, value=value_size)
     if size not in _SIZES:
         return HEAD_SIZE(size=size)
-    if any(each is not None and each.dtype != ir.DataType.FLOAT for each in (query, key, value)):
+    if any(shape is not None and shape.dtype != ir.DataType.FLOAT for shape in (query, key, value)):
         return NOT_FLOAT32()
     window = _window(node, inputs[_MASK], evaluator)
     if isinstance(window, Fact):

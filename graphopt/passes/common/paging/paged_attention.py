@@ -142,18 +142,18 @@ def _batch_from_tokens(graph: ir.Graph) -> None:
 def _other_reader(graph: ir.Graph) -> Fact | None:
     """Return what else than masks and caches of attention reads the inputs that are to go, if anything does."""
     going = {value for value in graph.inputs if value.name == ATTENTION_MASK or past_port(value) is not None}
-    waiting, visited = [value.producer() for value in graph.outputs], set[ir.Node]()
+    waiting, reached = [value.producer() for value in graph.outputs], set[ir.Node]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in visited:
+        if node is None or node in reached:
             continue
-        visited.add(node)
+        reached.add(node)
         inner = [
-            each
+            value
             for attribute in node.attributes.values()
             if attribute.type == ir.AttributeType.GRAPH
             for inside in attribute.as_graph().all_nodes()
-            for each in inside.inputs
+            for value in inside.inputs
         ]
         standard = node.op_type == "Attention" and not node.domain
         for value in [*(node.inputs[:_MASK] if standard else node.inputs), *inner]:

@@ -37,7 +37,7 @@ _COS, _SIN, _INDICES = 1, 2, 3
 
 
 WIDE_ANGLES = Rule("positions.wide-angles", "angles are computed in float64, so that positions may be of any size")
-CAPPED = Rule("positions.capped", "reads its first tokens from position {position} at most")
+POSITION_CAP = Rule("positions.capped", "reads its first tokens from position {position} at most")
 BOUND = Rule("positions.bound", "sequences end where the model's positions do: {why}")
 READS_MEAN = Rule("positions.reads-mean", "{node} reads a mean of keys at any distance")
 NO_POSITIONS = Rule("positions.no-input", "it has no input {input}, so nothing turns its queries")
@@ -69,9 +69,9 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
     caps: dict[int, CappedQueries] = {}
     for node, query in queries.items():
         cap = layers[node].reach - 1
-        made = caps.setdefault(cap, CappedQueries(graph, cap)).of(query)
-        node.replace_input_with(schema_of(node).index("sink_query"), made)
-        ledger.changed(node, CAPPED(position=cap), [node])
+        output = caps.setdefault(cap, CappedQueries(graph, cap)).of(query)
+        node.replace_input_with(schema_of(node).index("sink_query"), output)
+        ledger.changed(node, POSITION_CAP(position=cap), [node])
     for node in layers:
         node.metadata_props[UNBOUNDED_POSITIONS] = "1"
 
@@ -104,7 +104,7 @@ def exact_angles(graph: ir.Graph) -> dict[ir.Node, str]:
     Returns:
         The nodes that now make the angles, each with the name of the product that did.
     """
-    made: dict[ir.Node, str] = {}
+    output: dict[ir.Node, str] = {}
     readers = _readers(graph_input(graph, _POSITIONS), until=("Cos", "Sin"))
     for node in [node for node in readers if node.op_type in ("Mul", "MatMul")]:
         if node.outputs[0].dtype not in (ir.DataType.FLOAT, None):
@@ -118,11 +118,11 @@ def exact_angles(graph: ir.Graph) -> dict[ir.Node, str]:
         turn = shared_constant(graph, "two_pi", np.array(2 * np.pi, np.float64))
         remainder = ir.node("Mod", [product.outputs[0], turn], {"fmod": 1}, name=f"{name}.turn")
         back = ir.node("Cast", [remainder.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.angle")
-        for each, dtype in ((product, ir.DataType.DOUBLE), (remainder, ir.DataType.DOUBLE), (back, ir.DataType.FLOAT)):
-            name_output(each, node.outputs[0], dtype=dtype)
+        for value, dtype in ((product, ir.DataType.DOUBLE), (remainder, ir.DataType.DOUBLE), (back, ir.DataType.FLOAT)):
+            name_output(value, node.outputs[0], dtype=dtype)
         replace(node, [product, remainder, back])
-        made[back] = name or "?"
-    return made
+        output[back] = name or "?"
+    return output
 
 
 class CappedQueries:
@@ -160,16 +160,16 @@ class CappedQueries:
             elif node is None or not node.inputs:
                 return value
             else:
-                inputs = [self._capped(each, before) for each in node.inputs]
+                inputs = [self._capped(value, before) for value in node.inputs]
                 if inputs == list(node.inputs):
                     return value
                 self._made[value] = self._copy(node, inputs, node)
         return self._made[value]
 
     def _copy(self, node: ir.Node, inputs: list[ir.Value | None], after: ir.Node) -> ir.Value:
-        made = clone_node(node, inputs, f"{node.name}.sinks")
-        self._graph.insert_after(after, made)
-        return name_output(made, node.outputs[0], name=f"{node.outputs[0].name}.sinks")
+        output = clone_node(node, inputs, f"{node.name}.sinks")
+        self._graph.insert_after(after, output)
+        return name_output(output, node.outputs[0], name=f"{node.outputs[0].name}.sinks")
 
 
 _ELEMENTWISE = frozenset(
@@ -194,14 +194,14 @@ _ELEMENTWISE = frozenset(
 
 def _readers(positions: ir.Value, until: Collection[str] = ()) -> list[ir.Node]:
     """Return the nodes that positions flow into, up to operators ``until`` and rotary embeddings, in no order."""
-    waiting, visited = [positions], list[ir.Node]()
+    waiting, sources = [positions], list[ir.Node]()
     while waiting:
         for use in waiting.pop().uses():
-            if use.node not in visited:
-                visited.append(use.node)
+            if use.node not in sources:
+                sources.append(use.node)
                 if use.node.op_type in _ELEMENTWISE and use.node.op_type not in until:
                     waiting.extend(use.node.outputs)
-    return visited
+    return sources
 
 
 def _rotary(query: ir.Value) -> ir.Node | None:

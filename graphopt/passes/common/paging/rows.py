@@ -23,7 +23,7 @@ from graphopt.runtime_ops import DOMAIN
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SWAPPED = (0, 2, 1, 3)
+_BY_HEAD = (0, 2, 1, 3)
 
 
 def as_rows(graph: ir.Graph, value: ir.Value, before: ir.Node) -> ir.Value:
@@ -34,26 +34,26 @@ def as_rows(graph: ir.Graph, value: ir.Value, before: ir.Node) -> ir.Value:
     node = value.producer()
     shape = ir.Shape([value.shape[0], value.shape[2], _product(heads, size)])
     if node is not None and _is_swap(node) and node.inputs[0] is not None:
-        return _joined(graph, node.inputs[0], shape, before)
+        return _join_heads(graph, node.inputs[0], shape, before)
     is_only_use = len(value.uses()) == 1 and not value.is_graph_output()
     if node is not None and _by_heads(node) and is_only_use and node.inputs[0] is not None:
         rows = as_rows(graph, node.inputs[0], node)
-        made = _copy(node, [rows, *node.inputs[1:]])
+        copy = _copy(node, [rows, *node.inputs[1:]])
         if node.op_type == "RotaryEmbedding":
-            made.attributes["num_heads"] = ir.AttrInt64("num_heads", int(str(heads)))
-        graph.insert_before(node, made)
-        return name_output(made, value, shape, name=f"{value.name}.rows")
+            copy.attributes["num_heads"] = ir.AttrInt64("num_heads", int(str(heads)))
+        graph.insert_before(node, copy)
+        return name_output(copy, value, shape, name=f"{value.name}.rows")
     split_shape = ir.Shape([shape[0], shape[1], heads, size])
     transpose = node.inputs[0].producer() if node is not None and node.inputs and node.inputs[0] is not None else None
     if node is not None and transpose is not None and _by_head_size(node) and _is_swap(transpose) and is_only_use:
         norm = _copy(node, [transpose.inputs[0], *node.inputs[1:]])
         graph.insert_before(node, norm)
         name_output(norm, value, split_shape, name=f"{value.name}.by_position")
-        return _joined(graph, norm.outputs[0], shape, before)
-    swap = ir.node("Transpose", [value], {"perm": _SWAPPED}, name=f"{value.name}.turned")
+        return _join_heads(graph, norm.outputs[0], shape, before)
+    swap = ir.node("Transpose", [value], {"perm": _BY_HEAD}, name=f"{value.name}.turned")
     graph.insert_before(before, swap)
     name_output(swap, value, split_shape)
-    return _joined(graph, swap.outputs[0], shape, before)
+    return _join_heads(graph, swap.outputs[0], shape, before)
 
 
 def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) -> None:
@@ -70,13 +70,13 @@ def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) ->
         if swap.outputs[0].is_graph_output():
             continue
         for join in joins:
-            joined = join.outputs[0]
+            rows_value = join.outputs[0]
             if (
                 join.op_type == "Reshape"
-                and joined.shape is not None
-                and list(joined.shape)[2:] == list(rows.shape)[2:]
+                and rows_value.shape is not None
+                and list(rows_value.shape)[2:] == list(rows.shape)[2:]
             ):
-                if joined.is_graph_output() or len(joined.shape) != 3:
+                if rows_value.is_graph_output() or len(rows_value.shape) != 3:
                     continue
                 bypass(join, rows)
     if not old.uses() and not old.is_graph_output():
@@ -85,12 +85,12 @@ def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) ->
     target = shared_constant(graph, f"{rows.name}.heads", np.array([0, 0, int(str(heads)), int(str(size))], np.int64))
     split_shape = ir.node("Reshape", [rows, target], name=f"{rows.name}.apart")
     name_output(split_shape, old, [rows.shape[0], rows.shape[1], heads, size])
-    swap = ir.node("Transpose", [split_shape.outputs[0]], {"perm": _SWAPPED}, name=f"{rows.name}.turned")
+    swap = ir.node("Transpose", [split_shape.outputs[0]], {"perm": _BY_HEAD}, name=f"{rows.name}.turned")
     graph.insert_after(after, [split_shape, swap])
     take_place(old, swap.outputs[0])
 
 
-def _joined(graph: ir.Graph, value: ir.Value, shape: ir.Shape, before: ir.Node) -> ir.Value:
+def _join_heads(graph: ir.Graph, value: ir.Value, shape: ir.Shape, before: ir.Node) -> ir.Value:
     """Return [batch, length, heads, size] as ``shape`` [batch, length, heads x size]."""
     node = value.producer()
     whole = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
@@ -103,7 +103,7 @@ def _joined(graph: ir.Graph, value: ir.Value, shape: ir.Shape, before: ir.Node) 
 
 
 def _is_swap(node: ir.Node) -> bool:
-    return node.op_type == "Transpose" and not node.domain and tuple(node.attributes.get_ints("perm", ())) == _SWAPPED
+    return node.op_type == "Transpose" and not node.domain and tuple(node.attributes.get_ints("perm", ())) == _BY_HEAD
 
 
 def _by_heads(node: ir.Node) -> bool:
@@ -120,10 +120,10 @@ def _by_head_size(node: ir.Node) -> bool:
 
 def _copy(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
     """Return a node like ``node`` on other inputs, whose last axis is the same."""
-    made = clone_node(node, inputs)
-    if made.op_type == "RMSNormalization":
-        made.attributes["axis"] = ir.AttrInt64("axis", -1)
-    return made
+    copy = clone_node(node, inputs)
+    if copy.op_type == "RMSNormalization":
+        copy.attributes["axis"] = ir.AttrInt64("axis", -1)
+    return copy
 
 
 def _product(heads: object, size: object) -> int:

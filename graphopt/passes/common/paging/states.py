@@ -32,33 +32,37 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
     schema = schema_of(node)
     for state in STATES:
         index, output = schema.index(state), schema.output_index(f"new_{state}")
-        read, made = node.inputs[index], node.outputs[output]
+        past, present = node.inputs[index], node.outputs[output]
         tensor = used.get(state)
-        port = read if read is not None and read.is_graph_input() else None
+        port = past if past is not None and past.is_graph_input() else None
         if tensor is None:
             if port is not None:
                 graph.inputs.remove(port)
-            if made.is_graph_output():
-                graph.outputs.remove(made)
+            if present.is_graph_output():
+                graph.outputs.remove(present)
             placeholder = shared_constant(graph, "no_state", np.zeros((0, 0, 0, 0), np.float32))
             node.replace_input_with(index, placeholder)
-            made.name, made.dtype, made.shape = f"{node.name}.no_{state}", ir.DataType.FLOAT, ir.Shape([0, 0, 0, 0])
+            present.name, present.dtype, present.shape = (
+                f"{node.name}.no_{state}",
+                ir.DataType.FLOAT,
+                ir.Shape([0, 0, 0, 0]),
+            )
             continue
         if port is None:
             port = ir.val(layer.port(state))
             _insert(graph.inputs, port, node.inputs[index - 1])
             node.replace_input_with(index, port)
-        if not made.is_graph_output():
-            _insert(graph.outputs, made, node.outputs[output - 1])
-            made.name = CachePort(layer.number, state).present
-        for value in (port, made):
+        if not present.is_graph_output():
+            _insert(graph.outputs, present, node.outputs[output - 1])
+            present.name = CachePort(layer.number, state).present
+        for value in (port, present):
             value.dtype, value.shape = ir.DataType.from_numpy(tensor.dtype), ir.Shape(tensor.shape)
 
 
 def _insert(ports: MutableSequence[ir.Value], port: ir.Value, predecessor: ir.Value | None) -> None:
     """Put ``port`` behind another, or at the end where that is not among the ports."""
-    places = [place for place, each in enumerate(ports) if each is predecessor]
-    ports.insert(places[0] + 1 if places else len(ports), port)
+    indices = [index for index, port in enumerate(ports) if port is predecessor]
+    ports.insert(indices[0] + 1 if indices else len(ports), port)
 
 
 def change(graph: ir.Graph, node: ir.Node, update: Mapping[str, Any]) -> PagedLayer:

@@ -73,8 +73,8 @@ def _before_repeat(value: ir.Value | None, query: ir.Value | None) -> ir.Value |
     heads, repeats, size = base.shape[1], wide[2], base.shape[3]
     if not (isinstance(heads, int) and isinstance(repeats, int) and isinstance(size, int)):
         return None
-    same = wide[1] == heads and wide[4] == size and tall[1] == heads * repeats == query.shape[1] and tall[3] == size
-    return base if same else None
+    is_same = wide[1] == heads and wide[4] == size and tall[1] == heads * repeats == query.shape[1] and tall[3] == size
+    return base if is_same else None
 
 
 def _producer(node: ir.Node | None, op_type: str) -> ir.Node | None:
@@ -101,10 +101,10 @@ def take_cache(model: ir.Model, ledger: Ledger) -> None:
             ledger.skipped(node, CACHE_IN_MASK(input=circle[0].name, cache=circle[1].name))
             continue
         inputs = [node.inputs[0], key, value, mask, past_key, past_value]
-        made = ir.node("Attention", inputs, dict(node.attributes), num_outputs=3, name=node.name)
+        attention = ir.node("Attention", inputs, dict(node.attributes), num_outputs=3, name=node.name)
         olds = (node.outputs[0], present_key, present_value)
-        replace(node, made, dict(zip(olds, made.outputs, strict=True)))
-        ledger.changed(made, CACHE_TAKEN(), [concat.name or "" for concat in concats if concat])
+        replace(node, attention, dict(zip(olds, attention.outputs, strict=True)))
+        ledger.changed(attention, CACHE_TAKEN(), [concat.name or "" for concat in concats if concat])
 
 
 def _appends(value: ir.Value | None) -> ir.Node | None:

@@ -18,7 +18,7 @@ from graphopt.graph.editing import replace
 if TYPE_CHECKING:
     from graphopt.passes.context import Ledger
 
-PRUNED = Rule("canonicalize.pruned", "removed {nodes} constant, identity, repeated or unused node(s)")
+PRUNING = Rule("canonicalize.pruned", "removed {nodes} constant, identity, repeated or unused node(s)")
 GEMM_SPLIT = Rule("canonicalize.gemm-split", "Gemm became MatMul and Add")
 GEMM_SCALES = Rule("canonicalize.gemm-scales", "Gemm with alpha or beta other than 1")
 GEMM_TRANSPOSES = Rule("canonicalize.gemm-transposes", "Gemm that transposes its activation")
@@ -31,9 +31,9 @@ def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
     IdentityEliminationPass()(model)
     CommonSubexpressionEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
-    removed = before - len(list(model.graph))
-    if removed:
-        ledger.report_change("graph", PRUNED(nodes=removed))
+    count = before - len(list(model.graph))
+    if count:
+        ledger.report_change("graph", PRUNING(nodes=count))
 
 
 def split_gemm(model: ir.Model, ledger: Ledger) -> None:
@@ -57,10 +57,10 @@ def split_gemm(model: ir.Model, ledger: Ledger) -> None:
         if attributes.get_int("transB", 0):
             new.append(ir.node("Transpose", [right], {"perm": [1, 0]}))
             right = new[-1].outputs[0]
-        made = ir.node("MatMul", [inputs[0], right], name=node.name)
-        made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
-        new.append(made)
+        product = ir.node("MatMul", [inputs[0], right], name=node.name)
+        product.outputs[0].type, product.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+        new.append(product)
         if len(inputs) > 2 and inputs[2] is not None:
-            new.append(ir.node("Add", [made.outputs[0], inputs[2]]))
+            new.append(ir.node("Add", [product.outputs[0], inputs[2]]))
         replace(node, new)
-        ledger.changed(made, GEMM_SPLIT(), [node])
+        ledger.changed(product, GEMM_SPLIT(), [node])

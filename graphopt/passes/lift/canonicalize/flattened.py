@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 RESHAPE_GONE = Rule("canonicalize.reshape-gone", "a reshape to the shape that was there is gone")
 CAST_GONE = Rule("canonicalize.cast-gone", "a cast to the type that was there, or a product with 1, is gone")
-UNFLATTENED = Rule("canonicalize.unflattened", "reads and writes the shape around it, without reshapes")
+NO_RESHAPES = Rule("canonicalize.unflattened", "reads and writes the shape around it, without reshapes")
 OTHER_SHAPE_BACK = Rule("canonicalize.other-shape-back", "the reshapes around it do not restore the shape of its input")
 
 
@@ -47,9 +47,11 @@ def drop_idle_casts(model: ir.Model, ledger: Ledger) -> None:
         x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
         if node.domain or x is None or x.dtype is None or y.is_graph_output():
             continue
-        same = node.op_type == "Cast" and x.dtype == node.attributes.get_int("to", 0)
-        one = node.op_type == "Mul" and scalar(node.inputs[1]) == 1.0 and x.shape is not None and x.shape == y.shape
-        if same or one:
+        is_idle_cast = node.op_type == "Cast" and x.dtype == node.attributes.get_int("to", 0)
+        is_unit_factor = (
+            node.op_type == "Mul" and scalar(node.inputs[1]) == 1.0 and x.shape is not None and x.shape == y.shape
+        )
+        if is_idle_cast or is_unit_factor:
             bypass(node, x)
             ledger.report_change(node.name or "?", CAST_GONE())
 
@@ -63,22 +65,22 @@ def unflatten_products(model: ir.Model, ledger: Ledger) -> None:
         last, unflatten = _chain_to_reshape(node)
         if flatten is None or flatten.op_type != "Reshape" or unflatten is None:
             continue
-        read = _unflattened_input(model.graph, flatten, last, unflatten)
-        if read is None:
+        source = _unflattened_input(model.graph, flatten, last, unflatten)
+        if source is None:
             ledger.skipped(node, OTHER_SHAPE_BACK())
             continue
         result = unflatten.outputs[0]
         assert result.shape is not None
-        node.replace_input_with(0, read)
-        for value in _between(node, last):
+        node.replace_input_with(0, source)
+        for value in _values_between(node, last):
             width = None if value.shape is None else value.shape[-1]
             value.shape = ir.Shape([*result.shape[:-1], width])
         take_place(result, last.outputs[0])
         remove(unflatten)
-        ledger.changed(node, UNFLATTENED(), [flatten, unflatten])
+        ledger.changed(node, NO_RESHAPES(), [flatten, unflatten])
 
 
-def _between(first: ir.Node, last: ir.Node) -> list[ir.Value]:
+def _values_between(first: ir.Node, last: ir.Node) -> list[ir.Value]:
     """Return the outputs of the nodes from ``first`` to ``last``, each the only reader of the one before."""
     values = [first.outputs[0]]
     while values[-1] is not last.outputs[0]:

@@ -32,23 +32,23 @@ ACTIVATION_LIFTED = Rule("canonicalize.activation-lifted", "onnxruntime's {op} b
 def lift_fused_activations(model: ir.Model, ledger: Ledger) -> None:
     """Lift every fused activation of the graph; the opset must be 20 or later."""
     for node in contrib_nodes(model.graph, *_APPROXIMATE, _QUICK):
-        x, y, what = node.inputs[0], node.outputs[0], node.op_type
+        x, y, op_type = node.inputs[0], node.outputs[0], node.op_type
         assert x is not None
         insert = Inserter(model.graph, node, node.name or "activation")
         dims, dtype = None if x.shape is None else list(x.shape), x.dtype or y.dtype
         bias = node.inputs[1] if len(node.inputs) > 1 else None
         if bias is not None:
             x = insert.op("Add", [x, bias], dims, dtype, "biased")
-        if what == _QUICK:
+        if op_type == _QUICK:
             alpha = node.attributes.get_float("alpha", _ALPHA)
-            scaled = x
+            argument = x
             if alpha != 1:
                 number = np.array(alpha, np.float32 if dtype is None else dtype.numpy())
-                scaled = insert.op(
+                argument = insert.op(
                     "Mul", [x, shared_constant(model.graph, f"alpha.{alpha:g}", number)], dims, dtype, "scaled"
                 )
-            made = insert.op("Mul", [x, insert.op("Sigmoid", [scaled], dims, dtype)], dims, dtype)
+            product = insert.op("Mul", [x, insert.op("Sigmoid", [argument], dims, dtype)], dims, dtype)
         else:
-            made = insert.op("Gelu", [x], dims, dtype, approximate=_APPROXIMATE[what])
-        replace(node, insert.nodes, {y: made})
-        ledger.changed(insert.nodes[-1], ACTIVATION_LIFTED(op=what), [node])
+            product = insert.op("Gelu", [x], dims, dtype, approximate=_APPROXIMATE[op_type])
+        replace(node, insert.nodes, {y: product})
+        ledger.changed(insert.nodes[-1], ACTIVATION_LIFTED(op=op_type), [node])

@@ -44,9 +44,9 @@ def lift_fused_norms(model: ir.Model, ledger: Ledger) -> None:
             if any(output.uses() or output.is_graph_output() for output in node.outputs[1:_SUM]):
                 ledger.skipped(node, STATISTICS_READ(op=kind))
                 continue
-            given = [*node.inputs, *[None] * 5]
-            norm = [value for value in given[2 : 2 + gains] if value is not None]
-            _lift(node, kind, _sum(model.graph, node, given[2 + gains]), norm, ledger)
+            inputs = [*node.inputs, *[None] * 5]
+            norm = [value for value in inputs[2 : 2 + gains] if value is not None]
+            _lift(node, kind, _sum(model.graph, node, inputs[2 + gains]), norm, ledger)
 
 
 _SKIPS = {
@@ -72,6 +72,6 @@ def _sum(graph: ir.Graph, node: ir.Node, bias: ir.Value | None) -> ir.Value:
 def _lift(node: ir.Node, kind: str, x: ir.Value | None, gains: Sequence[ir.Value | None], ledger: Ledger) -> None:
     epsilon = node.attributes.get_float("epsilon", 1e-5 if node.op_type == "SimplifiedLayerNormalization" else 1e-12)
     axis = node.attributes.get_int("axis", -1)
-    made = ir.node(kind, [x, *gains], {"axis": axis, "epsilon": epsilon, "stash_type": 1}, name=node.name)
-    replace(node, made, {node.outputs[0]: made.outputs[0]})
-    ledger.changed(made, NORM_REPLACED(op=node.op_type, by=kind), [node])
+    norm = ir.node(kind, [x, *gains], {"axis": axis, "epsilon": epsilon, "stash_type": 1}, name=node.name)
+    replace(node, norm, {node.outputs[0]: norm.outputs[0]})
+    ledger.changed(norm, NORM_REPLACED(op=node.op_type, by=kind), [node])

@@ -23,7 +23,7 @@ from graphopt.analysis.structure.contrib import CUTS_TO_WINDOW, PADDING, contrib
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, replace
 from graphopt.passes.common.masks import MaskEvaluator
-from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
+from graphopt.passes.lift.canonicalize.heads import join_heads, split_heads, swap_axes
 from graphopt.passes.lift.canonicalize.padding import padding_mask
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, position_ids
 
@@ -36,7 +36,7 @@ _OPERATOR = "GroupQueryAttention"
 _SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS, _SINK, _K_SCALE, _V_SCALE, _Q_NORM, _K_NORM = range(5, 16)
 _INPUTS = 16
 
-LIFTED = Rule(
+GROUP_QUERY_LIFT = Rule(
     "canonicalize.attention-lifted", "{op} became Attention", window=", a window of {window} tokens as its mask"
 )
 OWN_TERM = Rule("canonicalize.own-term", "its softmax has an extra term in the denominator (head_sink, smooth_softmax)")
@@ -66,11 +66,11 @@ def lift_group_query(model: ir.Model, angles: Angles, context: Context) -> None:
         if reason is not None:
             ledger.skipped(node, reason)
             continue
-        turned = _angles(model, node, angles, ledger)
-        if isinstance(turned, Fact):
-            ledger.skipped(node, turned)
+        rotary_size = _angles(model, node, angles, ledger)
+        if isinstance(rotary_size, Fact):
+            ledger.skipped(node, rotary_size)
             continue
-        _lift(model, node, turned, ledger)
+        _lift(model, node, rotary_size, ledger)
     if not contrib_nodes(model.graph, _OPERATOR):
         model.metadata_props.pop(PADDING, None)
 
@@ -111,8 +111,8 @@ def _lengths(seqlens: ir.Value | None, total: ir.Value | None, evaluator: MaskEv
         for instance, array in results:
             tokens, keys = instance.padding.sum(axis=-1).reshape(-1) - 1, instance.padding.shape[-1]
             if not np.array_equal(np.asarray(array).reshape(-1), tokens if value is seqlens else [keys]):
-                expected = "the number of a row's tokens less 1" if value is seqlens else "the number of columns"
-                return OTHER_LENGTHS(lengths=value.name, expected=expected)
+                expectation = "the number of a row's tokens less 1" if value is seqlens else "the number of columns"
+                return OTHER_LENGTHS(lengths=value.name, expected=expectation)
     return None
 
 
@@ -126,12 +126,12 @@ def _angles(
     cos, sin, positions = inputs[_COS], inputs[_SIN], inputs[_POSITIONS]
     if cos is None or sin is None:
         return NO_TABLES()
-    given = position_ids(model, ledger) if positions is None else positions
-    if isinstance(given, Fact):
-        return given
-    if given.name != "position_ids":
-        return OTHER_POSITIONS(positions=given.name)
-    return angles.of(cos, sin, given)
+    rows_of_positions = position_ids(model, ledger) if positions is None else positions
+    if isinstance(rows_of_positions, Fact):
+        return rows_of_positions
+    if rows_of_positions.name != "position_ids":
+        return OTHER_POSITIONS(positions=rows_of_positions.name)
+    return angles.of(cos, sin, rows_of_positions)
 
 
 def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: Ledger) -> None:
@@ -143,23 +143,23 @@ def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: 
     rows = _rows(insert, inputs, heads, groups, size)
     batch, length = rows[0].shape[:2]  # type: ignore[index]
     parts: list[ir.Value] = []
-    for which, count, norm in (("query", heads, _Q_NORM), ("key", groups, _K_NORM), ("value", groups, None)):
-        part = apart(insert, rows[len(parts)], count, size, f"{which}.heads")
+    for role, count, norm in (("query", heads, _Q_NORM), ("key", groups, _K_NORM), ("value", groups, None)):
+        part = split_heads(insert, rows[len(parts)], count, size, f"{role}.heads")
         gain = None if norm is None else inputs[norm]
         if gain is not None:
             epsilon = attributes.get_float("qk_norm_epsilon", 1e-6)
             dims = [batch, length, count, size]
             part = insert.op(
-                "RMSNormalization", [part, gain], dims, part.dtype, f"{which}.norm", axis=-1, epsilon=epsilon
+                "RMSNormalization", [part, gain], dims, part.dtype, f"{role}.norm", axis=-1, epsilon=epsilon
             )
-        part = swapped(insert, part, f"{which}.turned")
-        if which != "value" and angles:
-            part = _rotary(insert, part, angles, attributes.get_int("rotary_interleaved", 0), f"{which}.rotary")
+        part = swap_axes(insert, part, f"{role}.turned")
+        if role != "value" and angles:
+            part = _rotary(insert, part, angles, attributes.get_int("rotary_interleaved", 0), f"{role}.rotary")
         parts.append(part)
     window = attributes.get_int("local_window_size", -1)
     dtype = parts[0].dtype
     caches = [(value.shape, value.dtype) for value in node.outputs[1:3]]
-    made = insert.node(
+    attention = insert.node(
         "Attention",
         [*parts, padding_mask(model, max(0, window)), inputs[3], inputs[4]],
         [([batch, heads, length, size], dtype), *((list(dims or []), kind or dtype) for dims, kind in caches)],
@@ -167,9 +167,9 @@ def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: 
         is_causal=1,
         **_numbers(node, size),
     )
-    y = joined(insert, made.outputs[0], "output")
-    replace(node, insert.nodes, dict(zip(node.outputs, [y, *made.outputs[1:]], strict=False)))
-    ledger.changed(made, LIFTED(op=_OPERATOR, window=max(0, window)), [node])
+    y = join_heads(insert, attention.outputs[0], "output")
+    replace(node, insert.nodes, dict(zip(node.outputs, [y, *attention.outputs[1:]], strict=False)))
+    ledger.changed(attention, GROUP_QUERY_LIFT(op=_OPERATOR, window=max(0, window)), [node])
 
 
 def _rows(insert: Inserter, inputs: list[ir.Value | None], heads: int, groups: int, size: int) -> list[ir.Value]:
@@ -185,11 +185,18 @@ def _rows(insert: Inserter, inputs: list[ir.Value | None], heads: int, groups: i
 
 def _rotary(insert: Inserter, x: ir.Value, angles: tuple[ir.Value, ...], interleaved: int, suffix: str) -> ir.Value:
     assert x.shape is not None and angles[0].shape is not None
-    turned = 2 * int(str(angles[0].shape[-1]))
-    more = {} if turned == x.shape[3] else {"rotary_embedding_dim": turned}
+    rotary_size = 2 * int(str(angles[0].shape[-1]))
+    attributes = {} if rotary_size == x.shape[3] else {"rotary_embedding_dim": rotary_size}
     dims, heads = list(x.shape), x.shape[1]
     return insert.op(
-        "RotaryEmbedding", [x, *angles], dims, x.dtype, suffix, interleaved=interleaved, num_heads=heads, **more
+        "RotaryEmbedding",
+        [x, *angles],
+        dims,
+        x.dtype,
+        suffix,
+        interleaved=interleaved,
+        num_heads=heads,
+        **attributes,
     )
 
 

@@ -37,7 +37,7 @@ Layout = Callable[[Expression], Expression]
 """Makes an expression that rearranges the numbers of another, or takes a part of them."""
 
 _Shape = tuple[int, ...]
-_Found = list[tuple[str, Layout]] | None
+_Edits = list[tuple[str, Layout]] | None
 
 STORED_AS_READ = Rule("canonicalize.stored-as-read", "{weight}, or a part of it, stored as it is read")
 
@@ -45,7 +45,7 @@ STORED_AS_READ = Rule("canonicalize.stored-as-read", "{weight}, or a part of it,
 def store_layouts(model: ir.Model, ledger: Ledger) -> None:
     """Store every weight in the layout it is read in, and drop the nodes that made it so."""
     graph = model.graph
-    made: dict[ir.Value, ir.Value] = {}
+    weights: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         weight = weight_of(node, 0)
         if node.op_type not in _LAYOUTS or weight is None or any(output.is_graph_output() for output in node.outputs):
@@ -53,22 +53,22 @@ def store_layouts(model: ir.Model, ledger: Ledger) -> None:
         assert weight.const_value is not None
         if not weight.const_value.dtype.is_floating_point():
             continue
-        found = _LAYOUTS[node.op_type](node, tuple(weight.const_value.shape.numpy()))
-        if found is None:
+        edits = _LAYOUTS[node.op_type](node, tuple(weight.const_value.shape.numpy()))
+        if edits is None:
             continue
-        original, expression = made.get(weight, weight), expression_of(weight.const_value)
+        original, expression = weights.get(weight, weight), expression_of(weight.const_value)
         node.replace_input_with(0, None)
         if not weight.uses() and not weight.is_graph_output():
             # Before the new weight is made, which may have the same name.
             del graph.initializers[weight.name or ""]
-        for output, (suffix, layout) in zip(node.outputs, found, strict=True):
-            stored = new_weight(graph, f"{weight.name}{suffix}", WeightTensor(layout(expression)))
-            output.replace_all_uses_with(stored)
-            made[stored] = original
+        for output, (suffix, layout) in zip(node.outputs, edits, strict=True):
+            new_value = new_weight(graph, f"{weight.name}{suffix}", WeightTensor(layout(expression)))
+            output.replace_all_uses_with(new_value)
+            weights[new_value] = original
         graph.remove(node, safe=True)
-    for stored, original in made.items():
-        if stored.uses():
-            ledger.changed(stored, STORED_AS_READ(weight=original.name), [original])
+    for new_value, original in weights.items():
+        if new_value.uses():
+            ledger.changed(new_value, STORED_AS_READ(weight=original.name), [original])
 
 
 def _constants(node: ir.Node, index: int) -> list[int] | None:
@@ -79,12 +79,12 @@ def _constants(node: ir.Node, index: int) -> list[int] | None:
     return None if value is None or value.const_value is None else value.const_value.numpy().reshape(-1).tolist()
 
 
-def _transpose(node: ir.Node, shape: _Shape) -> _Found:
+def _transpose(node: ir.Node, shape: _Shape) -> _Edits:
     permutation = tuple(node.attributes.get_ints("perm", ())) or tuple(reversed(range(len(shape))))
-    return [(".transposed", lambda of: Transpose(of, permutation))]
+    return [(".transposed", lambda expression: Transpose(expression, permutation))]
 
 
-def _split(node: ir.Node, shape: _Shape) -> _Found:
+def _split(node: ir.Node, shape: _Shape) -> _Edits:
     axis, parts = node.attributes.get_int("axis", 0) % len(shape), len(node.outputs)
     sizes = _constants(node, 1)
     if sizes is None:
@@ -94,7 +94,7 @@ def _split(node: ir.Node, shape: _Shape) -> _Found:
     return [(f".{part}", _cut({axis: slice(*starts[part : part + 2].tolist())})) for part in range(parts)]
 
 
-def _slice(node: ir.Node, shape: _Shape) -> _Found:
+def _slice(node: ir.Node, shape: _Shape) -> _Edits:
     starts, ends, axes, steps = (_constants(node, index) for index in (1, 2, 3, 4))
     if starts is None or ends is None or axes is None or steps is None:
         return None
@@ -103,7 +103,7 @@ def _slice(node: ir.Node, shape: _Shape) -> _Found:
     return [(".part", _cut({axis % len(shape): slice(*piece) for axis, *piece in pieces}))]
 
 
-def _gather(node: ir.Node, shape: _Shape) -> _Found:
+def _gather(node: ir.Node, shape: _Shape) -> _Edits:
     axis, index = node.attributes.get_int("axis", 0) % len(shape), weight_of(node, 1)
     if index is None or index.const_value is None or len(index.const_value.shape) != 0:
         return None
@@ -115,45 +115,45 @@ def _cut(pieces: dict[int, slice | int]) -> Layout:
     numbers = {axis: slice(piece, piece + 1 or None) for axis, piece in pieces.items() if isinstance(piece, int)}
     slices = {axis: piece for axis, piece in pieces.items() if isinstance(piece, slice)}
 
-    def layout(of: Expression) -> Expression:
-        cut = Slice.cut(of, {**slices, **numbers})
-        kept = [size for axis, size in enumerate(cut.shape) if axis not in numbers]
-        return Reshape.to_dims(cut, kept) if numbers else cut
+    def layout(expression: Expression) -> Expression:
+        cut = Slice.cut(expression, {**slices, **numbers})
+        sizes = [size for axis, size in enumerate(cut.shape) if axis not in numbers]
+        return Reshape.to_dims(cut, sizes) if numbers else cut
 
     return layout
 
 
-def _squeeze(node: ir.Node, shape: _Shape) -> _Found:
+def _squeeze(node: ir.Node, shape: _Shape) -> _Edits:
     axes = _constants(node, 1)
     if axes is None:
         return None
-    gone = {axis % len(shape) for axis in axes} if axes else {axis for axis, size in enumerate(shape) if size == 1}
-    return _to([size for axis, size in enumerate(shape) if axis not in gone])
+    squeezed = {axis % len(shape) for axis in axes} if axes else {axis for axis, size in enumerate(shape) if size == 1}
+    return _reshape_to([size for axis, size in enumerate(shape) if axis not in squeezed])
 
 
-def _unsqueeze(node: ir.Node, shape: _Shape) -> _Found:
+def _unsqueeze(node: ir.Node, shape: _Shape) -> _Edits:
     axes = _constants(node, 1)
     if axes is None:
         return None
     new = {axis % (len(shape) + len(axes)) for axis in axes}
     sizes = iter(shape)
-    return _to([1 if axis in new else next(sizes) for axis in range(len(shape) + len(axes))])
+    return _reshape_to([1 if axis in new else next(sizes) for axis in range(len(shape) + len(axes))])
 
 
-def _reshape(node: ir.Node, shape: _Shape) -> _Found:
+def _reshape(node: ir.Node, shape: _Shape) -> _Edits:
     target = _constants(node, 1)
     if target is None:
         return None
     if not node.attributes.get_int("allowzero", 0):
         target = [size or shape[axis] for axis, size in enumerate(target)]
-    return _to(target)
+    return _reshape_to(target)
 
 
-def _to(dims: list[int]) -> _Found:
-    return [("", lambda of: Reshape.to_dims(of, dims))]
+def _reshape_to(dims: list[int]) -> _Edits:
+    return [("", lambda expression: Reshape.to_dims(expression, dims))]
 
 
-_LAYOUTS: dict[str, Callable[[ir.Node, _Shape], _Found]] = {
+_LAYOUTS: dict[str, Callable[[ir.Node, _Shape], _Edits]] = {
     "Transpose": _transpose,
     "Split": _split,
     "Slice": _slice,

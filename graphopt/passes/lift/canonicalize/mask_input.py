@@ -21,26 +21,26 @@ def one_mask(insert: Inserter, masks: Sequence[tuple[ir.Value, bool]]) -> ir.Val
         masks: floats that are added to scores, or booleans, with whether ``True`` means hidden.
     """
     boolean: ir.Value | None = None
-    added: ir.Value | None = None
+    bias: ir.Value | None = None
     for number, (mask, hidden) in enumerate(masks):
         if mask.dtype is not None and mask.dtype != ir.DataType.BOOL:
-            added = (
-                mask
-                if added is None
-                else insert.op("Add", [added, mask], _wide(added, mask), mask.dtype, f"mask{number}")
+            bias = (
+                mask if bias is None else insert.op("Add", [bias, mask], _wide(bias, mask), mask.dtype, f"mask{number}")
             )
             continue
-        seen = insert.op("Not", [mask], list(mask.shape or [None] * 4), mask.dtype, f"not{number}") if hidden else mask
-        boolean = (
-            seen
-            if boolean is None
-            else insert.op("And", [boolean, seen], _wide(boolean, seen), seen.dtype, f"and{number}")
+        visible = (
+            insert.op("Not", [mask], list(mask.shape or [None] * 4), mask.dtype, f"not{number}") if hidden else mask
         )
-    if boolean is None or added is None:
-        return added if boolean is None else boolean
-    dtype = added.dtype or ir.DataType.FLOAT
+        boolean = (
+            visible
+            if boolean is None
+            else insert.op("And", [boolean, visible], _wide(boolean, visible), visible.dtype, f"and{number}")
+        )
+    if boolean is None or bias is None:
+        return bias if boolean is None else boolean
+    dtype = bias.dtype or ir.DataType.FLOAT
     lowest = shared_constant(insert.graph, f"lowest.{dtype.name}", np.array(dtype.min, dtype.numpy()))
-    return insert.op("Where", [boolean, added, lowest], _wide(boolean, added), added.dtype, "mask")
+    return insert.op("Where", [boolean, bias, lowest], _wide(boolean, bias), bias.dtype, "mask")
 
 
 def with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value:
@@ -50,8 +50,8 @@ def with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value:
         return mask
     source, axis = query, 2
     for tokens in insert.graph.inputs:
-        same = tokens.shape is not None and query.shape is not None and list(tokens.shape)[1:] == [query.shape[2]]
-        if tokens.name == "input_ids" and same:
+        is_length = tokens.shape is not None and query.shape is not None and list(tokens.shape)[1:] == [query.shape[2]]
+        if tokens.name == "input_ids" and is_length:
             # So that what the mask means can be found out without running what makes the queries.
             source, axis = tokens, 1
     length = insert.op("Shape", [source], [1], ir.DataType.INT64, "length", start=axis, end=axis + 1)
@@ -61,8 +61,8 @@ def with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value:
     return insert.op("Expand", [mask, target], dims, mask.dtype, "mask_of_queries")
 
 
-def _wide(left: ir.Value, right: ir.Value) -> list[int | str | ir.SymbolicDim | None]:
+def _wide(mask: ir.Value, other_mask: ir.Value) -> list[int | str | ir.SymbolicDim | None]:
     """Return the broadcast shape of two masks, as far as it is known."""
-    if left.shape is None or right.shape is None or len(left.shape) != len(right.shape):
+    if mask.shape is None or other_mask.shape is None or len(mask.shape) != len(other_mask.shape):
         return [None] * 4
-    return [a if b == 1 else b if a in (1, b) else None for a, b in zip(left.shape, right.shape, strict=True)]
+    return [a if b == 1 else b if a in (1, b) else None for a, b in zip(mask.shape, other_mask.shape, strict=True)]

@@ -21,8 +21,8 @@ from graphopt.analysis.structure.contrib import contrib_nodes, head_sizes
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Dims, Inserter, replace
 from graphopt.graph.weights import Slice, WeightTensor, expression_of, new_weight, weight_of
-from graphopt.passes.lift.canonicalize.group_query import HEADS_UNKNOWN, LIFTED, SCORES_READ
-from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
+from graphopt.passes.lift.canonicalize.group_query import GROUP_QUERY_LIFT, HEADS_UNKNOWN, SCORES_READ
+from graphopt.passes.lift.canonicalize.heads import join_heads, split_heads, swap_axes
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _why_not(node: ir.Node) -> Fact | None:
     query, key, value = inputs[:3]
     if query is None or query.shape is None or len(query.shape) != 3 or key is None or value is None:
         return NOT_THREE()
-    if any(each.shape is None or len(each.shape) != 3 for each in (key, value)):
+    if any(head_size.shape is None or len(head_size.shape) != 3 for head_size in (key, value)):
         return OTHER_SEQUENCE()
     if _widths(node) is None:
         return HEADS_UNKNOWN(op=_OPERATOR)
@@ -104,18 +104,20 @@ def _widths(node: ir.Node) -> tuple[int, list[int]] | None:
 
 
 def _lift(graph: ir.Graph, node: ir.Node, masks: Masks, ledger: Ledger) -> None:
-    found = _widths(node)
-    assert found is not None
-    heads, widths = found
+    widths_of_node = _widths(node)
+    assert widths_of_node is not None
+    heads, widths = widths_of_node
     inputs, insert = _inputs(node), Inserter(graph, node, node.name or "attention")
     parts: list[ir.Value] = []
-    for number, which in enumerate(("query", "key", "value")):
+    for number, role in enumerate(("query", "key", "value")):
         rows = inputs[number]
         assert rows is not None and rows.shape is not None
         if inputs[_BIAS] is not None:
-            bias = _bias(graph, node, widths, number, which)
-            rows = insert.op("Add", [rows, bias], list(rows.shape), rows.dtype, f"{which}.biased")
-        parts.append(swapped(insert, apart(insert, rows, heads, widths[number] // heads, f"{which}.heads"), which))
+            bias = _bias(graph, node, widths, number, role)
+            rows = insert.op("Add", [rows, bias], list(rows.shape), rows.dtype, f"{role}.biased")
+        parts.append(
+            swap_axes(insert, split_heads(insert, rows, heads, widths[number] // heads, f"{role}.heads"), role)
+        )
     query = parts[0]
     assert query.shape is not None
     batch, _, length, size = query.shape
@@ -128,42 +130,44 @@ def _lift(graph: ir.Graph, node: ir.Node, masks: Masks, ledger: Ledger) -> None:
     if node.attributes.get_int("unidirectional", 0):
         attributes["is_causal"] = 1
     outputs: list[tuple[Dims, ir.DataType | None]] = [([batch, heads, length, widths[2] // heads], dtype)]
-    cached = inputs[_PAST_KEY] is not None
-    if cached:
+    has_cache = inputs[_PAST_KEY] is not None
+    if has_cache:
         sizes = (int(str(size)), widths[2] // heads)
-        outputs += [([batch, heads, None, each], dtype) for each in sizes]
-    made = insert.node("Attention", [*parts, mask, *inputs[_PAST_KEY:_PAST_LENGTH]], outputs, "Attention", **attributes)
-    y = joined(insert, made.outputs[0], "output")
+        outputs += [([batch, heads, None, head_size], dtype) for head_size in sizes]
+    attention = insert.node(
+        "Attention", [*parts, mask, *inputs[_PAST_KEY:_PAST_LENGTH]], outputs, "Attention", **attributes
+    )
+    y = join_heads(insert, attention.outputs[0], "output")
     # Without a cache, its present is the keys and values themselves.
-    presents = list(made.outputs[1:]) if cached else parts[1:]
-    places = {old: new for old, new in zip(node.outputs, [y, *presents], strict=False) if old.name}
-    for old, new in places.items():
+    presents = list(attention.outputs[1:]) if has_cache else parts[1:]
+    outputs_by_old = {old: new for old, new in zip(node.outputs, [y, *presents], strict=False) if old.name}
+    for old, new in outputs_by_old.items():
         new.shape = new.shape if old.shape is None else old.shape
-    replace(node, insert.nodes, places)
-    ledger.changed(made, LIFTED(op=_OPERATOR), [node])
+    replace(node, insert.nodes, outputs_by_old)
+    ledger.changed(attention, GROUP_QUERY_LIFT(op=_OPERATOR), [node])
 
 
-def _bias(graph: ir.Graph, node: ir.Node, widths: list[int], number: int, which: str) -> ir.Value:
+def _bias(graph: ir.Graph, node: ir.Node, widths: list[int], number: int, role: str) -> ir.Value:
     """Return the part of the bias for queries, keys or values, as a weight of its own."""
     value = weight_of(node, _BIAS)
     assert value is not None and value.const_value is not None
-    begin, name = sum(widths[:number]), f"{value.name}.{which}"
+    begin, name = sum(widths[:number]), f"{value.name}.{role}"
     part = Slice.cut(expression_of(value.const_value), {0: slice(begin, begin + widths[number])})
     return new_weight(graph, name, WeightTensor(part, name))
 
 
-def _mask(insert: Inserter, padding: ir.Value | None, added: ir.Value | None, query: ir.Value) -> ir.Value:
+def _mask(insert: Inserter, padding: ir.Value | None, bias: ir.Value | None, query: ir.Value) -> ir.Value:
     """Return the one mask for padding [batch, keys] or [batch, queries, keys] and what is added to scores."""
     masks = []
     if padding is not None:
         assert padding.shape is not None
         whole = ir.DataType.BOOL
         dims = list(padding.shape)
-        seen = insert.op("Cast", [padding], dims, whole, "seen", to=whole)
+        visible = insert.op("Cast", [padding], dims, whole, "seen", to=whole)
         axes, wide = ([1, 2], [dims[0], 1, 1, dims[1]]) if len(dims) == 2 else ([1], [dims[0], 1, *dims[1:]])
-        masks.append((insert.op("Unsqueeze", [seen, insert.integers(axes)], wide, whole, "seen.heads"), False))
-    if added is not None:
-        masks.append((added, False))
+        masks.append((insert.op("Unsqueeze", [visible, insert.integers(axes)], wide, whole, "seen.heads"), False))
+    if bias is not None:
+        masks.append((bias, False))
     mask = one_mask(insert, masks)
     assert mask is not None
     return with_queries(insert, mask, query)

@@ -27,7 +27,7 @@ def padding_mask(model: ir.Model, window: int = 0) -> ir.Value:
     dims: Dims = [None] * 4
     if tokens.shape is not None and real.shape is not None:
         dims = [tokens.shape[0], 1, tokens.shape[1], real.shape[1]]
-    mask = _near(model, window, tokens, real, dims) if window else _padding(graph, tokens, real, dims)
+    mask = _window_mask(model, window, tokens, real, dims) if window else _padding(graph, tokens, real, dims)
     mask.name = name
     return mask
 
@@ -43,11 +43,11 @@ def _padding(graph: ir.Graph, tokens: ir.Value, real: ir.Value, dims: Dims) -> i
     return insert.op("Expand", [visible, shape], dims, ir.DataType.BOOL)
 
 
-def _near(model: ir.Model, window: int, tokens: ir.Value, real: ir.Value, dims: Dims) -> ir.Value:
+def _window_mask(model: ir.Model, window: int, tokens: ir.Value, real: ir.Value, dims: Dims) -> ir.Value:
     padding = padding_mask(model)
-    made = padding.producer()
-    assert made is not None
-    position = list(model.graph).index(made) + 1
+    producer = padding.producer()
+    assert producer is not None
+    position = list(model.graph).index(producer) + 1
     insert = Inserter(model.graph, model.graph[position], f"{_WINDOW}.{window}")
     whole = ir.DataType.INT64
 

@@ -31,7 +31,7 @@ ROTARY_LIFTED = Rule("canonicalize.rotary-lifted", "{count} spelled-out part(s) 
 OTHER_OPSET = Rule("canonicalize.other-opset", "onnxscript lifts rotary embeddings in opset {opset} only")
 
 
-class _Interleaved(pattern.RewriteRuleClassBase):
+class _InterleavedRotation(pattern.RewriteRuleClassBase):
     """Lift a rotary embedding of neighbours."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -39,46 +39,46 @@ class _Interleaved(pattern.RewriteRuleClassBase):
         super().__init__("Interleaved", remove_nodes=False)
         self._ledger = ledger
 
-    def pattern(self, op: Any, x: Any, angles: Any, one_end: Any, other_end: Any, shape: Any, twice: Any) -> Any:
-        doubled = op.Tile(op.Unsqueeze(angles, [3]), [1, 1, 1, 2])
-        doubled = op.Reshape(doubled, twice, _allow_other_attributes=True, _outputs=["doubled"])
-        cos, sin = op.Unsqueeze(op.Cos(doubled), [1]), op.Unsqueeze(op.Sin(doubled), [1])
+    def pattern(self, op: Any, x: Any, angles: Any, one_end: Any, other_end: Any, shape: Any, pair_shape: Any) -> Any:
+        angle_pairs = op.Tile(op.Unsqueeze(angles, [3]), [1, 1, 1, 2])
+        angle_pairs = op.Reshape(angle_pairs, pair_shape, _allow_other_attributes=True, _outputs=["angle_pairs"])
+        cos, sin = op.Unsqueeze(op.Cos(angle_pairs), [1]), op.Unsqueeze(op.Sin(angle_pairs), [1])
         x1, x2 = op.Slice(x, [0], one_end, [3], [2]), op.Slice(x, [1], other_end, [3], [2])
         pairs = op.Concat(op.Unsqueeze(op.Neg(x2), [-1]), op.Unsqueeze(x1, [-1]), axis=-1)
-        turned = op.Reshape(pairs, shape, _allow_other_attributes=True, _outputs=["turned"])
-        return op.Add(op.Mul(x, cos), op.Mul(turned, sin))
+        output = op.Reshape(pairs, shape, _allow_other_attributes=True, _outputs=["output"])
+        return op.Add(op.Mul(x, cos), op.Mul(output, sin))
 
     def check(
-        self, op: Any, x: ir.Value, angles: ir.Value, doubled: ir.Value, turned: ir.Value, **_: Any
+        self, op: Any, x: ir.Value, angles: ir.Value, angle_pairs: ir.Value, output: ir.Value, **_: Any
     ) -> MatchResult:
         result = MatchResult()
         if x.shape is None or len(x.shape) != 4 or not isinstance(x.shape[1], int) or not isinstance(x.shape[3], int):
             return result.fail("its heads and their size are not known", x)
         # So the slices end where x does: every second coordinate, twice, makes up its size.
-        if turned.shape != x.shape:
-            return result.fail("what is turned is put back in another shape", turned)
-        if angles.shape is None or len(angles.shape) != 3 or doubled.shape != [*angles.shape[:2], x.shape[3]]:
-            return result.fail("its angles are not repeated one by one", doubled)
+        if output.shape != x.shape:
+            return result.fail("the rotated output is put back in another shape", output)
+        if angles.shape is None or len(angles.shape) != 3 or angle_pairs.shape != [*angles.shape[:2], x.shape[3]]:
+            return result.fail("its angles are not repeated one by one", angle_pairs)
         return result
 
-    def rewrite(self, op: Any, x: ir.Value, angles: ir.Value, turned: ir.Value, **_: Any) -> ir.Value:
-        old = turned.producer()
+    def rewrite(self, op: Any, x: ir.Value, angles: ir.Value, output: ir.Value, **_: Any) -> ir.Value:
+        old = output.producer()
         assert x.shape is not None and old is not None
         cos, sin = op.Cos(angles), op.Sin(angles)
-        output: ir.Value = op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=x.shape[1])
-        for value in (cos, sin, output):
+        embedding: ir.Value = op.RotaryEmbedding(x, cos, sin, interleaved=1, num_heads=x.shape[1])
+        for value in (cos, sin, embedding):
             node = value.producer()
             assert node is not None
             node.name = f"{old.name}.{node.op_type}"
             self._ledger.changed(node, NEIGHBOURS_LIFTED(op=node.op_type), [x, angles])
         for value in (cos, sin):
             value.name, value.type, value.shape = f"{value.producer().name}.output", angles.type, angles.shape
-        return output
+        return embedding
 
 
 def lift_rotary(model: ir.Model, ledger: Ledger) -> None:
     """Lift every rotary embedding of neighbours, and every one that onnxscript recognizes."""
-    rule = _Interleaved.rule(ledger)  # type: ignore[no-untyped-call]
+    rule = _InterleavedRotation.rule(ledger)  # type: ignore[no-untyped-call]
     if pattern.RewriteRuleSet([rule]).apply_to_model(model):
         CommonSubexpressionEliminationPass()(model)
     if model.opset_imports.get("") != CANONICAL_OPSETS[0]:

@@ -42,7 +42,7 @@ POSITIONS_SHAPE = Rule(
 )
 TABLES_SHAPE = Rule("canonicalize.tables-shape", "{cos} and {sin} are no tables [positions, pairs]")
 NO_TOKENS = Rule("canonicalize.no-tokens", "the graph has no input_ids [batch, length]")
-PACKED = Rule("canonicalize.packed-batch", "its batch is packed into one row")
+BATCH_IN_ONE_ROW = Rule("canonicalize.packed-batch", "its batch is packed into one row")
 SCALES = Rule("canonicalize.rotary-scales", "it scales what it turns")
 HEADS_UNKNOWN = Rule("canonicalize.head-count-unknown", "the graph does not state the number of its heads")
 
@@ -87,12 +87,12 @@ class Angles:
             last = max((node for node in producers if node is not None), key=list(graph).index, default=None)
             before = graph[0] if last is None else list(graph)[list(graph).index(last) + 1]
             insert = Inserter(graph, before, f"{cos.name}.lookup")
-            made = tuple(
+            output = tuple(
                 insert.op("Gather", [table, positions], dims, table.dtype, name, axis=0)
                 for table, name in ((cos, "cos"), (sin, "sin"))
             )
             self._ledger.report_change(cos.name or "?", TABLE_LOOKED_UP())
-            return made[0], made[1]
+            return output[0], output[1]
         insert = Inserter(graph, graph[0], f"{cos.name}.angles")
         numbers = shared_constant(graph, f"{cos.name}.frequencies", frequencies)
         wide = insert.op("Unsqueeze", [positions, insert.integers([2])], [*positions.shape, 1], ir.DataType.INT64)
@@ -125,13 +125,13 @@ def _frequencies(cos: ir.Value, sin: ir.Value) -> npt.NDArray[np.float32] | None
         candidates += [np.nextafter(nearest, towards), np.nextafter(np.nextafter(nearest, towards), towards)]
     frequencies = np.stack(candidates)
     sample = np.unique(np.geomspace(1, len(c) - 1, 64).astype(np.int64))
-    off = _off(c[sample], s[sample], sample, frequencies[:, None])
-    found: npt.NDArray[np.float32] = frequencies[off.max(axis=1).argmin(axis=0), np.arange(frequencies.shape[1])]
+    error = _errors_of(c[sample], s[sample], sample, frequencies[:, None])
+    table: npt.NDArray[np.float32] = frequencies[error.max(axis=1).argmin(axis=0), np.arange(frequencies.shape[1])]
     blocks = (np.arange(begin, min(begin + _ROWS, len(c))) for begin in range(0, len(c), _ROWS))
-    return found if all((_off(c[rows], s[rows], rows, found) <= _ROUNDING).all() for rows in blocks) else None
+    return table if all((_errors_of(c[rows], s[rows], rows, table) <= _ROUNDING).all() for rows in blocks) else None
 
 
-def _off(
+def _errors_of(
     cos: npt.NDArray[np.float32],
     sin: npt.NDArray[np.float32],
     rows: npt.NDArray[np.int64],
@@ -139,8 +139,8 @@ def _off(
 ) -> npt.NDArray[np.float32]:
     """Return how far rows of the tables are from those of the frequencies ``w`` [..., pairs]."""
     angles = rows.astype(np.float32)[:, None] * w
-    off: npt.NDArray[np.float32] = np.maximum(np.abs(np.cos(angles) - cos), np.abs(np.sin(angles) - sin))
-    return off
+    error: npt.NDArray[np.float32] = np.maximum(np.abs(np.cos(angles) - cos), np.abs(np.sin(angles) - sin))
+    return error
 
 
 def position_ids(model: ir.Model, ledger: Ledger) -> ir.Value | Fact:
@@ -152,13 +152,13 @@ def position_ids(model: ir.Model, ledger: Ledger) -> ir.Value | Fact:
     tokens = inputs_by_name.get("input_ids")
     if tokens is None or tokens.shape is None or len(tokens.shape) != 2:
         return NO_TOKENS()
-    made = ir.val(_POSITIONS, ir.DataType.INT64, tokens.shape.copy())
+    output = ir.val(_POSITIONS, ir.DataType.INT64, tokens.shape.copy())
     graph.inputs.insert(
         1 + max(list(inputs_by_name).index(name) for name in ("input_ids", "attention_mask") if name in inputs_by_name),
-        made,
+        output,
     )
     ledger.report_change(_POSITIONS, POSITIONS_ADDED())
-    return made
+    return output
 
 
 def lift_rotary_tables(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
@@ -174,23 +174,23 @@ def lift_rotary_tables(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
         dims = None if x.shape is None else list(x.shape)
         heads = node.attributes.get_int("num_heads", 0) or (dims[1] if dims is not None and len(dims) == 4 else 0)
         reason = _why_not(node, dims, cos, heads)
-        found = reason or angles.of(cos, sin, positions)
-        if isinstance(found, Fact):
-            ledger.skipped(node, found)
+        table = reason or angles.of(cos, sin, positions)
+        if isinstance(table, Fact):
+            ledger.skipped(node, table)
             continue
         attributes: dict[str, Any] = {
             "interleaved": node.attributes.get_int("interleaved", 0),
             "num_heads": heads or _heads_of(dims, cos),
             "rotary_embedding_dim": node.attributes.get_int("rotary_embedding_dim", 0),
         }
-        made = ir.node("RotaryEmbedding", [x, *found], attributes, name=node.name)
-        replace(node, made)
-        ledger.changed(made, READS_ANGLES(), [node, cos])
+        output = ir.node("RotaryEmbedding", [x, *table], attributes, name=node.name)
+        replace(node, output)
+        ledger.changed(output, READS_ANGLES(), [node, cos])
 
 
 def _why_not(node: ir.Node, dims: list[int | ir.SymbolicDim] | None, cos: ir.Value, heads: object) -> Fact | None:
     if node.attributes.get_int("is_packed_batching", 0):
-        return PACKED()
+        return BATCH_IN_ONE_ROW()
     if node.attributes.get_float("scale", 1.0) != 1.0:
         return SCALES()
     if dims is None or (not heads and not isinstance(_heads_of(dims, cos), int)):

@@ -93,7 +93,7 @@ def _scores(value: ir.Value | None) -> _Scores | None:
     if node.op_type == "Cast":
         return _scores(node.inputs[0]) if _is_float(node.inputs[0]) and _is_float(node.outputs[0]) else None
     if node.op_type in ("Mul", "Div"):
-        return _scaled(node)
+        return _scores_with_factor(node)
     if node.op_type == "Tanh":
         inner = _scores(node.inputs[0])
         is_capped = inner is None or inner.inside is not None or bool(inner.masks)
@@ -105,21 +105,21 @@ def _scores(value: ir.Value | None) -> _Scores | None:
                 return dataclasses.replace(inner, masks=(*inner.masks, (mask, False)))
     if node.op_type == "Where":
         visible, first, second = node.inputs[:3]
-        for x, other, hidden in ((first, second, False), (second, first, True)):
-            inner, number = _scores(x), scalar(other)
+        for x, partner, hidden in ((first, second, False), (second, first, True)):
+            inner, number = _scores(x), scalar(partner)
             if inner is not None and visible is not None and number is not None and number <= _LOWEST:
                 return dataclasses.replace(inner, masks=(*inner.masks, (visible, hidden)))
     return None
 
 
-def _scaled(node: ir.Node) -> _Scores | None:
-    left, right = node.inputs[:2]
-    for x, factor in ((left, right), (right, left)):
+def _scores_with_factor(node: ir.Node) -> _Scores | None:
+    first, second = node.inputs[:2]
+    for x, factor in ((first, second), (second, first)):
         number = scalar(factor)
         inner = None if number is None else _scores(x)
         if inner is None or inner.masks or number is None or not number:
             continue
-        if node.op_type == "Div" and x is right:
+        if node.op_type == "Div" and x is second:
             return None
         return dataclasses.replace(inner, scale=inner.scale * (1.0 / number if node.op_type == "Div" else number))
     return None
@@ -165,11 +165,11 @@ def _lift(graph: ir.Graph, scores: _Scores, softmax: ir.Node, product: ir.Node, 
     attributes = {"scale": scale * factor, **({"softcap": softcap} if softcap else {})}
     mask = one_mask(insert, scores.masks)
     inputs = [query, key, product.inputs[1], None if mask is None else with_queries(insert, mask, query)]
-    made = ir.node("Attention", inputs[: 3 + bool(scores.masks)], attributes, name=f"{softmax.name}.Attention")
-    inherit(made, softmax)
+    attention = ir.node("Attention", inputs[: 3 + bool(scores.masks)], attributes, name=f"{softmax.name}.Attention")
+    inherit(attention, softmax)
     spelled_nodes = [scores.product, softmax, product]
-    replace(product, made)
-    ledger.changed(made, SPELLED_OUT(softcap=softcap), spelled_nodes)
+    replace(product, attention)
+    ledger.changed(attention, SPELLED_OUT(softcap=softcap), spelled_nodes)
 
 
 def _without_factor(value: ir.Value) -> tuple[ir.Value, float]:
@@ -177,10 +177,10 @@ def _without_factor(value: ir.Value) -> tuple[ir.Value, float]:
     node = value.producer()
     if node is None or node.domain or node.op_type not in ("Mul", "Div"):
         return value, 1.0
-    left, right = node.inputs[:2]
-    for x, factor in ((left, right), (right, left)):
+    first, second = node.inputs[:2]
+    for x, factor in ((first, second), (second, first)):
         number = scalar(factor)
-        if x is None or number is None or not number or (node.op_type == "Div" and x is right):
+        if x is None or number is None or not number or (node.op_type == "Div" and x is second):
             continue
         return x, 1.0 / number if node.op_type == "Div" else number
     return value, 1.0
@@ -190,9 +190,10 @@ def _upright(insert: Inserter, keys: ir.Value) -> tuple[ir.Value, float]:
     """Return keys [batch, heads, keys, size] of [batch, heads, size, keys], and a number that these were scaled by."""
     value, outer = _without_factor(keys)
     node = value.producer()
-    turned = tuple(node.attributes.get_ints("perm", ())) if node is not None and node.op_type == "Transpose" else ()
-    if node is not None and node.inputs[0] is not None and turned in _TURNS:
-        source, back = node.inputs[0], _TURNS[turned]
+    is_transpose = node is not None and node.op_type == "Transpose"
+    permutation = tuple(node.attributes.get_ints("perm", ())) if node is not None and is_transpose else ()
+    if node is not None and node.inputs[0] is not None and permutation in _TURNS:
+        source, back = node.inputs[0], _TURNS[permutation]
         if back is None:
             source, inner = _without_factor(source)
             return source, outer * inner

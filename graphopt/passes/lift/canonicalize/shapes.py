@@ -47,10 +47,10 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
     except Exception as error:  # whatever it raises: what it cannot follow stays as it is
         ledger.skipped("graph", NOT_INFERRED(error=repr(error)))
         return
-    found = {value.name: value for node in ir.from_proto(inferred_model).graph for value in node.outputs}
+    values = {value.name: value for node in ir.from_proto(inferred_model).graph for value in node.outputs}
     count = 0
     for value in lacking:
-        inferred_value = found.get(value.name)
+        inferred_value = values.get(value.name)
         if inferred_value is None or inferred_value.shape is None:
             continue
         value.shape, value.type = ir.Shape(list(inferred_value.shape)), value.type or inferred_value.type

@@ -27,18 +27,18 @@ def turn_by(graph: ir.Graph, angles: RotaryAngles, frequencies: ir.Value, first:
         first: one number of the type of :attr:`RotaryAngles.positions`: so many tokens at the start of a sequence keep
             the angles that they have.
     """
-    product, old, made = angles.product, angles.product.inputs[angles.side], frequencies
+    product, old, scaled_frequencies = angles.product, angles.product.inputs[angles.side], frequencies
     for node in angles.path:
-        copy = clone_node(node, [made, *node.inputs[1:]], free_name(graph, renamed(node.name)))
+        copy = clone_node(node, [scaled_frequencies, *node.inputs[1:]], free_name(graph, name_with_suffix(node.name)))
         graph.insert_before(product, copy)
-        made = name_output(copy, node.outputs[0])
+        scaled_frequencies = name_output(copy, node.outputs[0])
     if first is None:
-        product.replace_input_with(angles.side, made)
+        product.replace_input_with(angles.side, scaled_frequencies)
         assert old is not None
         drop(graph, old)
         return
-    sides = [made if index == angles.side else value for index, value in enumerate(product.inputs)]
-    other_product = clone_node(product, sides, free_name(graph, renamed(product.name)))
+    sides = [scaled_frequencies if index == angles.side else value for index, value in enumerate(product.inputs)]
+    other_product = clone_node(product, sides, free_name(graph, name_with_suffix(product.name)))
     early = ir.node("Less", [angles.positions, first], name=free_name(graph, f"{product.name}.early"))
     angle = product.outputs[0]
     graph.insert_before(product, [other_product, early])
@@ -55,6 +55,6 @@ def multiply(graph: ir.Graph, wave: ir.Node, factor: ir.Value) -> ir.Node:
     return node
 
 
-def renamed(name: str | None) -> str:
+def name_with_suffix(name: str | None) -> str:
     """Return what rescaled frequencies, and what is made of them, are called."""
     return f"{(name or '?').removesuffix(_SUFFIX)}{_SUFFIX}"

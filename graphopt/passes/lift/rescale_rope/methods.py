@@ -51,7 +51,7 @@ def yarn(w: Radians, options: RescaleRope, trained_length: int | None) -> Radian
 
         r_i = beta    at    i = D ln(L / (2 pi beta)) / (2 ln b)
     """
-    length, base = _required(trained_length, "yarn"), _base_of(w)
+    length, base = _require_length(trained_length, "yarn"), _base_of(w)
 
     def pair(rotations: float) -> float:
         return len(w) * math.log(length / (2 * math.pi * rotations)) / math.log(base)
@@ -76,7 +76,7 @@ def llama3(w: Radians, options: RescaleRope, trained_length: int | None) -> Radi
             f"the step rescale_rope has low_freq_factor {low} and high_freq_factor {high}",
             remedy="give a larger high_freq_factor",
         )
-    rounds = _required(trained_length, "llama3") * w / (2 * math.pi)
+    rounds = _require_length(trained_length, "llama3") * w / (2 * math.pi)
     ramp = np.clip((high - rounds) / (high - low), 0, 1)
     return w * (1 - ramp) + w / options.factor * ramp
 
@@ -91,13 +91,13 @@ def longrope(w: Radians, options: RescaleRope, trained_length: int | None) -> Ra
     return w / np.asarray(options.factors, np.float64)
 
 
-def truncated(w: Radians, options: RescaleRope, trained_length: int | None) -> Radians:
+def truncate(w: Radians, options: RescaleRope, trained_length: int | None) -> Radians:
     """Return the truncated basis of Giraffe (Pal et al. 2023, section 3.3).
 
     Pairs with r_i >= kept stay; those with r_i <= stopped get the frequency 0, those between 2 pi constant / L. So no
     pair comes to an angle that training did not show. The authors' numbers are 1, 1/8 and 1/16.
     """
-    length = _required(trained_length, "truncated")
+    length = _require_length(trained_length, "truncated")
     rounds = length * w / (2 * math.pi)
     slow = np.where(rounds <= options.stopped, 0.0, 2 * math.pi * options.constant / length)
     return np.where(rounds >= options.kept, w, slow)
@@ -109,7 +109,7 @@ METHODS: dict[Method, Callable[[Radians, RescaleRope, int | None], Radians]] = {
     "yarn": yarn,
     "llama3": llama3,
     "longrope": longrope,
-    "truncated": truncated,
+    "truncated": truncate,
 }
 
 READS: dict[str, Method] = {
@@ -137,7 +137,7 @@ def attention_factor(options: RescaleRope, trained_length: int | None) -> float:
     if options.factor > 1 and options.method == "yarn":
         return 0.1 * math.log(options.factor) + 1
     if options.factor > 1 and options.method == "longrope":
-        return math.sqrt(1 + math.log(options.factor) / math.log(_required(trained_length, "longrope")))
+        return math.sqrt(1 + math.log(options.factor) / math.log(_require_length(trained_length, "longrope")))
     return 1.0
 
 
@@ -153,14 +153,14 @@ def check(options: RescaleRope) -> None:
                 f"the step rescale_rope has the option {name}, which the method {options.method} does not read",
                 remedy=f"leave it out, or choose the method {method}",
             )
-    if options.factor == 1 and any(each != 1 for each in options.factors):
+    if options.factor == 1 and any(candidate != 1 for candidate in options.factors):
         raise InputError(
             "the step rescale_rope has the factor 1, which changes nothing, and factors for longrope that do",
             remedy="give the factor by which the context is to grow",
         )
 
 
-def _required(trained_length: int | None, method: str) -> int:
+def _require_length(trained_length: int | None, method: str) -> int:
     if trained_length is None:
         raise InputError(
             f"the step rescale_rope by {method} needs the length that the model was trained on, and nothing says it",
@@ -180,9 +180,9 @@ def _base_of(w: Radians) -> float:
     if len(w) > 1 and (w > 0).all():
         # The slope of a line through the logarithms and 0.
         base = math.exp(-len(w) * float(np.log(w) @ pairs) / float(pairs @ pairs))
-    for each in (float(round(base)), base):
-        if each > 1 and np.allclose(w, each ** (-pairs / len(w)), rtol=_SAME_BASE, atol=0):
-            return each
+    for candidate in (float(round(base)), base):
+        if candidate > 1 and np.allclose(w, candidate ** (-pairs / len(w)), rtol=_SAME_BASE, atol=0):
+            return candidate
     raise InputError(
         "the step rescale_rope by yarn needs frequencies that are powers of one base, and those of the model are not",
         remedy="they may have been rescaled already: give the model as it was before, or choose another method",

@@ -15,20 +15,20 @@ from graphopt.graph.diagnostics import Effect, Rule, Skip
 from graphopt.graph.editing import shared_constant
 from graphopt.numerics.rotations.claims import Claims
 from graphopt.passes.base import Pass
-from graphopt.passes.lift.rescale_rope.edits import multiply, renamed, turn_by
+from graphopt.passes.lift.rescale_rope.edits import multiply, name_with_suffix, turn_by
 from graphopt.passes.lift.rescale_rope.methods import METHODS, Method, Positive, Radians, attention_factor, check
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
 
-RESCALED = Rule(
+RESCALING = Rule(
     "rescale_rope.rescaled",
     "{frequencies} rescaled by {method} for {factor:g} times the context",
     first="; not the first {first} tokens",
 )
-SCALED = Rule("rescale_rope.scaled", "{wave} of rotary angles is multiplied by {by:g}")
-EXTENDED = Rule("rescale_rope.extended", "sequences may have {positions} tokens; they were trained with {trained}")
-UNCHANGED = Rule("rescale_rope.unchanged", "{method} with the factor {factor:g} leaves {frequencies} as they are")
+SCALING = Rule("rescale_rope.scaled", "{wave} of rotary angles is multiplied by {by:g}")
+EXTENSION = Rule("rescale_rope.extended", "sequences may have {positions} tokens; they were trained with {trained}")
+NO_EFFECT = Rule("rescale_rope.unchanged", "{method} with the factor {factor:g} leaves {frequencies} as they are")
 
 _POSITIONS = "position_ids"
 
@@ -109,51 +109,51 @@ class RescaleRope(Pass):
         """
         check(self)
         graph, ledger = model.graph, context.ledger
-        found = rotary_angles(graph)
-        if isinstance(found, Skip):
+        rotary = rotary_angles(graph)
+        if isinstance(rotary, Skip):
             raise InputError(
-                f"rotary positions cannot be rescaled: {found.reason}",
-                node=found.where,
+                f"rotary positions cannot be rescaled: {rotary.reason}",
+                node=rotary.where,
                 remedy="put the step `canonicalize` in front; if it is there, export the model from its checkpoint",
             )
-        stated = model.metadata_props.get(MAX_POSITIONS) or context.max_positions
-        trained = self.trained or (None if stated is None else int(stated))
-        scale, scaled_waves = attention_factor(self, trained), set[ir.Node]()
-        old = [angles.radians for angles in found]
+        max_positions = model.metadata_props.get(MAX_POSITIONS) or context.max_positions
+        trained_length = self.trained or (None if max_positions is None else int(max_positions))
+        scale, scaled_waves = attention_factor(self, trained_length), set[ir.Node]()
+        old = [angles.radians for angles in rotary]
         # Whatever does not fit is refused before anything is changed.
-        new_frequencies = [w if self.factor == 1 else self._by_method(w, trained) for w in old]
-        for angles, new in zip(found, new_frequencies, strict=True):
+        new_frequencies = [w if self.factor == 1 else self._by_method(w, trained_length) for w in old]
+        for angles, new in zip(rotary, new_frequencies, strict=True):
             is_changed = self._turn(graph, angles, new, ledger)
             for wave in angles.waves:
                 if scale != 1 and wave not in scaled_waves:
                     scaled_waves.add(wave)
                     number = _number(graph, "attention_factor", scale, wave.outputs[0])
-                    ledger.changed(multiply(graph, wave, number), SCALED(wave=wave.op_type, by=scale), [wave])
+                    ledger.changed(multiply(graph, wave, number), SCALING(wave=wave.op_type, by=scale), [wave])
             if not is_changed and scale == 1:
                 figures = {"method": self.method, "factor": self.factor}
-                ledger.skipped(angles.product, UNCHANGED(frequencies=angles.frequencies.name, **figures))
-        if self.factor != 1 and trained is not None:
-            positions = int(trained * self.factor)
+                ledger.skipped(angles.product, NO_EFFECT(frequencies=angles.frequencies.name, **figures))
+        if self.factor != 1 and trained_length is not None:
+            positions = int(trained_length * self.factor)
             model.metadata_props[MAX_POSITIONS] = str(positions)
-            ledger.report_change(_POSITIONS, EXTENDED(positions=positions, trained=trained))
+            ledger.report_change(_POSITIONS, EXTENSION(positions=positions, trained=trained_length))
         if not ledger.report.changes:
             ledger.report.claims = Claims()
 
-    def _by_method(self, w: Radians, trained: int | None) -> Radians:
-        return METHODS[self.method](w, self, trained)
+    def _by_method(self, w: Radians, trained_length: int | None) -> Radians:
+        return METHODS[self.method](w, self, trained_length)
 
     def _turn(self, graph: ir.Graph, angles: RotaryAngles, new: Radians, ledger: Ledger) -> bool:
         """Give ``angles`` the frequencies ``new``; return whether they are others than before."""
         weight, product, options = angles.frequencies, angles.product, self
         assert weight.const_value is not None
-        stored = weight.const_value.numpy()
-        array = new.astype(stored.dtype).reshape(stored.shape)
-        if np.array_equal(array, stored):
+        old_frequencies = weight.const_value.numpy()
+        array = new.astype(old_frequencies.dtype).reshape(old_frequencies.shape)
+        if np.array_equal(array, old_frequencies):
             return False
-        kept = _number(graph, "first_tokens", options.first, angles.positions) if options.first else None
-        turn_by(graph, angles, shared_constant(graph, renamed(weight.name), array), kept)
+        first_tokens = _number(graph, "first_tokens", options.first, angles.positions) if options.first else None
+        turn_by(graph, angles, shared_constant(graph, name_with_suffix(weight.name), array), first_tokens)
         figures = {"method": options.method, "factor": options.factor, "first": options.first}
-        ledger.changed(product, RESCALED(frequencies=weight.name, **figures), [product, weight])
+        ledger.changed(product, RESCALING(frequencies=weight.name, **figures), [product, weight])
         return True
 
 

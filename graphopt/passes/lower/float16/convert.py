@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 Weight = npt.NDArray[Any]
 
 # What a number that only has to be low, as in masks, may be read by.
-_BOUNDED = ("Where", "Add", "Sub", "Max", "Min", "Clip")
+_COMPARISONS = ("Where", "Add", "Sub", "Max", "Min", "Clip")
 
-BEYOND = Rule("float16.beyond", "{tensor} has a number of {reach:.3g}, beyond float16")
+OUT_OF_RANGE = Rule("float16.beyond", "{tensor} has a number of {reach:.3g}, beyond float16")
 CUT_OFF = Rule("float16.cut-off", "{reach:.3g} becomes {largest:g}, the largest float16")
 
 
@@ -36,11 +36,11 @@ def convert_weights(graph: ir.Graph, wide: dict[ir.Node, Fact], ledger: Ledger) 
         numbers = np.abs(tensor.numpy())
         reach = float(np.max(numbers, initial=0, where=np.isfinite(numbers)))
         tensors.append((value, tensor, reach))
-        hides = tensor.size == 1 and all(use.node.op_type in _BOUNDED for use in value.uses())
+        hides = tensor.size == 1 and all(use.node.op_type in _COMPARISONS for use in value.uses())
         if reach > LARGEST and not hides:
             for node, _ in value.uses():
                 if node not in wide:
-                    wide[node] = BEYOND(tensor=value.name, reach=reach)
+                    wide[node] = OUT_OF_RANGE(tensor=value.name, reach=reach)
                     ledger.skipped(node, STAYS_FLOAT32(why=wide[node]))
     for value, tensor, reach in tensors:
         uses = list(value.uses())
@@ -52,12 +52,12 @@ def convert_weights(graph: ir.Graph, wide: dict[ir.Node, Fact], ledger: Ledger) 
             copy = new_weight(graph, f"{value.name}.float16", tensor)
             for node, index in followers:
                 node.replace_input_with(index, copy)
-        copy.const_value, copy.type = _halved(tensor, copy.name), ir.TensorType(NARROW)
+        copy.const_value, copy.type = _to_float16(tensor, copy.name), ir.TensorType(NARROW)
         if reach > LARGEST:
             ledger.changed(copy, CUT_OFF(reach=reach, largest=LARGEST), [value])
 
 
-def _halved(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
+def _to_float16(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
     return WeightTensor(Cast(expression_of(tensor), NARROW, saturate=True), name)
 
 
@@ -91,4 +91,4 @@ def retype(node: ir.Node) -> None:
             node.attributes[name] = ir.AttrInt64(name, NARROW)
     if node.op_type in ("Constant", "ConstantOfShape") and "value" in node.attributes:
         tensor = node.attributes["value"].as_tensor()
-        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_halved(tensor, tensor.name).numpy()))
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_to_float16(tensor, tensor.name).numpy()))

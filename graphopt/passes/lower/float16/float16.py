@@ -16,7 +16,7 @@ from graphopt.passes.lower.float16.wide import NARROW, STAYS_FLOAT32, WIDE, foll
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
 
-NARROWED = Rule("float16.narrowed", "{op} in float16")
+IN_FLOAT16 = Rule("float16.narrowed", "{op} in float16")
 
 
 class Float16(Pass):
@@ -54,7 +54,10 @@ class Float16(Pass):
         ledger = context.ledger
         graph, opset = model.graph, model.opset_imports[""]
         for node in graph:
-            if any(each.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for each in node.attributes.values()):
+            if any(
+                attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+                for attribute in node.attributes.values()
+            ):
                 raise InputError(
                     f"{node.op_type} has graphs of its own, and the step float16 does not look into those",
                     node=node.name,
@@ -65,7 +68,7 @@ class Float16(Pass):
                     raise InputError("the type of a value is not known", node=node.name, tensor=value.name)
         wide = wide_nodes(graph, opset)
         for node, reason in wide.items():
-            if any(each is not None and each.dtype == WIDE for each in (*node.inputs, *node.outputs)):
+            if any(attribute is not None and attribute.dtype == WIDE for attribute in (*node.inputs, *node.outputs)):
                 ledger.skipped(node, STAYS_FLOAT32(why=reason))
         convert_weights(graph, wide, ledger)
         narrow = narrow_values(graph, wide)
@@ -73,16 +76,16 @@ class Float16(Pass):
             # Not its dtype: copies of the graph share the type.
             value.type = ir.TensorType(NARROW)
         for node in graph:
-            if any(each in narrow for each in node.outputs):
+            if any(attribute in narrow for attribute in node.outputs):
                 retype(node)
-                ledger.changed(node, NARROWED(op=node.op_type))
+                ledger.changed(node, IN_FLOAT16(op=node.op_type))
         casts = Casts(graph, ledger)
         for reader in list(graph):
-            for index, read in enumerate(reader.inputs):
-                if read is not None and reader.op_type != "Cast":  # which takes any type
+            for index, operand in enumerate(reader.inputs):
+                if operand is not None and reader.op_type != "Cast":  # which takes any type
                     dtype = NARROW if follows(reader, index, wide) else WIDE
-                    if read.dtype == WIDE != dtype or (read in narrow and dtype == WIDE):
-                        reader.replace_input_with(index, casts.of(read, dtype))
+                    if operand.dtype == WIDE != dtype or (operand in narrow and dtype == WIDE):
+                        reader.replace_input_with(index, casts.of(operand, dtype))
         keep_outputs(graph, narrow, casts)
 
 

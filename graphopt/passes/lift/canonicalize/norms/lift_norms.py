@@ -39,7 +39,7 @@ from graphopt.passes.lift.canonicalize.norms.run import RESHAPES, Regions
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
 
-LIFTED = Rule("canonicalize.norm-lifted", "{nodes} nodes that compute a norm of {width} numbers became {kind}")
+NORM_LIFT = Rule("canonicalize.norm-lifted", "{nodes} nodes that compute a norm of {width} numbers became {kind}")
 NO_NORM = Rule("canonicalize.no-norm", "a mean and a root that make no norm: {why}")
 WIDTH_UNKNOWN = Rule("canonicalize.norm-width-unknown", "the graph does not state the width of {tensor}")
 NO_BIAS = Rule("canonicalize.norm-has-no-bias", "an RMSNormalization has no bias")
@@ -57,11 +57,11 @@ def lift_norms(model: ir.Model, context: Context) -> None:
             if seed.graph is None:
                 continue  # a norm around another seed took it along
             position = {node: number for number, node in enumerate(graph)}
-            found = _largest(seed, position, regions)
-            if isinstance(found, Fact):
-                ledger.skipped(seed, NO_NORM(why=found))
-            elif found is not None:
-                _lift(graph, seed, *found, ledger)
+            match = _largest(seed, position, regions)
+            if isinstance(match, Fact):
+                ledger.skipped(seed, NO_NORM(why=match))
+            elif match is not None:
+                _lift(graph, seed, *match, ledger)
 
 
 def _largest(seed: ir.Node, position: dict[ir.Node, int], regions: Regions) -> tuple[Region, Norm] | Fact | None:
@@ -77,12 +77,14 @@ def _largest(seed: ir.Node, position: dict[ir.Node, int], regions: Regions) -> t
             return None
         if not any(map(takes_root, region.nodes)):
             continue
-        found = _meaning(region, regions)
-        if isinstance(found, Norm):
-            return region, found
-        reasons.append(found)
+        match = _meaning(region, regions)
+        if isinstance(match, Norm):
+            return region, match
+        reasons.append(match)
     # A reason that is about a region too large or not made of rows says less than one about a region that was run.
-    known_reasons = sorted((each for each in reasons if each is not None), key=lambda each: each.code in _WEAK)
+    known_reasons = sorted(
+        (reason for reason in reasons if reason is not None), key=lambda reason: reason.code in _WEAK
+    )
     return known_reasons[0] if known_reasons and seed.op_type not in NORMS else None
 
 
@@ -122,24 +124,29 @@ def _lift(graph: ir.Graph, seed: ir.Node, region: Region, norm: Norm, ledger: Le
     inputs = [region.x]
     for array, port in zip(numbers, ("gain", "bias"), strict=False):
         inputs.append(_vector(graph, region, array.astype(dtype.numpy()), f"{stem}.{port}"))
-    made = ir.node(norm.kind, inputs, {"axis": -1, "epsilon": norm.epsilon}, name=stem)
+    norm_node = ir.node(norm.kind, inputs, {"axis": -1, "epsilon": norm.epsilon}, name=stem)
     last = region.y.producer()
     assert last is not None
-    replace(last, made)
-    ledger.changed(made, LIFTED(nodes=len(region.nodes), width=n, kind=norm.kind), [*region.nodes, *inputs[1:]])
+    replace(last, norm_node)
+    ledger.changed(norm_node, NORM_LIFT(nodes=len(region.nodes), width=n, kind=norm.kind), [*region.nodes, *inputs[1:]])
 
 
 def _vector(graph: ir.Graph, region: Region, array: Rows, name: str) -> ir.Value:
     """Return a constant that holds ``array``: the one that the region reads, where that is it."""
     for value in constants(region):
-        stored = None if value.const_value is None else value.const_value.numpy()
-        if stored is not None and stored.shape == array.shape and stored.dtype == array.dtype and _near(stored, array):
+        constant = None if value.const_value is None else value.const_value.numpy()
+        if (
+            constant is not None
+            and constant.shape == array.shape
+            and constant.dtype == array.dtype
+            and _is_close(constant, array)
+        ):
             return value
     if (array == 1).all():
         return shared_constant(graph, f"unit_gain.{len(array)}.{array.dtype}", array)
     return new_weight(graph, name, ir.tensor(array, name=name))
 
 
-def _near(stored: Rows, array: Rows) -> bool:
+def _is_close(constant: Rows, array: Rows) -> bool:
     """Return whether two arrays differ by a unit in the last place at most: one was solved for."""
-    return bool((np.abs(stored - array) <= np.finfo(array.dtype).eps * np.abs(stored)).all())
+    return bool((np.abs(constant - array) <= np.finfo(array.dtype).eps * np.abs(constant)).all())

@@ -52,11 +52,11 @@ class Norm:
 
     def of(self, x: Rows) -> Rows:
         """Return the norm of the rows ``x`` [rows, n], computed in float64 by the definition."""
-        centered = self.centered(x)
+        deviations = self.centered(x)
         with np.errstate(invalid="ignore"):
-            unit_rows = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + self.epsilon)
-        found: Rows = self.gain * unit_rows + (0.0 if self.bias is None else self.bias)
-        return found
+            unit_rows = deviations / np.sqrt((deviations**2).mean(-1, keepdims=True) + self.epsilon)
+        norm: Rows = self.gain * unit_rows + (0.0 if self.bias is None else self.bias)
+        return norm
 
     def centered(self, x: Rows) -> Rows:
         """Return ``x``, less the mean of each row for a LayerNormalization."""
@@ -77,17 +77,17 @@ class Norm:
             roundings: elementwise operations on the way.
         """
         n, size = x.shape[-1], np.abs(np.asarray(x, np.float64))
-        centered = self.centered(x)
-        root = np.sqrt((centered**2).mean(-1, keepdims=True) + self.epsilon)
-        off = unit * (size + (n + 1) * size.mean(-1, keepdims=True))
+        deviations = self.centered(x)
+        root = np.sqrt((deviations**2).mean(-1, keepdims=True) + self.epsilon)
+        error = unit * (size + (n + 1) * size.mean(-1, keepdims=True))
         if self.kind == "RMSNormalization":
-            off = unit * size
+            error = unit * size
         bias = 0.0 if self.bias is None else np.abs(self.bias)
         with np.errstate(divide="ignore", invalid="ignore"):
-            quotient = np.abs(centered) / root
-            relative = (n + roundings) * unit + off.max(-1, keepdims=True) / root
-            found: Rows = np.abs(self.gain) * (off / root + quotient * relative) + 2 * unit * bias
-        return found
+            quotient = np.abs(deviations) / root
+            relative = (n + roundings) * unit + error.max(-1, keepdims=True) / root
+            norm: Rows = np.abs(self.gain) * (error / root + quotient * relative) + 2 * unit * bias
+        return norm
 
 
 def understand(evaluate: Evaluate, n: int) -> Norm | Fact:
@@ -124,37 +124,37 @@ def understand(evaluate: Evaluate, n: int) -> Norm | Fact:
     gain = ((y[large] - bias) * ratio).sum(0) / (ratio**2).sum(0)
     firsts = slice(0, len(rows), len(unit))
     epsilon = _epsilon(plain.centered(x[firsts]), y[firsts], gain, bias)
-    found = Norm(kind, gain, bias if bias.any() else None, epsilon)
-    return _why_not(found, x, y) or found
+    norm = Norm(kind, gain, bias if bias.any() else None, epsilon)
+    return _why_not(norm, x, y) or norm
 
 
-def _epsilon(centered: Rows, y: Rows, gain: Rows, bias: Rows) -> float:
+def _epsilon(deviations: Rows, y: Rows, gain: Rows, bias: Rows) -> float:
     """Return e in y = g d / sqrt(mean(d^2) + e) + b, from the row d that determines it most precisely.
 
     A row with root r = sqrt(mean(d^2) + e) gives e as r^2 - mean(d^2), which is off by r^2 times the relative rounding
     of y - b: large rows have a large r, and of tiny ones b leaves little.
     """
     best, finest = 0.0, np.inf
-    for row, out in zip(centered, y, strict=True):
+    for row, out in zip(deviations, y, strict=True):
         gained_rows, square = gain * row, float((row**2).mean())
         slope = float((gained_rows * (out - bias)).sum())
         if slope <= 0:
             continue
         root = float((gained_rows**2).sum()) / slope
         share = 1 + float(np.abs(bias).sum() / np.abs(out - bias).sum())
-        off = _ROUNDING * share * root**2
-        if off < finest:
-            best, finest = root**2 - square, off
+        error = _ROUNDING * share * root**2
+        if error < finest:
+            best, finest = root**2 - square, error
     return best if best > finest else 0.0
 
 
 def _why_not(norm: Norm, x: Rows, y: Rows) -> Fact | None:
     """Return where ``y`` is not ``norm`` of ``x``, or ``None``."""
     expected_rows = norm.of(x)
-    allowed = norm.bound(x, _TOLERANCE / x.shape[-1], x.shape[-1])
+    bound = norm.bound(x, _TOLERANCE / x.shape[-1], x.shape[-1])
     with np.errstate(invalid="ignore"):
-        off = np.abs(y - expected_rows)
-    wrong = ~((off <= allowed) | (np.isnan(y) & np.isnan(expected_rows)))
+        error = np.abs(y - expected_rows)
+    wrong = ~((error <= bound) | (np.isnan(y) & np.isnan(expected_rows)))
     if not wrong.any():
         return None
     row = int(np.argmax(wrong.any(-1)))

@@ -31,7 +31,7 @@ _ELEMENTWISE = frozenset(
 )
 _ROW_WISE = frozenset((*_ELEMENTWISE, *_REDUCTIONS, *NORMS, "Squeeze", "Unsqueeze"))
 # The longest spellings seen have about 15 nodes.
-_MOST = 32
+_MAX_NODES = 32
 _MOST_CONSTANT = 8
 
 
@@ -59,7 +59,7 @@ def ends(seed: ir.Node, position: Mapping[ir.Node, int]) -> list[ir.Value]:
     cone: list[ir.Node] = [seed]
     for node in cone:
         for user in (use.node for use in node.outputs[0].uses()):
-            if _is_row_wise(user) and user not in cone and len(cone) < _MOST:
+            if _is_row_wise(user) and user not in cone and len(cone) < _MAX_NODES:
                 cone.append(user)
     if not any(map(takes_root, cone)):
         return []
@@ -78,18 +78,18 @@ def region_of(seed: ir.Node, y: ir.Value, position: Mapping[ir.Node, int]) -> Re
             break
         if node is None or not _is_row_wise(node):
             return OTHER_READ(tensor=x.name)
-        if len(nodes) >= _MOST:
-            return TOO_LONG(nodes=_MOST)
+        if len(nodes) >= _MAX_NODES:
+            return TOO_LONG(nodes=_MAX_NODES)
         frontier.remove(x)
         nodes.add(node)
         for value in node.inputs:
             if value is None or value.is_initializer():
                 continue
-            made = _constant_nodes(value)
-            if made is None:
+            branch = _constant_nodes(value)
+            if branch is None:
                 frontier.add(value)
             else:
-                nodes.update(made)
+                nodes.update(branch)
     if x.dtype is not None and y.dtype is not None and x.dtype != y.dtype:
         return RETYPES(before=x.dtype.name, after=y.dtype.name)
     region = Region(x, y, tuple(sorted(nodes, key=position.__getitem__)))
@@ -135,19 +135,19 @@ def _constant_nodes(value: ir.Value, depth: int = _MOST_CONSTANT) -> set[ir.Node
         return set()
     if node is None or not depth or node.domain or not node.inputs or len(node.outputs) > 1:
         return None
-    found = {node}
-    for each in node.inputs:
-        made = set() if each is None else _constant_nodes(each, depth - 1)
-        if made is None:
+    constants = {node}
+    for operand in node.inputs:
+        branch = set() if operand is None else _constant_nodes(operand, depth - 1)
+        if branch is None:
             return None
-        found |= made
-    return found
+        constants |= branch
+    return constants
 
 
 def _why_open(region: Region) -> Fact | None:
     inside = set(region.nodes)
     for node in region.nodes:
-        if all(each is None or _constant_nodes(each) is not None for each in node.inputs):
+        if all(value is None or _constant_nodes(value) is not None for value in node.inputs):
             continue  # a constant may be read by anyone
         for value in node.outputs:
             outside = value.is_graph_output() or any(use.node not in inside for use in value.uses())
@@ -190,5 +190,5 @@ def why_not_last_axis(node: ir.Node) -> Fact | None:
 
 def constants(region: Region) -> Iterator[ir.Value]:
     """Yield the initializers that ``region`` reads, each once, in order."""
-    found = dict.fromkeys(v for node in region.nodes for v in node.inputs if v is not None and v.is_initializer())
-    yield from found
+    constants = dict.fromkeys(v for node in region.nodes for v in node.inputs if v is not None and v.is_initializer())
+    yield from constants

@@ -81,17 +81,17 @@ class Regions:
         shape = _shape(region.x, len(rows))
         count = math.prod(shape[:-1])
         feeds = {name: _array(value, wide=wide) for name, value in part.fed.items()}
-        found = []
+        results = []
         for start in range(0, len(rows), count):
-            fed = np.resize(rows[start : start + count], (count, shape[-1]))
+            batch = np.resize(rows[start : start + count], (count, shape[-1]))
             try:
-                y = session.run(None, {_X: fed.reshape(shape).astype(dtype), **feeds})[0]
+                y = session.run(None, {_X: batch.reshape(shape).astype(dtype), **feeds})[0]
             except Exception as error:  # as above
                 return NOT_RUN(error=str(error).splitlines()[0])
             if y.shape != shape:
                 return RESHAPES(before=list(shape), after=list(y.shape))
-            found.append(y.reshape(count, shape[-1])[: len(rows) - start])
-        return np.concatenate(found)
+            results.append(y.reshape(count, shape[-1])[: len(rows) - start])
+        return np.concatenate(results)
 
 
 def _shape(x: ir.Value, rows: int) -> tuple[int, ...]:
@@ -116,13 +116,13 @@ def _part(region: Region, *, wide: bool) -> _Part:
     x = ir.val(_X, double if wide else region.x.dtype or ir.DataType.FLOAT, [None] * len(region.x.shape or ()))
     values: dict[ir.Value, ir.Value] = {region.x: x}
     references: dict[ir.Value, Hashable] = {region.x: _X}
-    inputs, initializers, fed, nodes = [x], [], {}, []
+    inputs, initializers, feeds, nodes = [x], [], {}, []
     for number, constant in enumerate(constants(region)):
         assert constant.const_value is not None
         array, name = _array(constant, wide=wide), f"c{number}"
         dtype = ir.DataType.from_numpy(array.dtype)
         if array.size > 1 and dtype.is_floating_point():
-            values[constant], fed[name] = ir.val(name, dtype, array.shape), constant
+            values[constant], feeds[name] = ir.val(name, dtype, array.shape), constant
             inputs.append(values[constant])
             references[constant] = (name, dtype, array.shape)
         else:
@@ -134,10 +134,10 @@ def _part(region: Region, *, wide: bool) -> _Part:
         attributes = dict(node.attributes)
         if node.op_type == "Cast" and wide:
             attributes["to"] = ir.AttrInt64("to", double)
-        made = ir.node(node.op_type, [None if v is None else values[v] for v in node.inputs], attributes)
-        made.outputs[0].name = f"v{number}"
-        values[node.outputs[0]], references[node.outputs[0]] = made.outputs[0], number
-        nodes.append(made)
+        outputs = ir.node(node.op_type, [None if v is None else values[v] for v in node.inputs], attributes)
+        outputs.outputs[0].name = f"v{number}"
+        values[node.outputs[0]], references[node.outputs[0]] = outputs.outputs[0], number
+        nodes.append(outputs)
         attribute_key = tuple(sorted((name, str(attribute.value)) for name, attribute in attributes.items()))
         key.append((node.op_type, attribute_key, tuple(None if v is None else references[v] for v in node.inputs)))
     y = values[region.y]
@@ -150,7 +150,7 @@ def _part(region: Region, *, wide: bool) -> _Part:
         opset_imports=region.nodes[0].graph.opset_imports if region.nodes[0].graph else {"": 23},
         name="part",
     )
-    return _Part(ir.Model(graph, ir_version=10), (*key, references[region.y]), fed)
+    return _Part(ir.Model(graph, ir_version=10), (*key, references[region.y]), feeds)
 
 
 def _array(constant: ir.Value, *, wide: bool) -> Rows:
