@@ -270,7 +270,11 @@ def main(
                 lost = []
                 for format_name, (bits, has_int4_cache) in BITS.items():
                     graphopt.optimize(
-                        rotated, quantize(bits, has_int4_cache, group, clip), folder / "made", overwrite=True
+                        rotated,
+                        quantize(bits, has_int4_cache, group, clip),
+                        folder / "made",
+                        overwrite=True,
+                        force=True,
                     )
                     found = graphopt.evaluate(graphopt.load(folder / "made"), text).bits_per_byte
                     rows.append(
