@@ -13,7 +13,7 @@ from graphopt.errors import InputError
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
 from graphopt.numerics.formats import FORMATS
-from graphopt.passes.codes.quantize_weights import STORED, QuantizeWeights
+from graphopt.passes.codes.quantize_weights import STORAGE, QuantizeWeights
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.rounding.methods import METHODS
 from tests.added import file_added
@@ -49,7 +49,7 @@ class Down(RoundingMethod):
 def stored(made: object) -> set[tuple[object, object]]:
     """Return by which formats and methods an artifact says that its matrices are stored."""
     report = next(report for report in made.manifest.passes if report.name == "quantize_weights")  # type: ignore[attr-defined]
-    facts = [change.what for change in report.changes if change.what.code == STORED.code]
+    facts = [change.what for change in report.changes if change.what.code == STORAGE.code]
     return {(fact.figures["format"], fact.figures.get("rounding")) for fact in facts}
 
 

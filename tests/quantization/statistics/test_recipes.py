@@ -16,7 +16,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
 from graphopt.compile.shards import assemble, evaluate_shard
 from graphopt.errors import InputError
-from graphopt.passes.codes.quantize_weights import STATISTICS, STORED
+from graphopt.passes.codes.quantize_weights import STATISTICS, STORAGE
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
 
@@ -48,7 +48,7 @@ def facts(made: Any) -> list[Any]:
 def test_any_number_of_jobs_shards_and_verify_agree(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
     chosen = recipe(text)
     made = optimize(llama_artifact, chosen, tmp_path / "one")
-    assert {fact.figures.get("rounding") for fact in facts(made) if fact.code == STORED.code} == {"gptq", None}
+    assert {fact.figures.get("rounding") for fact in facts(made) if fact.code == STORAGE.code} == {"gptq", None}
     (measured,) = [fact for fact in facts(made) if fact.code == STATISTICS.code]
     assert measured.figures["tokens"] == 4 * 64
     kept = tmp_path / "kept"
@@ -123,7 +123,7 @@ def test_branches_of_what_was_lost_run_and_bring_the_model_nearer(
         )
         found[rank] = next(check.figures for check in made.manifest.checks if check.name == "quality")["kl_mean"]
     assert 0 < found[8] < found[0]
-    (beside,) = {fact.figures.get("beside") for fact in facts(made) if fact.code == STORED.code} - {None}
+    (beside,) = {fact.figures.get("beside") for fact in facts(made) if fact.code == STORAGE.code} - {None}
     assert beside == 8
     optimize(
         llama_artifact,
