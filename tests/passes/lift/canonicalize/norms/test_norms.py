@@ -412,13 +412,13 @@ def test_sums_that_divide_nothing_are_not_mentioned() -> None:
 
 def test_equal_structures_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[ir.Model] = []
-    by_runner = Runner.opened
+    by_runner = Runner.open_model
 
     def counting(self: Runner, model: ir.Model, *, rewritten: bool = True) -> Any:
         opened.append(model)
         return by_runner(self, model, rewritten=rewritten)
 
-    monkeypatch.setattr(Runner, "opened", counting)
+    monkeypatch.setattr(Runner, "open_model", counting)
     s, gains = Speller(), [np.random.default_rng(seed).uniform(0.5, 1.5, N).astype(np.float32) for seed in range(5)]
     x = s.x
     for gain in gains:
