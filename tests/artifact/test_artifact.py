@@ -68,7 +68,7 @@ def test_written_and_read(tmp_path: Path) -> None:
         "a note",
         "no genai_config.json: the graph has no input of this name",
     ]
-    assert [note.code for note in opened.manifest.notes] == ["text", "artifact.no-genai-config"]
+    assert [note.code for note in opened.manifest.notes] == ["tests.sentence", "artifact.no-genai-config"]
     assert list(opened.companions) == ["tokenizer.json"]
     assert opened.companions["tokenizer.json"].read_text() == '{"a": 1}'
     weight = opened.model.graph.initializers["weight"].const_value

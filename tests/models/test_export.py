@@ -276,7 +276,7 @@ def test_folder_without_configuration(clean: Path, tmp_path: Path) -> None:
     "config",
     [
         {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-        {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+        {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
         {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
     ],

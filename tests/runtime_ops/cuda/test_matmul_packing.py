@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphopt.numerics.formats import FORMATS
+from graphopt.numerics.formats.table import TableFormat
 from graphopt.runtime_ops.matmul_table.spec.packing import pack
 from tests.runtime_ops.cuda.products import OPERANDS, Products
 from tests.runtime_ops.products import Case, case_of
@@ -31,7 +32,9 @@ def bits_of(products: Products, codes: np.ndarray, table: np.ndarray, operands: 
 
 def tables() -> dict[str, np.ndarray]:
     """One for each way that codes are decoded, and for each number of bits."""
-    of_formats = {name: np.array(FORMATS[name].table, np.float32) for name in FORMATS}
+    of_formats = {
+        name: np.array(format.table, np.float32) for name, format in FORMATS.items() if isinstance(format, TableFormat)
+    }
     return of_formats | {
         f"{bits} bits": np.random.default_rng(bits).random(2**bits, np.float32) for bits in range(1, 9)
     }

@@ -148,7 +148,8 @@ except ValueError as error:
 def test_another_file_is_another_policy(llama_artifact: Path, folder: Path, tmp_path: Path) -> None:
     """From the command line, with its option; the kernels do not know it, so the model runs by bodies."""
     cli = "from graphopt.cli import main; main()"
-    common = ["--add", "sparse_kv", "--set", "sparse_kv.page=16", "--set", "sparse_kv.recent=4"]
+    # in floats: products that round their inputs would make more of the last bits
+    common = ["-r", "rotate", "--add", "sparse_kv", "--set", "sparse_kv.page=16", "--set", "sparse_kv.recent=4"]
     common += ["--set", "sparse_kv.sinks=1"]
     for name, options in {
         "all": ["policy=every_nth", "stride=1"],
