@@ -85,13 +85,23 @@ class TrellisFormat(Format):
     def windows(self, codes: Codes) -> npt.NDArray[np.uint16]:
         """Return the window of each weight, [..., columns], of codes [..., columns]."""
         windows = np.empty(codes.shape, np.uint16)
-        for tile in self.blocks(codes.shape[-1], 1):
-            part = codes[..., tile].astype(np.uint32)
-            bits, stream = 0, np.zeros(part.shape, np.uint32)
-            while bits < self.window:
-                stream = np.bitwise_or(stream << np.uint32(self.bits), np.roll(part, -(bits // self.bits), -1))
-                bits += self.bits
-            windows[..., tile] = stream >> (bits - self.window)
+        whole = codes.shape[-1] // TILE * TILE
+        for columns in (slice(0, whole), slice(whole, codes.shape[-1])):
+            part = codes[..., columns]
+            if part.size:
+                tiles = part.reshape(-1, min(TILE, part.shape[-1]))
+                windows[..., columns] = self._windows_of_tiles(tiles).reshape(part.shape)
+        return windows
+
+    def _windows_of_tiles(self, tiles: Codes) -> npt.NDArray[np.uint16]:
+        """Return the window of each weight of tiles [tiles, width]."""
+        width, known = tiles.shape[1], -(-self.window // self.bits)
+        neighbours = np.concatenate([tiles] * (1 + -(-known // width)), 1, dtype=np.uint16)
+        windows = np.zeros(tiles.shape, np.uint16)
+        for number in range(known):
+            spare = self.window - self.bits * (number + 1)
+            part = neighbours[:, number : number + width]
+            windows |= part << np.uint16(spare) if spare >= 0 else part >> np.uint16(-spare)
         return windows
 
     def decode(self, codes: Codes, scales: npt.ArrayLike | None = None, zero_points: Codes | None = None) -> Doubles:
@@ -181,7 +191,10 @@ class TrellisFormat(Format):
         best, lowest = np.zeros(units.shape, np.uint8), np.full(len(units), np.inf)
         for state in range(2 ** (self.window - self.bits)):
             codes, _ = self._search(units, counts, np.full(len(units), state))
-            errors = (counts * (self.values[self.windows(codes)] - units) ** 2).sum(1)
+            squares = counts * (self.values[self.windows(codes)] - units) ** 2
+            errors = np.zeros(len(units), np.float32)
+            for column in range(units.shape[1]):  # in this order, as the library sums too
+                errors += squares[:, column]
             is_better = errors < lowest
             best[is_better], lowest[is_better] = codes[is_better], errors[is_better]
         return best

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.quantization.rounding import native
 from graphopt.quantization.rounding.scales import Doubles, stored_scales
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ class _Columns:
             for number, row in enumerate(rows):
                 gradient = self.gradient[row] - H[number, :number] @ changes[:number]
                 scales, points = self.scales[self.of_row[row]], self._points(row)
-                self.codes[row] = self.format.encode(self.values[row] + gradient / H[number, number], scales, points)
+                goal = (self.values[row] + gradient / H[number, number])[None, None]
+                groups = None if points is None else points[None]
+                self.codes[row] = native.encode(goal, self.format, scales[None], groups)[0, 0]
                 changes[number] = self.format.decode(self.codes[row], scales, points) - self.values[row]
             self.values[block] += changes
             self.gradient -= self.H[:, block] @ changes

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from graphopt.quantization.rounding.nearest import QuantizedMatrix
 from graphopt.quantization.rounding.row_rounding import Rows
+from graphopt.util.processors import run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,9 +66,8 @@ def round_with_feedback(
     codes = np.empty((rows, rule.format.code_columns(slice(0, columns)).stop), np.uint8)
     scales = np.empty((groups, columns), np.float64)
     zero_points = np.zeros((groups, columns), np.uint8)
-    # a search over a row costs about the same for all of its tiles as for a few
-    width = _COLUMNS if rule.format.joint_columns == 1 else columns
-    for part in rule.format.blocks(columns, width):
+
+    def round_part(part: slice) -> None:
         numbers = np.ascontiguousarray(matrix[:, part], np.float64)
         if rule.static:
             for group, group_rows in _groups(rows, rule.group):
@@ -75,6 +75,8 @@ def round_with_feedback(
         _round(
             numbers, upper, order, rule, codes[:, rule.format.code_columns(part)], scales[:, part], zero_points[:, part]
         )
+
+    run_in_threads(round_part, list(rule.format.blocks(columns, _COLUMNS)))
     points = zero_points if rule.format.zero_point else None
     return QuantizedMatrix(rule.format, rule.group, codes, scales.astype(rule.scale_type), points)
 

@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import InputError
+from graphopt.numerics.formats.trellis import TrellisFormat
 from graphopt.runtime_ops.library import library_path
 
 if TYPE_CHECKING:
     from graphopt.numerics.formats.format import Codes, Format
 
 Doubles = npt.NDArray[np.float64]
+Singles = npt.NDArray[np.float32]
 
 _MOST_CELLS = 1 << 12
 
@@ -112,12 +114,32 @@ class _Search(ctypes.Structure):
     _fields_ = [("round", _Work), ("trials", ctypes.c_size_t), ("chosen", ctypes.c_void_p)]
 
 
+class _Trellis(ctypes.Structure):
+    """``TrellisWork`` of ``cpu/trellis.h``."""
+
+    _fields_ = [
+        ("numbers", ctypes.c_void_p),
+        ("units", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("importance", ctypes.c_void_p),
+        ("groups", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+        ("columns", ctypes.c_size_t),
+        ("values", ctypes.c_void_p),
+        ("bits", ctypes.c_size_t),
+        ("window", ctypes.c_size_t),
+        ("codes", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+    ]
+
+
 @dataclass(frozen=True)
 class _Functions:
     """What the library has for us."""
 
     round: Any
     search: Any
+    search_trellis: Any | None
 
 
 @lru_cache(maxsize=4)
@@ -125,11 +147,14 @@ def _library(path: str) -> _Functions | None:
     """Return the functions of a library, or ``None`` where it is of an older version that lacks one."""
     try:
         library = ctypes.CDLL(path)
-        functions = _Functions(library.graphopt_round_groups, library.graphopt_search_groups)
+        trellis = getattr(library, "graphopt_search_trellis", None)
+        functions = _Functions(library.graphopt_round_groups, library.graphopt_search_groups, trellis)
     except (OSError, AttributeError):
         return None
     functions.round.argtypes, functions.round.restype = [ctypes.POINTER(_Work)], ctypes.c_int
     functions.search.argtypes, functions.search.restype = [ctypes.POINTER(_Search)], ctypes.c_int
+    if trellis is not None:
+        trellis.argtypes, trellis.restype = [ctypes.POINTER(_Trellis)], ctypes.c_int
     return functions
 
 
@@ -147,6 +172,11 @@ def available() -> bool:
 def rounds(format: Format) -> bool:
     """Return whether the library is there, and can round to ``format``: each weight by itself."""
     return format.levels is not None and available()
+
+
+def searches(format: Format) -> TypeGuard[TrellisFormat]:
+    """Return whether the library is there, and can search the paths of ``format``."""
+    return isinstance(format, TrellisFormat) and available() and _library_here().search_trellis is not None
 
 
 class _GroupWork:
@@ -285,3 +315,73 @@ def search_groups(
     work = _GroupWork(groups, format, scales, zero_points, importance, None, codes)
     _call("search", _Search(work.work, len(scales), _address(best_trials)))
     return best_trials, codes
+
+
+def encode(
+    groups: Doubles,
+    format: Format,
+    scales: Doubles,
+    zero_points: Codes | None = None,
+    importance: Doubles | None = None,
+) -> Codes:
+    """Return what ``format.encode`` does, uint8 [groups, rows of a group, codes of a row], by the library if it can.
+
+    Args:
+        groups: [groups, rows of a group, columns].
+        format: the format.
+        scales: [groups, columns].
+        zero_points: [groups, columns]; ``None`` where the format has none.
+        importance: what a squared error counts, [groups, rows of a group, 1]; ``None`` for 1.
+
+    Raises:
+        InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+    """
+    if not searches(format):
+        return format.encode(groups, scales[:, None], None if zero_points is None else zero_points[:, None], importance)
+    numbers, codes = np.ascontiguousarray(groups, np.float64), np.empty(groups.shape, np.uint8)
+    _search_trellis(format, numbers, scales, importance, codes)
+    return codes
+
+
+def approximate(units: Singles, format: Format, scales: Singles) -> Singles:
+    """Return what ``format.approximate`` does, [groups, rows of a group, columns], by the library if it can.
+
+    Args:
+        units: what is approximated, in units of its scales; may be written to.
+        format: the format.
+        scales: [groups, columns].
+
+    Raises:
+        InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+    """
+    if not searches(format):
+        return format.approximate(units, scales[:, None])
+    values = np.ascontiguousarray(units, np.float32)
+    _search_trellis(format, values, scales, None, None)
+    return values
+
+
+def _search_trellis(
+    format: TrellisFormat,
+    numbers: Singles | Doubles,
+    scales: npt.NDArray[Any],
+    importance: Doubles | None,
+    codes: Codes | None,
+) -> None:
+    values = format.values
+    arrays = [_doubles(array) for array in (scales, importance)]
+    factors, counts = (_address(array) for array in arrays)
+    address = _address(numbers)
+    work = _Trellis(
+        None if codes is None else address,
+        address if codes is None else None,
+        factors,
+        counts,
+        *numbers.shape,
+        _address(values),
+        format.bits,
+        format.window,
+        _address(codes),
+        None,
+    )
+    _call("search_trellis", work)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.quantization.rounding.scales import Doubles, Scale, choose
+from graphopt.util.processors import run_in_threads
 
 if TYPE_CHECKING:
     from graphopt.numerics.formats.format import Codes, Format
@@ -82,7 +83,8 @@ def round_to_nearest(
     codes = np.empty((rows, format.code_columns(slice(0, columns)).stop), np.uint8)
     scales = np.empty((-(-rows // group), columns), scale_type)
     zero_points = np.empty(scales.shape, np.uint8)
-    for block in format.blocks(columns, max(1, _NUMBERS // max(1, rows))):
+
+    def round_block(block: slice) -> None:
         block_codes = format.code_columns(block)
         for groups, rows_of_part, size in parts:
             numbers = np.asarray(matrix[rows_of_part, block], np.float64)
@@ -91,4 +93,6 @@ def round_to_nearest(
                 choice = choose(stack, format, scale, scales.dtype)
                 codes[rows_of_part, block_codes] = choice.codes.reshape(len(numbers), -1)
                 scales[groups, block], zero_points[groups, block] = choice.scales, choice.zero_points
+
+    run_in_threads(round_block, list(format.blocks(columns, max(1, _NUMBERS // max(1, rows)))))
     return QuantizedMatrix(format, group, codes, scales, zero_points if format.zero_point else None)

@@ -32,7 +32,8 @@ class Rows:
         """
         points = zero_points if self._format.zero_point else None
         if self._native is None:
-            codes[:] = self._format.encode(numbers, scales, points)
+            groups = None if points is None else points[None]
+            codes[:] = native.encode(numbers[None, None], self._format, scales[None], groups)[0, 0]
         else:
             self._native(numbers, scales, None if points is None else self._format.decode(points), codes)
         return self._format.decode(codes, scales, points)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from graphopt.quantization.rounding import native
 from graphopt.quantization.rounding.scales import (
     Doubles,
     GroupCodes,
@@ -103,10 +104,10 @@ def _try_scales(
     if format.zero_point:
         shift = format.decode(zero_points).astype(np.float32)[:, None]
         values += shift
-        values = format.approximate(values, step)
+        values = native.approximate(values, format, step[:, 0])
         values -= shift
     else:
-        values = format.approximate(values, step)
+        values = native.approximate(values, format, step[:, 0])
     errors = values * step
     errors -= numbers
     errors *= errors

@@ -149,7 +149,7 @@ def nearest(groups: Doubles, format: Format, scaling: Scaling, importance: Doubl
         _, codes = native.round_groups(groups, format, scales, zero_points, codes=True)
         assert codes is not None
         return codes
-    return format.encode(groups, scales[:, None], None if zero_points is None else zero_points[:, None], importance)
+    return native.encode(groups, format, scales, zero_points, importance)
 
 
 def squared_error(groups: Doubles, format: Format, scaling: Scaling, importance: Doubles | None = None) -> Doubles:
@@ -166,8 +166,8 @@ def squared_error(groups: Doubles, format: Format, scaling: Scaling, importance:
     if format.joint_columns == 1:
         values = format.decode(format.encode(groups, scales[:, None], points, importance), scales[:, None], points)
     else:
-        factors = scales[:, None].astype(np.float32)
-        values = format.approximate((groups / scales[:, None]).astype(np.float32), factors) * scales[:, None]
+        units = (groups / scales[:, None]).astype(np.float32)
+        values = native.approximate(units, format, scales.astype(np.float32)) * scales[:, None]
     squares = (values - groups) ** 2
     weighted_squares = squares if importance is None else importance * squares
     total = np.zeros(scales.shape)

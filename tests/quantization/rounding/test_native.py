@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from graphopt.errors import InputError
 from graphopt.numerics.formats import FORMATS
+from graphopt.numerics.formats.trellis import TrellisFormat
 from graphopt.quantization.rounding import native
+from graphopt.quantization.rounding.methods import METHODS
 from graphopt.quantization.rounding.scales import Scaling, choose, nearest, squared_error
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from tests.native import INSTRUCTIONS, needs_library, skip_without
@@ -56,6 +58,57 @@ def test_the_library_chooses_what_numpy_chooses(
         expected = by_numpy(patch, choose, groups, table, "least_squares", np.dtype(kind), importance)
     for one, other in zip(found, expected, strict=True):
         assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@given(
+    name=st.sampled_from(sorted(format.name for format in FORMATS.values() if isinstance(format, TrellisFormat))),
+    seed=st.integers(0, 1000),
+    shape=st.tuples(st.integers(1, 2), st.sampled_from([1, 5]), st.sampled_from([1, 3, 15, 16, 33])),
+    is_weighted=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_the_library_finds_the_paths_that_numpy_finds(
+    instructions: str, name: str, seed: int, shape: tuple[int, int, int], is_weighted: bool
+) -> None:
+    groups, format, random = weights(seed, *shape), FORMATS[name], np.random.default_rng(seed)
+    importance = random.random((*shape[:2], 1)) if is_weighted else None
+    # scales of any size, some far too small for the numbers of their column
+    scales = np.maximum(np.abs(groups).max(1), 1e-38) * random.uniform(0.05, 1, (shape[0], shape[2]))
+    scales = scales.astype(np.float32).astype(np.float64)
+    units = (groups / scales[:, None]).astype(np.float32)
+    skip_without(instructions)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ISA_VARIABLE, instructions)
+        assert native.searches(format)
+        codes = native.encode(groups, format, scales, None, importance)
+        values = native.approximate(units.copy(), format, scales.astype(np.float32))
+    np.testing.assert_array_equal(codes, format.encode(groups, scales[:, None], None, importance))
+    np.testing.assert_array_equal(values, format.approximate(units.copy(), scales[:, None].astype(np.float32)))
+
+
+def test_a_trellis_of_any_window_is_searched() -> None:
+    # no kernel is compiled for its bits: loops know them at run time
+    random = np.random.default_rng(0)
+    tables = [tuple(map(float, random.standard_normal(32))) for _ in range(2)]
+    format = TrellisFormat("t5", 5, *tables)
+    groups, scales = random.standard_normal((2, 3, 20)), np.ones((2, 20))
+    np.testing.assert_array_equal(native.encode(groups, format, scales), format.encode(groups))
+
+
+def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    matrix = random.standard_normal((32, 1040)).astype(np.float32)
+    hessian = np.diag(random.random(32))
+    for method in METHODS.values():
+        codes = []
+        for threads in ("1", "3"):
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+            rounded = method().round(
+                matrix, FORMATS["t2"], 16, "least_squares", scale_type=np.float16, statistics=hessian
+            )
+            codes.append(rounded.codes)
+        np.testing.assert_array_equal(*codes)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, format in FORMATS.items() if format.levels))

@@ -11,6 +11,7 @@ from graphopt.errors import InputError
 from graphopt.quantization.rounding.method import Need, RoundingMethod
 from graphopt.quantization.rounding.nearest import QuantizedMatrix
 from graphopt.quantization.rounding.scale_search import Search
+from graphopt.util.processors import run_in_threads
 
 if TYPE_CHECKING:
     from graphopt.numerics.formats.format import Format
@@ -62,7 +63,8 @@ class WeightedScales(RoundingMethod):
         groups, kind = -(-rows // group), np.dtype(scale_type)
         codes = np.empty((rows, format.code_columns(slice(0, columns)).stop), np.uint8)
         scales, points = np.empty((groups, columns), kind), np.empty((groups, columns), np.uint8)
-        for part in format.blocks(columns, _COLUMNS):
+
+        def round_part(part: slice) -> None:
             for number, top in enumerate(range(0, rows, group)):
                 group_rows = slice(top, top + group)
                 numbers = np.asarray(matrix[group_rows, part], np.float64)[None]
@@ -74,4 +76,6 @@ class WeightedScales(RoundingMethod):
                 choice = self.search.choose(numbers, format, scale, kind, weights)
                 codes[group_rows, format.code_columns(part)] = choice.codes[0]
                 scales[number, part], points[number, part] = choice.scales[0], choice.zero_points[0]
+
+        run_in_threads(round_part, list(format.blocks(columns, _COLUMNS)))
         return QuantizedMatrix(format, group, codes, scales, points if format.zero_point else None)
