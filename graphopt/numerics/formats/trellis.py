@@ -95,10 +95,10 @@ class TrellisFormat(Format):
 
     def _windows_of_tiles(self, tiles: Codes) -> npt.NDArray[np.uint16]:
         """Return the window of each weight of tiles [tiles, width]."""
-        width, known = tiles.shape[1], -(-self.window // self.bits)
-        neighbours = np.concatenate([tiles] * (1 + -(-known // width)), 1, dtype=np.uint16)
+        width, code_count = tiles.shape[1], -(-self.window // self.bits)
+        neighbours = np.concatenate([tiles] * (1 + -(-code_count // width)), 1, dtype=np.uint16)
         windows = np.zeros(tiles.shape, np.uint16)
-        for number in range(known):
+        for number in range(code_count):
             spare = self.window - self.bits * (number + 1)
             part = neighbours[:, number : number + width]
             windows |= part << np.uint16(spare) if spare >= 0 else part >> np.uint16(-spare)

@@ -24,7 +24,7 @@ GRAPHOPT_FORCE_INLINE Integers choose(const Floats& a, const Floats& least, cons
   return by_parts<Integers>([&](size_t i) { return a.part[i] < least.part[i] ? b.part[i] : c.part[i]; });
 }
 
-// 16 tiles of one width, a column after the other, and what is known of their paths.
+// 16 tiles of one width, a column after the other, and what is stream_bits of their paths.
 struct Batch {
   size_t width;
   const float *values, *linear, *square;  // of each window: its value, -2 value, value^2
@@ -140,13 +140,13 @@ void close_exactly(const Batch& batch, Integers* best) {
     Floats error = all_lanes(0.0f);
     for (size_t column = 0; column < width; ++column) {
       Integers stream = all_lanes<int32_t>(0);
-      size_t known = 0;
-      for (size_t i = 0; known < window; ++i, known += batch.bits) {
+      size_t stream_bits = 0;
+      for (size_t i = 0; stream_bits < window; ++i, stream_bits += batch.bits) {
         const Integers& code = batch.codes[(column + i) % width];
         stream = by_parts<Integers>(
             [&](size_t p) { return (stream.part[p] << static_cast<int>(batch.bits)) | code.part[p]; });
       }
-      stream = by_parts<Integers>([&](size_t p) { return stream.part[p] >> static_cast<int>(known - window); });
+      stream = by_parts<Integers>([&](size_t p) { return stream.part[p] >> static_cast<int>(stream_bits - window); });
       const Floats difference = gather(batch.values, stream) - batch.units[column];
       error = error + batch.counts[column] * (difference * difference);
     }
