@@ -45,3 +45,11 @@ def branch(name: str, write: Callable[[ir.tape.Tape], ir.Value]) -> ir.Graph:
     for index, node in enumerate(tape.nodes):
         node.outputs[0].name = f"{name}_{index}"
     return ir.Graph([], [output], nodes=tape.nodes, name=name)
+
+
+def full_mask(tape: ir.tape.Tape, mask: ir.Value, tokens: ir.Value) -> ir.Value:
+    """Return which of the tokens [B, T, ...] are read, bool [B, T], of a mask int64 [B, T], or [B, 0] for all."""
+    size = tape.op("Mul", [tape.op("Shape", [mask]), ints(tape, 0, 1)])
+    missing = tape.op("Sub", [tape.op("Shape", [tokens], {"end": 2}), size])
+    full_of_ones = tape.op("Expand", [tape.op("Constant", [], {"value_int": 1}), missing])
+    return tape.op("Cast", [tape.op("Concat", [mask, full_of_ones], {"axis": 1})], {"to": ir.DataType.BOOL})

@@ -42,13 +42,13 @@ def node_of(case: Case) -> ir.Node:
     return OPERATORS[case.operator].node(dict(zip(case.inputs, values, strict=True)), case.attributes, name="node")
 
 
-def run_body(case: Case) -> list[np.ndarray]:
+def run_body(case: Case, opset: int = 23) -> list[np.ndarray]:
     """Run a case by the body alone, in an onnxruntime that has no library of ours."""
     node = node_of(case)
     outputs = list(node.outputs)
     for name, value in zip(OPERATORS[case.operator].schema.output_names, outputs, strict=True):
         value.name = f"made_{name}"
-    graph = ir.Graph(list(node.inputs), outputs, nodes=[node], opset_imports={"": 23}, name="one")  # type: ignore[arg-type]
+    graph = ir.Graph(list(node.inputs), outputs, nodes=[node], opset_imports={"": opset}, name="one")  # type: ignore[arg-type]
     model = ir.Model(graph, ir_version=11)
     declare(model)
     options = onnxruntime.SessionOptions()

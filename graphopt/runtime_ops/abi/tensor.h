@@ -135,6 +135,23 @@ struct Node {
     return error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", input, bytes);
   }
 
+  // An input of a rank, and how many numbers it has, of 8 bytes at multiples of them too.
+  OrtStatus* read_dense(const OrtValue* value, const char* input, size_t rank, Tensor* tensor, size_t* count) const {
+    GRAPHOPT_RETURN_IF_ERROR(read_numbers(value, input, tensor));
+    if (tensor->rank != rank) return error("%s must have %zu axes, and has %zu", input, rank, tensor->rank);
+    if (tensor->type == kInt64 && reinterpret_cast<uintptr_t>(tensor->data) % 8) {
+      return error("%s lies at no multiple of 8 bytes; if that is external data, save the file again", input);
+    }
+    *count = 1;
+    for (size_t axis = 0; axis < rank; ++axis) {
+      const int64_t size = tensor->shape[axis];
+      // the tensor fits into memory, but what is beside a 0 may be anything
+      if (size < 0 || size > INT32_MAX) return error("%s has a dimension of %lld", input, static_cast<long long>(size));
+      *count *= static_cast<size_t>(size);
+    }
+    return nullptr;
+  }
+
   __attribute__((format(printf, 2, 3))) OrtStatus* error(const char* format, ...) const {
     char what[512], message[1024];
     va_list arguments;
