@@ -21,7 +21,7 @@ def function(opset: int) -> ir.Function:
     x, weight, bias, mask, state = inputs
     tape = ir.tape.Tape()
     is_silu = tape.op("Equal", [choice(tape, "activation", ir.AttributeType.STRING, ("none", "silu")), ints(tape, 1)])
-    wide, kernel, added, past = (tape.op("Cast", [tensor], {"to": _FLOAT}) for tensor in (x, weight, bias, state))
+    wide, kernel, offsets, past = (tape.op("Cast", [tensor], {"to": _FLOAT}) for tensor in (x, weight, bias, state))
     batch, channels = (tape.op("Shape", [x], {"start": axis, "end": axis + 1}) for axis in (0, 2))
     before = tape.op("Shape", [state], {"start": 2})
     is_read = full_mask(tape, mask, x)  # B, T
@@ -32,8 +32,8 @@ def function(opset: int) -> ir.Function:
     zeros = tape.op("Expand", [_number(tape, 0.0), tape.op("Concat", [batch, ints(tape, 1), channels], {"axis": 0})])
     ahead = tape.op("Expand", [_number(tape, 0.0), tape.op("Shape", [x])])
     z = tape.op("Concat", [tape.op("Transpose", [past], {"perm": [0, 2, 1]}), ahead, zeros], {"axis": 1})
-    places = tape.op("Expand", [tape.op("Unsqueeze", [target, ints(tape, 2)]), tape.op("Shape", [x])])
-    z = tape.op("ScatterElements", [z, places, wide], {"axis": 1})
+    row_indices = tape.op("Expand", [tape.op("Unsqueeze", [target, ints(tape, 2)]), tape.op("Shape", [x])])
+    z = tape.op("ScatterElements", [z, row_indices, wide], {"axis": 1})
     taps = _count(tape, tape.op("Squeeze", [tape.op("Shape", [weight], {"start": 1})]))
     first = tape.op("Max", [tape.op("Sub", [count, ints(tape, 1)]), ints(tape, 0)])
     entries = tape.op("Add", [tape.op("Unsqueeze", [first, ints(tape, 2)]), taps])  # B, T, L
@@ -43,7 +43,7 @@ def function(opset: int) -> ir.Function:
     sums = tape.op("ReduceSum", [products, ints(tape, 2)], {"keepdims": 0})
     missing = tape.op("Sub", [channels, tape.op("Shape", [bias])])
     sums = tape.op(
-        "Add", [sums, tape.op("Concat", [added, tape.op("Expand", [_number(tape, 0.0), missing])], {"axis": 0})]
+        "Add", [sums, tape.op("Concat", [offsets, tape.op("Expand", [_number(tape, 0.0), missing])], {"axis": 0})]
     )
     sums = tape.op("Where", [is_silu, tape.op("Mul", [sums, tape.op("Sigmoid", [sums])]), sums])
     y = tape.op("Where", [tape.op("Unsqueeze", [is_read, ints(tape, 2)]), sums, _number(tape, 0.0)])
@@ -64,5 +64,5 @@ def _number(tape: ir.tape.Tape, number: float) -> ir.Value:
 
 def _count(tape: ir.tape.Tape, end: ir.Value) -> ir.Value:
     """Return 0, 1, 2, ... below ``end``."""
-    zero, one = (tape.op("Constant", [], {"value_int": number}) for number in (0, 1))
-    return tape.op("Range", [zero, end, one])
+    zero, step = (tape.op("Constant", [], {"value_int": number}) for number in (0, 1))
+    return tape.op("Range", [zero, end, step])

@@ -53,8 +53,8 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     # T, B, H, V; without tokens a loop does not know their shape
     rows = tape.op("Reshape", [rows, tape.op("Shape", [tape.op("Squeeze", [v, ints(tape, 3)])])], {"allowzero": 1})
     scale = tape.op("Constant", [], {"value_float": ir.RefAttr("value_float", "scale", ir.AttributeType.FLOAT)})
-    scaled = tape.op("Mul", [rows, scale])
-    output = tape.op("CastLike", [tape.op("Transpose", [scaled], {"perm": [1, 0, 2, 3]}), value])
+    product = tape.op("Mul", [rows, scale])
+    output = tape.op("CastLike", [tape.op("Transpose", [product], {"perm": [1, 0, 2, 3]}), value])
     output.name, new_state.name = SCHEMA.output_names
     graph = ir.Graph(inputs, [output, new_state], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
     return ir.Function(DOMAIN, SCHEMA.name, rule, graph=graph, attributes=SCHEMA.parameters)
@@ -101,9 +101,9 @@ def _of_each_head(tape: ir.tape.Tape, tensor: ir.Value, heads: ir.Value) -> ir.V
     per_key = tape.op("Div", [heads, tape.op("Max", [key_heads, ints(tape, 1)])])
     lead, size = tape.op("Shape", [tensor], {"end": 3}), tape.op("Shape", [tensor], {"start": 3})
     of_heads = tape.op("Unsqueeze", [tensor, ints(tape, 3)])
-    of_heads = tape.op("Expand", [of_heads, _joined(tape, lead, per_key, size)])
+    of_heads = tape.op("Expand", [of_heads, _concat(tape, lead, per_key, size)])
     batch = tape.op("Shape", [tensor], {"end": 2})
-    columns = tape.op("Reshape", [of_heads, _joined(tape, batch, heads, size, ints(tape, 1))], {"allowzero": 1})
+    columns = tape.op("Reshape", [of_heads, _concat(tape, batch, heads, size, ints(tape, 1))], {"allowzero": 1})
     return _token_first(tape, columns)
 
 
@@ -112,8 +112,8 @@ def _or_default(tape: ir.tape.Tape, tensor: ir.Value, number: float) -> ir.Value
     lead, size = tape.op("Shape", [tensor], {"end": 3}), tape.op("Shape", [tensor], {"start": 3})
     missing = tape.op("Sub", [ints(tape, 1), tape.op("Min", [size, ints(tape, 1)])])
     numbers = tape.op("CastLike", [tape.op("Constant", [], {"value_float": number}), tensor])
-    return tape.op("Concat", [tensor, tape.op("Expand", [numbers, _joined(tape, lead, missing)])], {"axis": 3})
+    return tape.op("Concat", [tensor, tape.op("Expand", [numbers, _concat(tape, lead, missing)])], {"axis": 3})
 
 
-def _joined(tape: ir.tape.Tape, *shapes: ir.Value) -> ir.Value:
+def _concat(tape: ir.tape.Tape, *shapes: ir.Value) -> ir.Value:
     return tape.op("Concat", shapes, {"axis": 0})
