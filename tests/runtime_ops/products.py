@@ -11,8 +11,9 @@ import onnxruntime
 from hypothesis import strategies as st
 
 from graphopt.runtime_ops import OPERATORS, declare
+from graphopt.runtime_ops.dequantize_trellis.spec.op import values_of
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES
-from graphopt.runtime_ops.matmul_table.spec.packing import pack, tile
+from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, pack, tile, unpack
 
 INPUTS = ("x", "codes", "scales", "table", "zero_points", "bias", "left", "right")
 Case = dict[str, Any]
@@ -52,6 +53,24 @@ def case_of(
         "group": group,
         **({"minimums": 1} if minimums else {}),
     }
+
+
+def trellis_case(rows: int, columns: int, group: int, bits: int, **options: Any) -> Case:
+    """Return what :func:`case_of` does, with codes of a trellis; all sums of its tables are bytes."""
+    case = case_of(rows, columns, group, bits, **options)
+    entries, random = max(16, 2**bits), np.random.default_rng(options.get("seed", 0))
+    tables = random.integers(-60, 61, (2, entries))
+    tables[:, :2] = [[-67, 67], [-60, 60]]  # whose sums are the least and the largest that there may be
+    return {**case, "table": (tables / 32).astype(np.float32), "trellis": 1}
+
+
+def as_bytes(case: Case) -> Case:
+    """Return the case of a trellis with the same weight as codes of 8 bits."""
+    codes = unpack(case["codes"], case["rows"], case["columns"])
+    values = values_of(codes, case["table"], bits_of(case["codes"].shape)) * 32 + 128
+    table = (np.arange(256, dtype=np.float32) - 128) / 32
+    others = {key: value for key, value in case.items() if key != "trellis"}
+    return {**others, "codes": pack(values.astype(np.uint8), 8), "table": table}
 
 
 @st.composite

@@ -27,7 +27,7 @@ from tests.runtime_ops.matmul_dynamic.bound import bound as dynamic_bound
 from tests.runtime_ops.matmul_table.bound import bound
 from tests.runtime_ops.matmul_table.test_op import of_float32
 from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
-from tests.runtime_ops.products import Case, any_case, case_of, model_of, run_body
+from tests.runtime_ops.products import Case, any_case, as_bytes, case_of, model_of, run_body, trellis_case
 
 pytestmark = needs_library
 
@@ -139,6 +139,23 @@ def test_every_kind_of_table(kernel: Kernel, name: str, activations: str) -> Non
 @given(case=any_case())
 def test_any_product(kernel: Kernel, case: Case) -> None:
     check(kernel, case)
+
+
+@pytest.mark.parametrize(
+    ("bits", "activations", "count", "columns"),
+    pairwise(range(2, 7), MODES, [1, 2, 3, 8, 13], [64, 47, 30, 1]),
+)
+def test_a_trellis_is_its_bytes(kernel: Kernel, bits: int, activations: str, count: int, columns: int) -> None:
+    """The same weight as codes of 8 bits gives the same integers; floats differ by the order of their sums."""
+    points = bits % 2 == 0
+    case = trellis_case(200, columns, 48, bits, leading=(count,), bias=True, zero_points=points)
+    case["activations"] = activations
+    results = [kernel(MATMUL_TABLE.name, case, isa) for isa in here()]
+    expected, limit = kernel(MATMUL_TABLE.name, as_bytes(case)), bound(**as_bytes(case))
+    for y in results:
+        if activations in INTEGERS:
+            np.testing.assert_array_equal(y, expected)
+        assert (np.abs(y - expected) <= 2 * limit).all()
 
 
 def either(name: str, count: int, scale_type: type) -> Case:

@@ -12,7 +12,7 @@ from graphopt.runtime_ops.matmul_table.spec.activations import MODES, round_acti
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, reference
 from tests.pairwise import pairwise
 from tests.runtime_ops.matmul_table.bound import product_bound
-from tests.runtime_ops.products import Case, case_of, model_of, run_body
+from tests.runtime_ops.products import Case, as_bytes, case_of, model_of, run_body, trellis_case
 
 NAME = MATMUL_TABLE.name
 EACH_MODE = pytest.mark.parametrize("activations", MODES)
@@ -50,6 +50,14 @@ def test_body_is_the_reference(bits: int, activations: str, shape: tuple[int, in
 @pytest.mark.parametrize(("activations", "shape", "leading"), pairwise(MODES, SHAPES, [(), (2, 3), (0,), (2, 0)]))
 def test_any_rank_and_no_rows(activations: str, shape: tuple[int, int, int], leading: tuple[int, ...]) -> None:
     check({**case_of(*shape, 3, leading=leading, bias=True, zero_points=True), "activations": activations})
+
+
+@pytest.mark.parametrize(("bits", "activations", "columns"), pairwise(range(2, 7), MODES, [48, 37, 3]))
+def test_the_body_of_a_trellis_is_its_bytes(bits: int, activations: str, columns: int) -> None:
+    case = {**trellis_case(40, columns, 16, bits, zero_points=bits == 3), "activations": activations}
+    y, expected = run_body(NAME, case), reference(**case)
+    np.testing.assert_array_equal(expected, reference(**as_bytes(case)))
+    assert (np.abs(y - expected) <= of_float32(as_bytes(case))).all()
 
 
 @pytest.mark.parametrize("entries", [1, 3])

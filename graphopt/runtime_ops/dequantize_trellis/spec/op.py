@@ -19,12 +19,12 @@ Output:
     second. Neighbours are circular within 16 columns: right of column 16 t + 15, or of the last column, is column 16 t.
 
 This is how such a weight is written between the phases ``codes`` and ``lower``. It has no kernel: the step ``lower``
-packs the codes and makes an ``UnpackTrellis`` of it.
+packs the codes for ``MatMulTable``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,10 +35,15 @@ from graphopt.runtime_ops.matmul_table.spec.packing import TILE
 from graphopt.runtime_ops.operator import DOMAIN, Operator
 from graphopt.runtime_ops.tape import ints, number_of
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 Floats = npt.NDArray[np.floating[Any]]
 
-_CODES = 4
+CODES = 4
 """Codes that a window may reach into."""
+
+_TABLES = 2
 
 
 def function(opset: int) -> ir.Function:
@@ -59,12 +64,19 @@ def function(opset: int) -> ir.Function:
 def value_nodes(tape: ir.tape.Tape, codes: ir.Value, columns: ir.Value, tables: ir.Value, bits: ir.Value) -> ir.Value:
     """Return what codes uint8 [K, N] mean, float [K, N]; ``columns`` (N) and ``bits`` are int64 [1]."""
     code = _int32(tape, codes)
+    right = (
+        tape.op("Gather", [code, _neighbours(tape, columns, distance)], {"axis": 1}) for distance in range(1, CODES)
+    )
+    return window_value_nodes(tape, [code, *right], tables, bits)
+
+
+def window_value_nodes(tape: ir.tape.Tape, codes: Sequence[ir.Value], tables: ir.Value, bits: ir.Value) -> ir.Value:
+    """Return what codes mean, float: ``codes`` are int32, of a weight and of its right neighbours in order."""
     base, entries = _int32(tape, tape.op("Pow", [ints(tape, 2), bits])), tape.op("Shape", [tables], {"start": 1})
-    stream = code
-    for distance in range(1, _CODES):
-        neighbours = tape.op("Gather", [code, _neighbours(tape, columns, distance)], {"axis": 1})
+    stream, *right = codes
+    for neighbours in right:
         stream = tape.op("Add", [tape.op("Mul", [stream, base]), neighbours])
-    streams = tape.op("Pow", [ints(tape, 2), tape.op("Mul", [bits, ints(tape, _CODES)])])
+    streams = tape.op("Pow", [ints(tape, 2), tape.op("Mul", [bits, ints(tape, CODES)])])
     streams_of_window = tape.op("Div", [streams, tape.op("Mul", [entries, entries])])
     windows = tape.op("Div", [stream, _int32(tape, streams_of_window)])
     upper, lower = (tape.op(kind, [windows, _int32(tape, entries)]) for kind in ("Div", "Mod"))
@@ -100,21 +112,31 @@ def reference(
         ValueError: the shapes do not fit one another.
     """
     rows, columns = codes.shape
-    entries = tables.shape[1]
-    field = entries.bit_length() - 1
-    if entries != 2**field or 2 * field > _CODES * bits:
-        raise ValueError(f"tables of {entries} values do not fit codes of {bits} bits")
+    weight = values_of(codes, tables, bits)
     if scales.shape != (-(-rows // group), columns):
         raise ValueError(f"scales must be [{-(-rows // group)}, {columns}], not {list(scales.shape)}")
-    weight = np.empty((rows, columns), np.float32)
-    for begin in range(0, columns, TILE):
+    return np.asarray(weight * scales.astype(np.float32)[np.arange(rows) // group])
+
+
+def values_of(codes: npt.NDArray[np.uint8], tables: Floats, bits: int) -> npt.NDArray[np.float32]:
+    """Return the value of each code [K, N], before it is scaled.
+
+    Raises:
+        ValueError: the tables do not fit codes of so many bits.
+    """
+    entries = tables.shape[-1]
+    field = entries.bit_length() - 1
+    if tables.ndim != _TABLES or entries != 2**field or 2 * field > CODES * bits:
+        raise ValueError(f"tables of {entries} values do not fit codes of {bits} bits")
+    values = np.empty(codes.shape, np.float32)
+    for begin in range(0, codes.shape[1], TILE):
         tile = codes[:, begin : begin + TILE].astype(np.int64)
         width = tile.shape[1]
         for column in range(width):
-            stream = sum(tile[:, (column + j) % width] << (_CODES - 1 - j) * bits for j in range(_CODES))
-            window = stream >> (_CODES * bits - 2 * field)
-            weight[:, begin + column] = tables[0, window >> field] + tables[1, window & (entries - 1)]
-    return np.asarray(weight * scales.astype(np.float32)[np.arange(rows) // group])
+            stream = sum(tile[:, (column + j) % width] << (CODES - 1 - j) * bits for j in range(CODES))
+            window = stream >> (CODES * bits - 2 * field)
+            values[:, begin + column] = tables[0, window >> field] + tables[1, window & (entries - 1)]
+    return values
 
 
 DEQUANTIZE_TRELLIS = Operator(SCHEMA, function, reference)

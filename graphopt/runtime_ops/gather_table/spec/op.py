@@ -11,7 +11,7 @@ Inputs, all of them required:
 Attributes:
     rows, columns: int, K and N.
     group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
-    minimums: as for ``MatMulTable``; optional.
+    minimums, trellis: as for ``MatMulTable``; optional.
 
 Output:
     y: float [..., K], the shape of ids with an axis of rows behind it, in float32 arithmetic. Column n = ids[...] is
@@ -19,6 +19,7 @@ Output:
 
         y[..., k] = (table[code[k, n]] - zero_points[t, g, r]) scales[t, g, r]
         y[..., k] = table[code[k, n]] scales[t, g, r] + zero_points[t, g, r]        where minimums is 1
+        y[..., k] = (value[k, n] - zero_points[t, g, r]) scales[t, g, r]            where trellis is 1
 
 This is bit for bit column n of the matrix that ``Dequantize`` makes of the same codes, and that ``MatMulTable``
 multiplies by. So a token embedding that is tied to the lm_head is stored once, as the product reads it.
@@ -31,9 +32,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.runtime_ops.dequantize_trellis.spec.op import values_of
 from graphopt.runtime_ops.gather_table.spec.body import function
 from graphopt.runtime_ops.gather_table.spec.schema import SCHEMA
-from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
+from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, unpack, untile
 from graphopt.runtime_ops.matmul_table.spec.schema import overload
 from graphopt.runtime_ops.operator import Operator
 
@@ -50,6 +52,7 @@ def reference(
     columns: int,
     group: int,
     minimums: int = 0,
+    trellis: int = 0,
 ) -> npt.NDArray[np.float32]:
     """Return what the operator means, float32 [..., K].
 
@@ -62,8 +65,8 @@ def reference(
     of_row = np.arange(rows) // group
     full_zeros = np.broadcast_to(zero_points, scales.shape)
     scales_GN, zeros_GN = (untile(tiles.astype(np.float32), columns) for tiles in (scales, full_zeros))
-    codes_of_ids = unpack(codes, rows, columns).T[ids]
-    values = table.astype(np.float32)[codes_of_ids]
+    matrix_codes, table = unpack(codes, rows, columns), table.astype(np.float32)
+    values = values_of(matrix_codes, table, bits_of(codes.shape)).T[ids] if trellis else table[matrix_codes.T[ids]]
     zeros, factors = (tiles.T[ids][..., of_row] for tiles in (zeros_GN, scales_GN))
     columns_KN: npt.NDArray[np.float32] = values * factors + zeros if minimums else (values - zeros) * factors
     return columns_KN

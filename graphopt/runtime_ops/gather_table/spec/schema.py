@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from graphopt.runtime_ops.matmul_table.spec.packing import UNIT, bits_of
-from graphopt.runtime_ops.matmul_table.spec.schema import OPTIONAL, PORTS, SIZES
+from graphopt.runtime_ops.matmul_table.spec.schema import PACKED_OPTIONAL, PORTS, SIZES
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SCHEMA = Schema(
     ),
     outputs=(Port("y", Role.DATA, (ir.DataType.FLOAT,)),),
     attributes=SIZES,
-    optional=OPTIONAL,
+    optional=PACKED_OPTIONAL,
     shapes=lambda shapes, attributes: ((*shapes["ids"], attributes["rows"]),),
     cost=cost,
     coordinates=Coordinates.DECODES,

@@ -9,7 +9,7 @@ Attributes:
     rows, columns, group: as for MatMulTable.
     bits: int, 8 or 4.
     clip: float above 0, at most 1.
-    minimums: as for MatMulTable; optional.
+    minimums, trellis: as for MatMulTable; optional.
 
 Output:
     y: the type of x, [..., N]::
@@ -50,10 +50,10 @@ LEVELS = {8: 127, 4: 7}
 def function(opset: int, **attributes_of_node: Any) -> ir.Function:
     """Return the body: Hadamard, the rounding, MatMulTable. It needs the bodies of both beside it.
 
-    With minimums it is a MatMul: onnxruntime finds no overload of MatMulTable from within a body. Whether there is a
+    With minimums or a trellis it is a MatMul: onnxruntime finds no overload of MatMulTable from within a body. Whether there is a
     rotation at all is folded when onnxruntime loads the model.
     """
-    minimums = overload(**attributes_of_node)
+    name = overload(**attributes_of_node)
     inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
     x, codes, scales, table, zero_points, bias, left, right = inputs
     tape = ir.tape.Tape()
@@ -73,8 +73,9 @@ def function(opset: int, **attributes_of_node: Any) -> ir.Function:
     attributes: dict[str, Any] = {
         name: ir.RefAttr(name, name, ir.AttributeType.INT) for name in ("rows", "columns", "group")
     }
-    if minimums:
-        weight = weight_of(tape, codes, scales, table, zero_points, sizes_of(tape), minimums=True)
+    if name:
+        flags = {name: True}
+        weight = weight_of(tape, codes, scales, table, zero_points, sizes_of(tape), **flags)
         product = tape.op("Add", [tape.op("MatMul", [activations, weight]), bias])
     else:
         attributes["activations"] = "float32"
@@ -83,7 +84,7 @@ def function(opset: int, **attributes_of_node: Any) -> ir.Function:
     y.name = "y"
     opsets = {"": opset, DOMAIN: MATMUL_TABLE.version}
     graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports=opsets, name=SCHEMA.name)
-    return ir.Function(DOMAIN, SCHEMA.name, minimums, graph=graph, attributes=SCHEMA.parameters_for(minimums))
+    return ir.Function(DOMAIN, SCHEMA.name, name, graph=graph, attributes=SCHEMA.parameters_for(name))
 
 
 def reference(
@@ -101,6 +102,7 @@ def reference(
     bits: int,
     clip: float,
     minimums: int = 0,
+    trellis: int = 0,
 ) -> Doubles:
     """Return what the operator means: h in float64 and then rounded to float32, q and s in float32, then float64.
 
@@ -118,7 +120,7 @@ def reference(
         raise ValueError(f"activations have 8 or 4 bits, not {bits}")
     h = hadamard(x.astype(np.float64), left, right) if len(left) * len(right) > 1 else x
     activations = round_rows(h.astype(np.float32), LEVELS[bits], clip)
-    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums)
+    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = activations @ weight + bias.astype(np.float64)
     return y

@@ -33,7 +33,7 @@ SCHEMA = Schema(
     ),
     outputs=(Port("y", Role.DATA, like="x"),),
     attributes={**matmul_table.SIZES, "bits": ir.AttributeType.INT, "clip": ir.AttributeType.FLOAT},
-    optional=matmul_table.OPTIONAL,
+    optional=matmul_table.PACKED_OPTIONAL,
     shapes=matmul_table.SCHEMA.shapes,
     cost=cost,
     coordinates=Coordinates.MULTIPLIES,

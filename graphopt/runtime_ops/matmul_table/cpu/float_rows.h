@@ -17,6 +17,23 @@ struct Rows {
   Floats row[4];
 };
 
+// Integers that fit a byte, signed or not: the byte of each row goes to the end of its lane.
+template <bool Signed>
+GRAPHOPT_FORCE_INLINE Rows rows_of_bytes(const Bytes& bytes) {
+  typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
+  typedef uint32_t Naturals __attribute__((vector_size(kVectorBytes)));
+  using Lanes = std::conditional_t<Signed, Ints, Naturals>;
+  Rows rows;
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    rows.row[i] = by_parts<Floats>([&](size_t part) {
+      const auto lanes = reinterpret_cast<Lanes>(reinterpret_cast<Naturals>(bytes.part[part]) << (24 - 8 * i)) >> 24;
+      return __builtin_convertvector(reinterpret_cast<Ints>(lanes), Floats::Part);
+    });
+  }
+  return rows;
+}
+
 // Takes zero points off each value, or adds minimums: a sum of floats would lose what is taken off afterwards.
 GRAPHOPT_FORCE_INLINE Floats shift_values(const Floats& decoded, float unit, const ColumnScales& of) {
   if (of.minimums) return decoded * unit * of.scale + of.zero_point;

@@ -18,6 +18,13 @@ struct SegmentScales {
 // Rows of x that go by a block of weights: their totals and the block fit the second level of the caches.
 constexpr size_t kRowsOfBlock = 504;
 
+// Whether a kind of product has no offset of bytes to take off its sums.
+template <typename Kind>
+constexpr bool starts_from_zero() {
+  if constexpr (std::is_same_v<typename Kind::Sum, Integers>) return Kind::kFromZero;
+  return true;
+}
+
 // One panel of rows and one segment; `totals`: [row][2], `at`: of its first row among those of the segment.
 template <typename Kind, bool Wide, size_t Width>
 void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, const uint32_t* words, size_t units,
@@ -26,7 +33,7 @@ void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, con
   constexpr size_t kSides = Wide ? 2 : sides_at_once(Width);
   for (size_t first = 0; first < scales.sides; first += kSides) {
     typename Kind::Sum sums[Width][kSides] = {};
-    if constexpr (kIntegers) {
+    if constexpr (!starts_from_zero<Kind>()) {
 #pragma GCC unroll 12
       for (size_t row = 0; row < Width; ++row) {
 #pragma GCC unroll 2

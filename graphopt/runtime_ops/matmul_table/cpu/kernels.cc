@@ -5,11 +5,13 @@
 #include "matmul_table/cpu/dispatch.h"
 #include "matmul_table/cpu/gemv.h"
 #include "matmul_table/cpu/round.h"
+#include "matmul_table/cpu/trellis.h"
 
 namespace graphopt {
 namespace {
 
 void gemm(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
+  if (weights.table.is_trellis) return gemm_of_trellis(weights, rounded, y, first, end);
   const auto with_filling = gemm_with(weights, rounded, y, first, end);
   choose_bits(weights.bits, [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
@@ -38,6 +40,7 @@ void gemv(const Weights& weights, const Rounded& rounded, float* y, size_t first
 
 template <size_t GemvRows = kGemvRows, size_t SmallM = kSmallM>
 void small_m(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
+  if (weights.table.is_trellis) return small_m_of_trellis(weights, rounded, y, first, end);
   if constexpr (GemvRows > 0) {
     if (rounded.form == Words::kFloats) return gemv(weights, rounded, y, first, end);
   }

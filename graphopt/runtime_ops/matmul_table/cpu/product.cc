@@ -36,6 +36,10 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
   GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &weights, &computed));
   TableInput table = {};
   GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
+  if (table.is_trellis) {
+    if (weights.table.make_trellis(table.values, table.entries)) return nullptr;
+    return node.error("the sums of a trellis must be multiples of one power of two, from -127 to 127 of it");
+  }
   if (table.entries < size_t{1} << weights.bits) {
     GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, kernels->largest_code(weights, 0, weights.tiles())));
   }

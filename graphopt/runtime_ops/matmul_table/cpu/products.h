@@ -43,6 +43,7 @@ struct ByLines {
 template <bool Small>
 struct Int8 : ByLines<Int8<Small>> {
   static constexpr size_t kLines = 4;
+  static constexpr bool kFromZero = false;
   using Sum = Integers;
   static GRAPHOPT_FORCE_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     return dot<Small>(sum, line, word);

@@ -10,7 +10,7 @@ namespace {
 // What x becomes that is rounded to bfloat16: it is multiplied as float, too.
 constexpr Words kBfloat16Words = Words::kFloats;
 
-// Tables of integers that fit a byte, signed or not: the byte of each row goes to the end of its lane.
+// Tables of integers that fit a byte, signed or not.
 template <int Bits, bool ByXor, bool Signed>
 class FloatsOfIntegers {
  public:
@@ -20,19 +20,7 @@ class FloatsOfIntegers {
   float unit() const { return unit_; }
 
   GRAPHOPT_FORCE_INLINE Rows operator()(const Bytes& codes) const {
-    typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
-    typedef uint32_t Naturals __attribute__((vector_size(kVectorBytes)));
-    using Lanes = std::conditional_t<Signed, Ints, Naturals>;
-    const Bytes bytes = to_byte_(codes);
-    Rows rows;
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      rows.row[i] = by_parts<Floats>([&](size_t part) {
-        const auto lanes = reinterpret_cast<Lanes>(reinterpret_cast<Naturals>(bytes.part[part]) << (24 - 8 * i)) >> 24;
-        return __builtin_convertvector(reinterpret_cast<Ints>(lanes), Floats::Part);
-      });
-    }
-    return rows;
+    return rows_of_bytes<Signed>(to_byte_(codes));
   }
 
  private:

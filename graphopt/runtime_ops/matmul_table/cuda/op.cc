@@ -43,6 +43,7 @@ struct Product {
   OrtStatus* pack(const OrtKernelInfo* info) {
     TableInput table = {};
     GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
+    if (table.is_trellis) return node.error("no kernel on a GPU reads a trellis");
     const GraphoptMatMulWeights given = {weights.rows, weights.columns, weights.bits,
                                          static_cast<int32_t>(table.entries),
                                          weights.codes, table.values};

@@ -8,6 +8,27 @@ namespace {
 
 constexpr int64_t kLargestSize = int64_t{1} << 31;
 
+OrtStatus* check_finite(const Node& node, const float* values, int64_t entries) {
+  for (int64_t i = 0; i < entries; ++i) {
+    if (std::isfinite(values[i])) continue;
+    return node.error("entry %lld of the table is no finite number", static_cast<long long>(i));
+  }
+  return nullptr;
+}
+
+OrtStatus* read_trellis(const Node& node, const Weights& weights, const Tensor& table, TableInput* to) {
+  if (weights.bits < 2 || weights.bits > 6) return node.error("codes of a trellis have 2 to 6 bits, not %d", weights.bits);
+  const int64_t entries = int64_t{1} << trellis_field(weights.bits);
+  if (table.rank != 2 || table.shape[0] != 2 || table.shape[1] != entries) {
+    return node.error("table must have the shape [2, %lld], for a trellis of %d bits", static_cast<long long>(entries),
+                      weights.bits);
+  }
+  const auto* const values = static_cast<const float*>(table.data);
+  GRAPHOPT_RETURN_IF_ERROR(check_finite(node, values, 2 * entries));
+  *to = {values, static_cast<size_t>(entries), true};
+  return nullptr;
+}
+
 }  // namespace
 
 OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed) {
@@ -33,6 +54,13 @@ OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to,
     return node.error("minimums must be 0 or 1, it is %lld", static_cast<long long>(minimums));
   }
   weights.minimums = minimums;
+  int64_t trellis = 0;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "trellis", &trellis));
+  if (trellis != 0 && trellis != 1) {
+    return node.error("trellis must be 0 or 1, it is %lld", static_cast<long long>(trellis));
+  }
+  if (trellis && minimums) return node.error("a trellis has no minimums");
+  weights.table.is_trellis = trellis;
   Tensor codes, scales, zero_points;
   GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kCodes, "codes", &codes));
   bool constant = true;
@@ -103,17 +131,15 @@ OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero
 OrtStatus* read_table(const Node& node, const OrtKernelInfo* info, const Weights& weights, TableInput* to) {
   Tensor table;
   GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kTable, "table", &table));
+  if (weights.table.is_trellis) return read_trellis(node, weights, table, to);
   const int64_t size = int64_t{1} << weights.bits, entries = table.rank == 1 ? table.shape[0] : 0;
   if (entries < 1 || entries > size) {
     return node.error("table must have from 1 to %lld numbers, for codes of %d bits", static_cast<long long>(size),
                       weights.bits);
   }
   const auto* const values = static_cast<const float*>(table.data);
-  for (int64_t i = 0; i < entries; ++i) {
-    if (std::isfinite(values[i])) continue;
-    return node.error("entry %lld of the table is no finite number", static_cast<long long>(i));
-  }
-  *to = {values, static_cast<size_t>(entries)};
+  GRAPHOPT_RETURN_IF_ERROR(check_finite(node, values, entries));
+  *to = {values, static_cast<size_t>(entries), false};
   return nullptr;
 }
 

@@ -34,6 +34,7 @@ OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero
 struct TableInput {
   const float* values;
   size_t entries;
+  bool is_trellis;  // values: [2, entries]
 };
 OrtStatus* read_table(const Node& node, const OrtKernelInfo* info, const Weights& weights, TableInput* table);
 // largest: of all codes.

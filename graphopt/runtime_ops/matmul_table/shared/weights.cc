@@ -88,6 +88,31 @@ void Table::make(const float* values, size_t entries, int bits) {
   }
 }
 
+bool Table::make_trellis(const float* values, size_t entries) {
+  constexpr double kLargest = 127;
+  is_trellis = true;
+  step = step_of(values, 2 * entries);
+  most = 255;
+  low.offset = 128;
+  double least[2] = {values[0], values[entries]}, greatest[2] = {values[0], values[entries]};
+  for (size_t i = 0; i < 2 * entries; ++i) {
+    const size_t half = i / entries;
+    if (values[i] < least[half]) least[half] = values[i];
+    if (values[i] > greatest[half]) greatest[half] = values[i];
+    if (std::fabs(values[i]) / step > 32767) return false;
+  }
+  const bool fits = least[0] + least[1] >= -kLargest * step && greatest[0] + greatest[1] <= kLargest * step;
+  if (!fits || step < 0x1p-16 || step > 0x1p16) return false;
+  // either table may reach further than their sums, by what the other takes off: bytes are sums modulo 256
+  const auto byte_of = [&](float value) { return static_cast<uint8_t>(std::llrint(static_cast<double>(value) / step)); };
+  for (size_t i = 0; i < 64; ++i) {
+    signed_head[i] = byte_of(values[i % entries]);
+    head[i] = static_cast<uint8_t>(signed_head[i] + low.offset);
+    tail[i] = byte_of(values[entries + i % entries]);
+  }
+  return true;
+}
+
 int Table::factor_of_upper(size_t magnitudes) const {
   int all = 0;
   for (size_t code = magnitudes / 2; code < magnitudes; ++code) all |= integer_of(code);

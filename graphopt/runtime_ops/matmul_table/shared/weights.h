@@ -40,9 +40,20 @@ struct Table {
   void make(const float* values, size_t entries, int bits);
   int integer_of(size_t code) const;
 
+  // A trellis has no values of codes, but of the two halves of a window; see dequantize_trellis/spec/op.py. Each sum of
+  // two is step * integer, from -127 to 127, in the byte integer + 128: head holds the latter, signed_head integers.
+  bool is_trellis = false;
+  uint8_t head[64], signed_head[64], tail[64];  // repeated where there are fewer
+
+  // values: [2, entries], with as many entries as half a window has values. Returns whether they are such sums.
+  bool make_trellis(const float* values, size_t entries);
+
  private:
   int factor_of_upper(size_t magnitudes) const;
 };
+
+// Bits of half a window of a trellis, whose codes have 2 to 6 bits.
+constexpr int trellis_field(int bits) { return bits < 4 ? 4 : bits; }
 
 struct Weights {
   size_t rows = 0, columns = 0, group = 0;

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.runtime_ops.dequantize_trellis.spec.op import value_nodes
 from graphopt.runtime_ops.matmul_table.spec.activations import (
     SYMMETRIC,
     WITH_ZERO_POINTS,
@@ -31,15 +32,17 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     x, codes, scales, table, zero_points, bias = inputs
     tape = ir.tape.Tape()
     rows, _, group = sizes = sizes_of(tape)
-    minimums = bool(attributes.get("minimums", 0))
+    flags = {name: bool(attributes.get(name, 0)) for name in ("minimums", "trellis")}
     if activations in WITH_ZERO_POINTS:
-        weight = weight_of(tape, codes, scales, table, zero_points, sizes, minimums=minimums)
+        weight = weight_of(tape, codes, scales, table, zero_points, sizes, **flags)
         x_of_product = range_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), activations, rows, group)
     else:
         mode = choice(tape, "activations", ir.AttributeType.STRING, SYMMETRIC)
         is_bfloat16 = tape.op("Equal", [mode, ints(tape, SYMMETRIC.index("bfloat16"))])
-        values = tape.op("Where", [is_bfloat16, bfloat16_nodes(tape, table), table])
-        weight = weight_of(tape, codes, scales, values, zero_points, sizes, minimums=minimums)
+        # the sums of a trellis are bfloat16 as they are
+        halves = table if flags["trellis"] else bfloat16_nodes(tape, table)
+        values = tape.op("Where", [is_bfloat16, halves, table])
+        weight = weight_of(tape, codes, scales, values, zero_points, sizes, **flags)
         x_of_product = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
     y = tape.op("CastLike", [tape.op("Add", [tape.op("MatMul", [x_of_product, weight]), bias]), x])
     y.name = "y"
@@ -60,12 +63,17 @@ def weight_of(
     zero_points: ir.Value,
     sizes: tuple[ir.Value, ir.Value, ir.Value],
     *,
-    minimums: bool,
+    minimums: bool = False,
+    trellis: bool = False,
 ) -> ir.Value:
     """Return the weight float [rows, columns] that a product multiplies by."""
     rows, columns, _ = sizes
-    indices = tape.op("Cast", [unpack_nodes(tape, codes, rows, columns)], {"to": ir.DataType.INT32})
-    looked_up = tape.op("Gather", [table, indices], {"axis": 0})
+    unpacked = unpack_nodes(tape, codes, rows, columns)
+    if trellis:
+        looked_up = value_nodes(tape, unpacked, columns, table, bits_of_codes(tape, codes))
+    else:
+        indices = tape.op("Cast", [unpacked], {"to": ir.DataType.INT32})
+        looked_up = tape.op("Gather", [table, indices], {"axis": 0})
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
     zeros_of_row = for_each_row(tape, full_zeros, *sizes)
     differences = looked_up if minimums else tape.op("Sub", [looked_up, zeros_of_row])
@@ -94,11 +102,16 @@ def positions_of(tape: ir.tape.Tape, codes: ir.Value, *, maybe_none: bool = Fals
         codes: the packed codes.
         maybe_none: whether T may be 0.
     """
-    bits = tape.op("Div", [tape.op("Shape", [codes], {"start": 2}), ints(tape, 32)])
+    bits = bits_of_codes(tape, codes)
     positions = _plane(tape, codes, bits, WIDTHS[0], maybe_none)
     for width in WIDTHS[1:]:
         positions = tape.op("BitwiseOr", [positions, _plane(tape, codes, bits, width, maybe_none)])
     return positions
+
+
+def bits_of_codes(tape: ir.tape.Tape, codes: ir.Value) -> ir.Value:
+    """Return how many bits each of the packed codes has, int64 [1]."""
+    return tape.op("Div", [tape.op("Shape", [codes], {"start": 2}), ints(tape, 32)])
 
 
 def _plane(tape: ir.tape.Tape, codes: ir.Value, bits: ir.Value, width: int, maybe_none: bool) -> ir.Value:

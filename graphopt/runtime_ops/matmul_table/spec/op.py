@@ -13,12 +13,17 @@ Attributes:
     group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
     activations: string, what x is rounded to, below.
     minimums: int, 1 where zero_points are minimums, in units of W and not of the table; optional, else 0.
+    trellis: int, 1 where codes of 2 to 6 bits are those of a trellis; optional, else 0, and 0 beside minimums. The table
+        is float [2, entries] then, entries = max(16, 2^bits), and the value of a code is what ``DequantizeTrellis`` says,
+        before it is scaled. Each sum of a number of the first row and one of the second is a multiple, of 127 at most,
+        of one power of two from 2^-16 to 2^16, and each number a multiple of 32767 at most.
 
 Output:
     y: the type of x, [..., N]. Column n is lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::
 
         W[k, n] = (table[code[k, n]] - zero_points[t, g, r]) scales[t, g, r]
         W[k, n] = table[code[k, n]] scales[t, g, r] + zero_points[t, g, r]        where minimums is 1
+        W[k, n] = (value[k, n] - zero_points[t, g, r]) scales[t, g, r]            where trellis is 1
         y = round(x) W + bias
 
     float32    round(x) = x
@@ -42,9 +47,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.runtime_ops.dequantize_trellis.spec.op import values_of
 from graphopt.runtime_ops.matmul_table.spec.activations import round_activations, to_bfloat16
 from graphopt.runtime_ops.matmul_table.spec.body import function
-from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
+from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, unpack, untile
 from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA, overload
 from graphopt.runtime_ops.operator import Operator
 
@@ -64,6 +70,7 @@ def reference(
     group: int,
     activations: str,
     minimums: int = 0,
+    trellis: int = 0,
 ) -> Doubles:
     """Return what the operator means: x rounded in float32 arithmetic, everything behind it in float64.
 
@@ -75,9 +82,9 @@ def reference(
         IndexError: a code has no entry in the table.
     """
     products = round_activations(x, group, activations)
-    if activations == "bfloat16":
+    if activations == "bfloat16" and not trellis:
         table = to_bfloat16(table)
-    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums)
+    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = products @ weight + bias.astype(np.float64)
     return y
@@ -92,6 +99,7 @@ def dequantize(
     columns: int,
     group: int,
     minimums: int = 0,
+    trellis: int = 0,
 ) -> Doubles:
     """Return the weight [K, N] that the operator's inputs stand for, exact but for the rounding of float64."""
     scales_GN = untile(scales.astype(np.float64), columns)
@@ -99,7 +107,8 @@ def dequantize(
     if len(scales_GN) != -(-rows // group):
         raise ValueError(f"{rows} rows in groups of {group} have {-(-rows // group)} scales, not {len(scales_GN)}")
     of_row = np.arange(rows) // group
-    values = table.astype(np.float64)[unpack(codes, rows, columns)]
+    indices = unpack(codes, rows, columns)
+    values = values_of(indices, table, bits_of(codes.shape)) if trellis else table.astype(np.float64)[indices]
     zeros, factors = zeros_GN[of_row], scales_GN[of_row]
     weight: Doubles = values * factors + zeros if minimums else (values - zeros) * factors
     return weight

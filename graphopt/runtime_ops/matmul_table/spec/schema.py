@@ -31,18 +31,27 @@ SIZES = dict.fromkeys(("rows", "columns", "group"), ir.AttributeType.INT)
 OPTIONAL = {"minimums": ir.AttributeType.INT}
 """1: zero points are minimums, added behind the scales. 0, and where it is left out: they are zero points."""
 
+PACKED_OPTIONAL = {**OPTIONAL, "trellis": ir.AttributeType.INT}
+"""1: codes are those of a trellis, and there are two tables. 0, and where it is left out: a table has a value a code."""
 
-def overload(*, minimums: int = 0, activations: str = "", **_: Any) -> str:
+
+def overload(*, minimums: int = 0, trellis: int = 0, activations: str = "", **_: Any) -> str:
     """Return the name of the body for a node's attributes, "" for the first of them.
 
-    There are bodies for zero points and for minimums, and of each one more where activations have zero points.
+    There are bodies for zero points, for minimums and for trellises, and of each one more where activations have zero
+    points.
 
     Raises:
-        ValueError: ``minimums`` is neither 0 nor 1.
+        ValueError: ``minimums`` or ``trellis`` is neither 0 nor 1, or both are 1.
     """
-    if minimums not in (0, 1):
-        raise ValueError(f"minimums must be 0 or 1, it is {minimums}")
-    return "_".join((*(("minimums",) if minimums else ()), *(mode for mode in WITH_ZERO_POINTS if mode == activations)))
+    flags = {"minimums": minimums, "trellis": trellis}
+    for name, flag in flags.items():
+        if flag not in (0, 1):
+            raise ValueError(f"{name} must be 0 or 1, it is {flag}")
+    if minimums and trellis:
+        raise ValueError("a trellis has no minimums")
+    modes = (mode for mode in WITH_ZERO_POINTS if mode == activations)
+    return "_".join((*(name for name, flag in flags.items() if flag), *modes))
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
@@ -65,7 +74,7 @@ SCHEMA = Schema(
     inputs=PORTS,
     outputs=(Port("y", Role.DATA, like="x"),),
     attributes={**SIZES, "activations": ir.AttributeType.STRING},
-    optional=OPTIONAL,
+    optional=PACKED_OPTIONAL,
     shapes=lambda shapes, attributes: ((*shapes["x"][:-1], attributes["columns"]),),
     cost=cost,
     coordinates=Coordinates.MULTIPLIES,

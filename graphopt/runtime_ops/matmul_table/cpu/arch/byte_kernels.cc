@@ -1,6 +1,6 @@
 // The kernels of a set of instructions that has products of bytes of its own, and nothing else.
 #include "abi/instructions.h"
-#include "matmul_table/cpu/dispatch.h"
+#include "matmul_table/cpu/trellis.h"
 
 namespace graphopt {
 namespace {
@@ -11,6 +11,7 @@ bool multiplies(const Weights& weights, const Rounded& rounded) {
 
 void gemm(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
   if (!multiplies(weights, rounded)) return kOthers.gemm(weights, rounded, y, first, end);
+  if (weights.table.is_trellis) return gemm_of_trellis(weights, rounded, y, first, end);
   const auto with_filling = gemm_with(weights, rounded, y, first, end);
   choose_bits(weights.bits, [&](auto bits) {
     choose_operand_filling<decltype(bits)::value>(weights, rounded, with_filling);
@@ -22,6 +23,7 @@ void small_m(const Weights& weights, const Rounded& rounded, float* y, size_t fi
   if constexpr (Kernels != nullptr) {
     Kernels->small_m(weights, rounded, y, first, end);
   } else if (multiplies(weights, rounded)) {
+    if (weights.table.is_trellis) return small_m_of_trellis(weights, rounded, y, first, end);
     small_m_of_integers(weights, rounded, y, first, end, gemm);
   } else {
     kOthers.small_m(weights, rounded, y, first, end);

@@ -32,6 +32,7 @@ inline bool sums_runs(const Weights& weights) {
 // What words hold of integers: where `sums_bytes` is false, products of bytes are summed up only where two fit 16 bits.
 inline Words form_of_integers(const Weights& weights, bool is_small_m, bool sums_bytes) {
   const Table& table = weights.table;
+  if (table.is_trellis) return Words::kBytes;
   if (is_small_m && is_minifloat(table, weights.bits)) return Words::kBytes;
   if (is_small_m && table.wide && weights.bits >= 3 && weights.bits <= 5) return Words::kFours;
   return table.wide || (!sums_bytes && table.most > 128) ? Words::kPairs : Words::kBytes;

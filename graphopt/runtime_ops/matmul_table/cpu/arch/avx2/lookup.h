@@ -66,5 +66,14 @@ class LookUp {
   __m256i rows_[kRows];
 };
 
+// What the lanes `Count` columns to the right hold, in a circle.
+template <int Count>
+GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line) {
+  const __m256i left = reinterpret_cast<__m256i>(line.part[0]), right = reinterpret_cast<__m256i>(line.part[1]);
+  const __m256i inner = _mm256_permute2x128_si256(left, right, 0x21), outer = _mm256_permute2x128_si256(left, right, 3);
+  return {{reinterpret_cast<Bytes::Part>(_mm256_alignr_epi8(inner, left, 4 * Count)),
+           reinterpret_cast<Bytes::Part>(_mm256_alignr_epi8(outer, right, 4 * Count))}};
+}
+
 }  // namespace
 }  // namespace graphopt

@@ -5,8 +5,24 @@
 namespace graphopt {
 namespace {
 
+// Signed bytes, none of them -128: their signs go to x, so that two products fit 16 bits.
+struct SignedBytes : ByLines<SignedBytes> {
+  static constexpr size_t kLines = 4;
+  static constexpr bool kFromZero = true;
+  using Sum = Integers;
+  static GRAPHOPT_FORCE_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
+    const __m256i x = _mm256_set1_epi32(static_cast<int>(word)), magnitudes = _mm256_abs_epi8(x);
+    return by_parts<Sum>([&](size_t i) __attribute__((always_inline)) {
+      const __m256i signed_bytes = _mm256_sign_epi8(reinterpret_cast<__m256i>(line.part[i]), x);
+      const __m256i pairs = _mm256_maddubs_epi16(magnitudes, signed_bytes);
+      return sum.part[i] + reinterpret_cast<Sum::Part>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    });
+  }
+};
+
 struct Int16 : ByLines<Int16> {
   static constexpr size_t kLines = 8;
+  static constexpr bool kFromZero = false;
   using Sum = Integers;
   static GRAPHOPT_FORCE_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     return dot_pairs(sum, line, word);
@@ -16,6 +32,7 @@ struct Int16 : ByLines<Int16> {
 // Bytes of 32 at most: eight products of them fit 16 bits, and those of a unit are summed up there.
 struct Int8Runs {
   static constexpr size_t kLines = 4;
+  static constexpr bool kFromZero = false;
   using Sum = Integers;
 
   template <size_t Width, size_t kSides>
@@ -60,6 +77,7 @@ struct Int8Runs {
 template <typename WithProduct>
 void choose_product(const Weights& weights, const Rounded& rounded, const WithProduct& with_product) {
   if (rounded.form == Words::kFloats) return with_product(static_cast<Float*>(nullptr), std::false_type());
+  if (weights.table.is_trellis) return with_product(static_cast<SignedBytes*>(nullptr), std::false_type());
   if (rounded.form == Words::kPairs) return with_product(static_cast<Int16*>(nullptr), std::false_type());
   if (weights.table.most <= 32) return with_product(static_cast<Int8Runs*>(nullptr), std::false_type());
   with_product(static_cast<Int8<true>*>(nullptr), std::false_type());

@@ -24,6 +24,9 @@ inline Words form_of_integers(const Weights& weights, bool is_small_m) {
   return form_of_integers(weights, is_small_m, kSumsBytes);
 }
 
+// What multiplies the bytes of a trellis.
+using TrellisProduct = Int8<false>;
+
 // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
 template <typename Operand, size_t Width>
 constexpr size_t kSumsOf = Operand::kSums;

@@ -8,6 +8,7 @@ namespace {
 // Two rows of x times two columns at a time, 8 numbers of each: those of two lines.
 struct Int8Matrices {
   static constexpr size_t kLines = 4;
+  static constexpr bool kFromZero = false;
   using Sum = Integers;
 
   template <size_t Width, size_t kSides>

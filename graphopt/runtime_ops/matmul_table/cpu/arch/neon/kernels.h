@@ -23,6 +23,9 @@ inline size_t small_m_rows(const Weights& weights) {
 // What words hold of integers.
 inline Words form_of_integers(const Weights&, bool) { return Words::kBytes; }
 
+// What multiplies the bytes of a trellis.
+using TrellisProduct = Int8<false>;
+
 // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
 template <typename Operand, size_t Width>
 constexpr size_t kSumsOf = Width < 2 ? 2 : 1;

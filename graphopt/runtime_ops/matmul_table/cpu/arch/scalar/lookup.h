@@ -29,5 +29,14 @@ class LookUp {
   const uint8_t* table_ = nullptr;
 };
 
+// What the lanes `Count` columns to the right hold, in a circle.
+template <int Count>
+GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line) {
+  uint8_t twice[2 * kLine];
+  store_line(twice, line);
+  store_line(twice + kLine, line);
+  return load_line<Bytes>(twice + 4 * Count);
+}
+
 }  // namespace
 }  // namespace graphopt
