@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import onnx
 
-from graphopt.analysis.structure.product_codes import dequantize_of, feeds_lookups
+from graphopt.analysis.structure.product_codes import dequantize_of, feeds_lookups, is_dequantize
 from graphopt.analysis.structure.products import reads_packed
 from graphopt.errors import VerificationError
 from graphopt.graph.onnx_file import NEWEST_OPSET
 from graphopt.runtime_ops import DOMAIN, calls_of
-from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
 from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -152,9 +151,8 @@ def _packed_nodes(model: ir.Model) -> Iterator[ir.Node]:
 
 
 def _codes_elsewhere(model: ir.Model) -> Iterator[ir.Node]:
-    kinds = (("", "DequantizeLinear"), (DOMAIN, DEQUANTIZE.name))
     for node in model.graph.all_nodes():
-        if (node.domain, node.op_type) in kinds and not _is_looked_up(node):
+        if is_dequantize(node) and not _is_looked_up(node):
             output = node.outputs[0]
             if output.is_graph_output() or not all(
                 feeds_lookups(use.node) or (use.idx == 1 and dequantize_of(use.node) is node) for use in output.uses()

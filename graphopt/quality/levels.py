@@ -122,7 +122,7 @@ def grid_of(node: ir.Node) -> Grid | None:
     ports = zip(signature.inputs, reader.inputs, strict=False)
     arrays = {port.role: _numbers(value) for port, value in ports if not port.is_absent(value)}
     codes, scales, table, zeros = (arrays.get(role) for role in (Role.CODES, Role.SCALES, Role.TABLE, Role.ZERO_POINTS))
-    if codes is None or scales is None:
+    if codes is None or scales is None or (table is not None and table.ndim > 1):  # of a trellis
         return None
     if is_packed:
         rows, columns = (reader.attributes.get_int(name, 0) for name in ("rows", "columns"))

@@ -2,6 +2,7 @@
 
     y = MatMul(x, DequantizeLinear(codes, scales, zero points))                     where ONNX and onnxruntime have it
     y = MatMul(x, ai.graphopt::Dequantize(codes, scales, table, zero points))       anywhere else
+    y = MatMul(x, ai.graphopt::DequantizeTrellis(codes, scales, tables))            codes of a trellis
     y = MatMul(ai.graphopt::RoundActivations(x), ...)                               where x is rounded to few bits
 
     e = Gather(Transpose(W), ids)                 where W, one of these matrices, is a tied token embedding too
@@ -47,7 +48,8 @@ class StoredCodes:
         scales: [groups, N].
         zero_points: [groups, N], or ``None`` where there are none: codes like ``codes`` where ``table`` is a format,
             else numbers in units of the table, or minimums.
-        table: what the codes mean: a format that ONNX has a type for, or an initializer float [entries].
+        table: what the codes mean: a format that ONNX has a type for, or an initializer float [entries], of a trellis
+            [2, entries].
         group: rows that share a scale.
     """
 
@@ -64,6 +66,11 @@ class StoredCodes:
         return not self.reader.domain
 
     @property
+    def is_trellis(self) -> bool:
+        """Whether what a code means depends on its neighbours."""
+        return is_trellis(self.reader)
+
+    @property
     def minimums(self) -> bool:
         """Whether zero points are minimums, added behind the scales."""
         return self.reader.attributes.get_int("minimums", 0) == 1
@@ -77,7 +84,7 @@ class StoredCodes:
 
     @property
     def values(self) -> npt.NDArray[np.float32]:
-        """The value of each code."""
+        """The value of each code; of a trellis its two tables."""
         if isinstance(self.table, Format):
             return self.table.operands["table"]
         assert self.table.const_value is not None
@@ -86,6 +93,8 @@ class StoredCodes:
     @property
     def bits(self) -> int:
         """Bits that a code takes."""
+        if self.is_trellis:
+            return self.reader.attributes.get_int("bits", 0)
         return max(1, (len(self.values) - 1).bit_length())
 
 
@@ -119,7 +128,7 @@ def feeds_lookups(node: ir.Node) -> bool:
 
 def is_dequantize(node: ir.Node) -> bool:
     """Return whether ``node`` makes numbers of codes."""
-    return (node.domain, node.op_type) in (("", "DequantizeLinear"), (DOMAIN, DEQUANTIZE.name))
+    return (node.domain, node.op_type) in (("", "DequantizeLinear"), (DOMAIN, DEQUANTIZE.name)) or is_trellis(node)
 
 
 def is_trellis(node: ir.Node) -> bool:
@@ -182,10 +191,12 @@ def _standard(reader: ir.Node, codes: ir.Value, scales: ir.Value, zero_points: i
 def _own_codes(
     reader: ir.Node, codes: ir.Value, scales: ir.Value, table: ir.Value | None, zero_points: ir.Value | None
 ) -> StoredCodes:
-    assert table is not None and zero_points is not None and zero_points.const_value is not None
-    assert scales.const_value is not None
+    assert table is not None and scales.const_value is not None
+    group = reader.attributes.get_int("group", 0)
+    if zero_points is None:
+        return StoredCodes(reader, codes, scales, None, table, group)
+    assert zero_points.const_value is not None
     placeholder = tuple(zero_points.const_value.shape.numpy()) != tuple(scales.const_value.shape.numpy()) or (
         zero_points.const_value.size == 1 and not zero_points.const_value.numpy().any()
     )
-    group = reader.attributes.get_int("group", 0)
     return StoredCodes(reader, codes, scales, None if placeholder else zero_points, table, group)

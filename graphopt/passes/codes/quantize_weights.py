@@ -32,7 +32,6 @@ from graphopt.quantization.rounding.lazy_codes import quantized
 from graphopt.quantization.rounding.methods import method_of
 from graphopt.quantization.rounding.methods.nearest import NEAREST
 from graphopt.quantization.rounding.scales import Scale
-from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -254,8 +253,7 @@ class QuantizeWeights(Pass):
             put_beside(graph, node, weight, (branch[0], branch[1]), ledger)
         drop(graph, weight)
         activations = self.activations or "int8"
-        has_kernel = format.operator == DEQUANTIZE.name  # which rounds its input
-        if not standard and has_kernel and activations != "float32":
+        if not standard and activations != "float32":
             round_input(graph, node, {"activations": activations, "group": group, "clip": 1.0}, ledger)
 
 

@@ -17,6 +17,7 @@ from graphopt.passes.common.leveled_scales import join_levels
 from graphopt.passes.common.logical_codes import columns_of, dequantize
 from graphopt.passes.common.table_layout import UnpackCodes, UntileScales
 from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
+from graphopt.runtime_ops.matmul_table.spec.packing import bits_of
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
@@ -27,6 +28,7 @@ UNPACKED_LOOKUP = Rule("unpack.unpacked-lookup", "{op_type} as a Gather of the c
 NO_PRODUCT_READS = Rule("unpack.alone", "no product that is unpacked reads its codes")
 NOT_CONSTANT = Rule("unpack.not-constant", "its codes, scales, table or zero points are no constants")
 NOT_FLOAT = Rule("unpack.not-float", "it computes in {type}, and dequantized codes are float")
+HAS_ZERO_POINTS = Rule("unpack.zero-points", "it has zero points, which the logical form of a trellis has not")
 HAS_BIAS = Rule("unpack.biased", "it has a bias, which the logical form has not")
 
 
@@ -98,6 +100,8 @@ def _refusal(node: ir.Node) -> Fact | None:
         return NOT_CONSTANT()
     if x.dtype not in (None, ir.DataType.FLOAT):
         return NOT_FLOAT(type=str(x.dtype))
+    if node.attributes.get_int("trellis", 0) and not _is_absent(node, "zero_points"):
+        return HAS_ZERO_POINTS()
     bias = constants_of_node["bias"].const_value
     assert bias is not None
     return None if _is_absent(node, "bias") and not bias.numpy().any() else HAS_BIAS()
@@ -108,12 +112,14 @@ def _logical(graph: ir.Graph, node: ir.Node) -> ir.Node:
     rows, columns, group = (node.attributes.get_int(name, 0) for name in ("rows", "columns", "group"))
     constants_of_node = _constants(node)
     codes, scales, points = constants_of_node["codes"], constants_of_node["scales"], constants_of_node["zero_points"]
+    table = constants_of_node["table"]
+    assert codes.const_value is not None
     reader = dequantize(
         graph,
         node,
         _unpack_value(graph, codes, UnpackCodes(expression_of(codes.const_value), rows, columns)),
         _unpack_value(graph, scales, UntileScales(expression_of(scales.const_value), columns)),
-        constants_of_node["table"],
+        (table, bits_of(codes.const_value.shape.numpy())) if node.attributes.get_int("trellis", 0) else table,
         None
         if _is_absent(node, "zero_points")
         else _unpack_value(graph, points, UntileScales(expression_of(points.const_value), columns)),
@@ -139,7 +145,7 @@ def _is_lookup(node: ir.Node) -> bool:
 
 def _reads_as(lookup: ir.Node, node: ir.Node) -> bool:
     names = [name for name in schema_of(lookup).input_names if name in schema_of(node).input_names]
-    sizes = ("rows", "columns", "group", "minimums")
+    sizes = ("rows", "columns", "group", "minimums", "trellis")
     return all(port(lookup, name) is port(node, name) for name in names) and all(
         lookup.attributes.get_int(name, 0) == node.attributes.get_int(name, 0) for name in sizes
     )

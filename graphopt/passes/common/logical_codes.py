@@ -8,12 +8,14 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.editing import name_output, shared_constant
-from graphopt.numerics.formats import Format
 from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
+from graphopt.runtime_ops.dequantize_trellis.spec.op import DEQUANTIZE_TRELLIS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from graphopt.numerics.formats import Format
 
 
 def dequantize(
@@ -21,7 +23,7 @@ def dequantize(
     product: ir.Node,
     codes: ir.Value,
     scales: ir.Value,
-    meaning: Format | ir.Value,
+    meaning: Format | ir.Value | tuple[ir.Value, int],
     zero_points: ir.Value | None,
     group: int,
     *,
@@ -34,17 +36,20 @@ def dequantize(
         product: what is to read it.
         codes: [K, N].
         scales: [groups, N].
-        meaning: the format, or the value of each code.
+        meaning: the format, or the value of each code, or the tables of a trellis and the bits of its codes.
         zero_points: [groups, N], in the type of ``scales``; ``None`` for none.
         group: rows that share a scale.
         minimums: whether zero points are minimums, added behind the scales.
     """
     attributes = {"group": group, **({"minimums": 1} if minimums else {})}
-    operands = {"table": meaning} if isinstance(meaning, ir.Value) else _operands(graph, meaning)
-    operator = DEQUANTIZE if isinstance(meaning, ir.Value) else OPERATORS[meaning.operator]
+    if isinstance(meaning, tuple):
+        operator, operands, bits = DEQUANTIZE_TRELLIS, {"tables": meaning[0]}, meaning[1]
+    elif isinstance(meaning, ir.Value):
+        operator, operands, bits = DEQUANTIZE, {"table": meaning}, 0
+    else:
+        operator, operands, bits = OPERATORS[meaning.operator], _operands(graph, meaning), meaning.bits
     if "bits" in operator.schema.attributes:
-        assert isinstance(meaning, Format)
-        attributes["bits"] = meaning.bits
+        attributes["bits"] = bits
     if "zero_points" in operator.schema.input_names:
         operands["zero_points"] = zero_points or _no_zero_points(graph, scales)
     inputs: dict[str, ir.Value | None] = {"codes": codes, "scales": scales, **operands}

@@ -14,7 +14,6 @@ from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_
 from graphopt.numerics.formats import Format
 from graphopt.passes.common.table_layout import PackCodes, TileScales
 from graphopt.quantization.rounding.expressions import CodeIndices
-from graphopt.runtime_ops import OPERATORS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +29,8 @@ class PackedMatrix:
 
     Attributes:
         inputs: codes, scales, table, zero points and bias.
-        attributes: rows and columns of the matrix, rows that share a scale, and whether zero points are minimums.
+        attributes: rows and columns of the matrix, rows that share a scale, and whether zero points are minimums or
+            codes those of a trellis.
     """
 
     inputs: tuple[ir.Value, ...]
@@ -81,28 +81,8 @@ def pack_matrix(graph: ir.Graph, codes: StoredCodes) -> PackedMatrix:
     )
     rows, columns = codes.shape
     sizes = {"rows": rows, "columns": columns, "group": codes.group}
-    return PackedMatrix(inputs, {**sizes, "minimums": 1} if codes.minimums else sizes)
-
-
-def unpacked_trellis(graph: ir.Graph, reader: ir.Node) -> ir.Node:
-    """Return the ``UnpackTrellis`` that means what the ``DequantizeTrellis`` ``reader`` does, with packed codes.
-
-    Scales become float16 where each of them is one. The old codes and scales leave the graph.
-    """
-    codes, scales, tables = (value for value in reader.inputs if value is not None)
-    assert codes.const_value is not None and scales.const_value is not None
-    rows, columns = codes.const_value.shape.numpy()
-    dtype = ir.DataType.FLOAT16 if _all_half(scales) else ir.DataType.FLOAT
-    tensors = {
-        codes: WeightTensor(PackCodes(expression_of(codes.const_value), reader.attributes.get_int("bits", 0))),
-        scales: WeightTensor(TileScales(expression_of(scales.const_value), dtype)),
-    }
-    for value in tensors:
-        if len(value.uses()) == 1:
-            del graph.initializers[value.name or ""]
-    parts = [new_weight(graph, value.name or "", tensor) for value, tensor in tensors.items()]
-    attributes = {"rows": rows, "columns": columns, "group": reader.attributes.get_int("group", 0)}
-    return OPERATORS["UnpackTrellis"].node([*parts, tables], attributes, name=reader.name)
+    flags = {"minimums": codes.minimums, "trellis": codes.is_trellis}
+    return PackedMatrix(inputs, sizes | {name: 1 for name, flag in flags.items() if flag})
 
 
 def packed_tensors(matrix_codes: StoredCodes, dtype: ir.DataType) -> dict[str, ir.TensorProtocol]:

@@ -14,7 +14,6 @@ from graphopt.analysis.structure.product_codes import (
     column_lookups,
     dequantize_of,
     is_dequantize,
-    is_trellis,
     rounding_of,
     stored_codes,
 )
@@ -25,9 +24,10 @@ from graphopt.passes.base import Pass
 from graphopt.passes.common.formats import Activations
 from graphopt.passes.common.fusible import keep_fusible
 from graphopt.passes.common.lookups import gather_packed, gather_standard, lookups_of
-from graphopt.passes.common.packing import PackedMatrix, pack_matrix, unpacked_trellis
+from graphopt.passes.common.packing import PackedMatrix, pack_matrix
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.costs import Choice, Costs, estimate, shipped_costs
+from graphopt.runtime_ops.dequantize_trellis.spec.op import are_bytes
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
 from graphopt.util.targets import InstructionSet, Target
@@ -50,10 +50,6 @@ PACKED_DYNAMIC = Rule(
     rotation=", {rotation} inside",
     wide=_WIDE,
 )
-TRELLIS = Rule(
-    "lower.trellis",
-    "a trellis of {bits} bits, which no kernel reads yet: onnxruntime makes floats of it when it loads the model",
-)
 PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
 NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads float")
 
@@ -68,7 +64,7 @@ class Lower(Pass):
         y1 = MatMul(RoundActivations(x; activations, group), Dequantize(codes, scales, table, zero points; group))
         y2 = MatMul(RoundActivations(Hadamard(x, left, right); bits per token, clip), ...)
         y3 = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
-        y4 = MatMul(x, DequantizeTrellis(codes, scales, tables; bits, group))
+        y4 = MatMul(x, DequantizeTrellis(codes, scales, tables; bits, group))             likewise
         e = Gather(Transpose(W), ids)                   W, the matrix of one of these products
 
     after::
@@ -76,7 +72,7 @@ class Lower(Pass):
         y1 = ai.graphopt::MatMulTable(x, packed codes, scales, table, zero points, 0; group, activations)
         y2 = ai.graphopt::MatMulDynamic(x, packed codes, ..., 0, left, right; group, bits, clip)
         y3 = MatMul(x, DequantizeLinear(...))  or  ai.graphopt::MatMulTable(x, ...; activations)
-        y4 = MatMul(x, ai.graphopt::UnpackTrellis(packed codes, scales, tables; rows, columns, group))
+        y4 = ai.graphopt::MatMulTable(x, packed codes, scales, tables, 0, 0; group, activations, trellis)
         e = ai.graphopt::GatherTable(ids, packed codes, scales, table, zero points)  or  standard operators of codes
         Max(y3, 0) for Relu(y3), and a reshape between two DequantizeLinear of one product: see ``fusible``
 
@@ -130,12 +126,8 @@ class Lower(Pass):
         ledger = context.ledger
         for node in coded_nodes(model.graph):
             codes, rounding = stored_codes(node), rounding_of(node)
-            if isinstance(codes, StoredCodes) and codes.minimums and self.target == "ort-cuda":
-                raise InputError(
-                    "kernels on GPUs know no minimums, which a weight of the node has",
-                    node=node.name,
-                    remedy="apply the recipe with --target ort-cuda from the start: keep_codes makes zero points then",
-                )
+            if isinstance(codes, StoredCodes):
+                self._check_kernel(node, codes)
             if rounding is not None:
                 self._lower_rounded(model.graph, node, _require_codes(node, codes), rounding, ledger)
             elif isinstance(codes, Fact):
@@ -146,10 +138,6 @@ class Lower(Pass):
                 self._choose(model.graph, node, codes, ledger)
             if not isinstance(codes, Fact) and column_lookups(codes.reader):
                 gather_standard(model.graph, codes, ledger, node.name or "?")
-        for node in [node for node in model.graph if is_trellis(node)]:
-            matrix = unpacked_trellis(model.graph, node)
-            replace(node, matrix)
-            ledger.changed(matrix, TRELLIS(bits=node.attributes.get_int("bits", 0)), [node])
         standard = [node for node in model.graph if dequantize_of(node) is not None]
         keep_fusible(model.graph, standard, ledger)
 
@@ -161,6 +149,29 @@ class Lower(Pass):
             raise ir.passes.PostconditionError(
                 f"{self.name} left {remaining[0].op_type} {remaining[0].name}: "
                 "it stands in front of no product with stored codes"
+            )
+
+    def _check_kernel(self, node: ir.Node, codes: StoredCodes) -> None:
+        """Refuse what the target, or every kernel, cannot read."""
+        if codes.minimums and self.target == "ort-cuda":
+            raise InputError(
+                "kernels on GPUs know no minimums, which a weight of the node has",
+                node=node.name,
+                remedy="apply the recipe with --target ort-cuda from the start: keep_codes makes zero points then",
+            )
+        if not codes.is_trellis:
+            return
+        if self.target == "ort-cuda":
+            raise InputError(
+                f"kernels on GPUs know no trellises, which a weight of the node is: codes of {codes.bits} bits",
+                node=node.name,
+                remedy=f"choose --target ort-cpu, or a table of as many bits, such as nl{codes.bits}",
+            )
+        if not are_bytes(codes.values, codes.bits):
+            raise InputError(
+                f"kernels multiply sums of a trellis as bytes, and those of the node's {codes.bits} bits are none",
+                node=node.name,
+                remedy="round both tables to multiples of one power of two, whose sums are 127 of it at most",
             )
 
     def _choose(self, graph: ir.Graph, node: ir.Node, codes: StoredCodes, ledger: Ledger) -> None:

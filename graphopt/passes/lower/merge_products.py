@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure.product_codes import NOT_CONSTANT, NOT_IN_ROWS, coded_nodes, dequantize_of
+from graphopt.analysis.structure.product_codes import NOT_CONSTANT, NOT_IN_ROWS, coded_nodes, dequantize_of, is_trellis
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import clone_node, remove, shared_constant, take_place
 from graphopt.graph.weights import Concat, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass
 from graphopt.runtime_ops import signature_of
+from graphopt.runtime_ops.matmul_table.spec.packing import TILE
 from graphopt.util.targets import Target
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ SPLIT = Rule("merge_products.split", "the columns of {products}")
 DIFFER = Rule(
     "merge_products.differ",
     "the other products of {input} differ in format, group, scales, zero points or in what they round their input to",
+)
+SHORT_TILE = Rule(
+    "merge_products.short-tile", "its trellis has {columns} columns, which are no whole circles of {tile}"
 )
 READ_TWICE = Rule("merge_products.read-twice", "its weight is read elsewhere too, and would be stored twice")
 
@@ -97,6 +101,8 @@ def _product(node: ir.Node) -> _Product | Fact:
         return NOT_CONSTANT()
     if len(codes.uses()) > 1 or len(reader.outputs[0].uses()) > 1:
         return READ_TWICE()
+    if is_trellis(reader) and _shape(codes)[1] % TILE:  # what is joined to its last tile would be in its circle
+        return SHORT_TILE(columns=_shape(codes)[1], tile=TILE)
     of_rows = not reader.attributes.get_int("axis", 0) % 2 and all(len(_shape(value)) == 2 for value in constants)
     if not reader.domain and not of_rows:  # as MatMulNBits wants it
         return NOT_IN_ROWS()

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 
 from graphopt.passes.phases import CANONICAL_OPSETS
 from graphopt.runtime_ops.dequantize.spec.op import reference as dequantized
+from graphopt.runtime_ops.dequantize_trellis.spec.op import values_of
 from graphopt.runtime_ops.gather_table.spec.op import GATHER_TABLE, reference
-from graphopt.runtime_ops.matmul_table.spec.packing import pack, tile, unpack, untile
+from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, pack, tile, unpack, untile
 from tests.native import needs_library
 from tests.runtime_ops.bodies import run_body
 from tests.runtime_ops.gather_table.honest import honest
@@ -68,8 +69,13 @@ def test_a_column_is_that_of_the_logical_matrix_to_the_last_bit(case: Case) -> N
     ids, codes, scales, table, points = arrays(case)
     sizes = case.attributes
     full = untile(np.broadcast_to(points, scales.shape), sizes["columns"])
-    logical = (unpack(codes, sizes["rows"], sizes["columns"]), untile(scales, sizes["columns"]), table, full)
-    matrix = dequantized(*logical, sizes["group"], sizes.get("minimums", 0))
+    indices, factors = unpack(codes, sizes["rows"], sizes["columns"]), untile(scales, sizes["columns"])
+    if sizes.get("trellis", 0):
+        of_row = np.arange(sizes["rows"]) // sizes["group"]
+        values = values_of(indices, table, bits_of(codes.shape))
+        matrix = (values - full[of_row].astype(np.float32)) * factors[of_row].astype(np.float32)
+    else:
+        matrix = dequantized(indices, factors, table, full, sizes["group"], sizes.get("minimums", 0))
     np.testing.assert_array_equal(reference(*arrays(case), **sizes), matrix.T[ids])
 
 

@@ -30,7 +30,12 @@ def packed_weights(draw: st.DrawFn, random: np.random.Generator) -> tuple[dict[s
         "zero_points": Tensor((random.standard_normal(zero_points) * (zero_points[0] > 1)).astype(dtype), where),
         "bias": Tensor(random.standard_normal(columns).astype(np.float32), where),
     }
-    return inputs, {"rows": rows, "columns": columns, "group": group, **draw(minimums)}
+    sizes_of_node = {"rows": rows, "columns": columns, "group": group}
+    if bits in range(2, 7) and draw(st.booleans()):
+        entries = max(16, entries)
+        inputs["table"] = Tensor((random.integers(-63, 64, (2, entries)) / 32).astype(np.float32), where)
+        return inputs, {**sizes_of_node, "trellis": 1}
+    return inputs, {**sizes_of_node, **draw(minimums)}
 
 
 @st.composite

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from graphopt.numerics.formats.steps import integer_step
 from graphopt.runtime_ops.dequantize_trellis.spec.schema import SCHEMA
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE
 from graphopt.runtime_ops.operator import DOMAIN, Operator
@@ -137,6 +138,19 @@ def values_of(codes: npt.NDArray[np.uint8], tables: Floats, bits: int) -> npt.ND
             window = stream >> (CODES * bits - 2 * field)
             values[:, begin + column] = tables[0, window >> field] + tables[1, window & (entries - 1)]
     return values
+
+
+def are_bytes(tables: Floats, bits: int) -> bool:
+    """Return whether ``MatMulTable`` takes such tables: its definition says which sums are bytes."""
+    if bits not in range(2, 7) or tables.shape != (2, max(16, 2**bits)):
+        return False
+    divisor = integer_step(tables.ravel().tolist(), np.inf)
+    assert divisor is not None
+    numerator, denominator = divisor.as_integer_ratio()
+    step = (numerator & -numerator) / denominator
+    heads, tails = tables.astype(np.float64) / step
+    largest = max(heads.max() + tails.max(), -heads.min() - tails.min())
+    return bool(2**-16 <= step <= 2**16 and np.abs(tables).max() <= 32767 * step and largest <= 127)
 
 
 DEQUANTIZE_TRELLIS = Operator(SCHEMA, function, reference)

@@ -49,24 +49,44 @@ struct Planes {
   }
 };
 
+// The value of a code of a trellis: the codes of the window are those of the next `width` columns, in a circle.
+float trellis_value(const Weights& weights, const TableInput& table, const Planes& planes, const uint8_t* unit,
+                    size_t lane, size_t width, size_t j, size_t i) {
+  const int field = trellis_field(weights.bits), codes = (2 * field + weights.bits - 1) / weights.bits;
+  int stream = 0;
+  for (int k = 0; k < codes; ++k) {
+    stream = stream << weights.bits | planes.code(unit, (lane + static_cast<size_t>(k)) % width, j, i);
+  }
+  const int window = stream >> (codes * weights.bits - 2 * field);
+  return table.values[window >> field] + table.values[table.entries + (window & ((1 << field) - 1))];
+}
+
 template <typename Scale>
 struct Column {
   const Scale *scales, *zero_points;  // of the tile and lane, 16 apart; no zero points: null
   const uint8_t* codes;               // of the tile
-  size_t lane;
+  size_t lane, width;                 // of the tile
 
   // Returns the largest code that has no entry in the table, 0 where all have one.
   int write(const Weights& weights, const TableInput& table, const Planes& planes, float* y) const {
     int unknown_code = 0;
     for (size_t row = 0; row < weights.rows; ++row) {
-      const int code = planes.code(codes + row / 16 * weights.unit_bytes(), lane, row % 16 / 4, row % 4);
-      if (static_cast<size_t>(code) >= table.entries) {
-        unknown_code = code > unknown_code ? code : unknown_code;
-        continue;
+      const uint8_t* const unit = codes + row / 16 * weights.unit_bytes();
+      const size_t j = row % 16 / 4, i = row % 4;
+      float value = 0;
+      if (table.is_trellis) {
+        value = trellis_value(weights, table, planes, unit, lane, width, j, i);
+      } else {
+        const int code = planes.code(unit, lane, j, i);
+        if (static_cast<size_t>(code) >= table.entries) {
+          unknown_code = code > unknown_code ? code : unknown_code;
+          continue;
+        }
+        value = table.values[code];
       }
       const size_t group = row / weights.group;
       const float zero = zero_points ? number<float>(zero_points[16 * group]) : 0;
-      const float value = table.values[code], scale = number<float>(scales[16 * group]);
+      const float scale = number<float>(scales[16 * group]);
       y[row] = weights.minimums ? value * scale + zero : (value - zero) * scale;
     }
     return unknown_code;
@@ -134,7 +154,8 @@ struct Call {
   int write_column(size_t column, const Scale* scales, const Scale* zero_points, float* to) const {
     const size_t tile = column / 16, lane = column % 16, offset = 16 * tile * weights.groups() + lane;
     const uint8_t* const codes = weights.codes + tile * weights.tile_bytes();
-    const Column<Scale> source{scales + offset, zero_points ? zero_points + offset : nullptr, codes, lane};
+    const size_t left = weights.columns - 16 * tile, width = left < 16 ? left : 16;
+    const Column<Scale> source{scales + offset, zero_points ? zero_points + offset : nullptr, codes, lane, width};
     return source.write(weights, kernel->table, planes, to);
   }
 };

@@ -50,8 +50,8 @@ LEVELS = {8: 127, 4: 7}
 def function(opset: int, **attributes_of_node: Any) -> ir.Function:
     """Return the body: Hadamard, the rounding, MatMulTable. It needs the bodies of both beside it.
 
-    With minimums or a trellis it is a MatMul: onnxruntime finds no overload of MatMulTable from within a body. Whether there is a
-    rotation at all is folded when onnxruntime loads the model.
+    With minimums or a trellis it is a MatMul: onnxruntime finds no overload of MatMulTable from within a body. Whether
+    there is a rotation at all is folded when onnxruntime loads the model.
     """
     name = overload(**attributes_of_node)
     inputs = [ir.Value(name=name) for name in SCHEMA.input_names]

@@ -13,10 +13,10 @@ Attributes:
     group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
     activations: string, what x is rounded to, below.
     minimums: int, 1 where zero_points are minimums, in units of W and not of the table; optional, else 0.
-    trellis: int, 1 where codes of 2 to 6 bits are those of a trellis; optional, else 0, and 0 beside minimums. The table
-        is float [2, entries] then, entries = max(16, 2^bits), and the value of a code is what ``DequantizeTrellis`` says,
-        before it is scaled. Each sum of a number of the first row and one of the second is a multiple, of 127 at most,
-        of one power of two from 2^-16 to 2^16, and each number a multiple of 32767 at most.
+    trellis: int, 1 where codes of 2 to 6 bits are those of a trellis; optional, else 0, and 0 beside minimums. The
+        table is float [2, entries] then, entries = max(16, 2^bits), and the value of a code is what
+        ``DequantizeTrellis`` says, before it is scaled. Each sum of a number of the first row and one of the second is
+        a multiple, of 127 at most, of one power of two from 2^-16 to 2^16, and each number a multiple of 32767 at most.
 
 Output:
     y: the type of x, [..., N]. Column n is lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::

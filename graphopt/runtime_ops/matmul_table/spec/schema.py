@@ -32,7 +32,7 @@ OPTIONAL = {"minimums": ir.AttributeType.INT}
 """1: zero points are minimums, added behind the scales. 0, and where it is left out: they are zero points."""
 
 PACKED_OPTIONAL = {**OPTIONAL, "trellis": ir.AttributeType.INT}
-"""1: codes are those of a trellis, and there are two tables. 0, and where it is left out: a table has a value a code."""
+"""trellis is 1: codes are those of a trellis, with two tables. 0, and where it is left out: each code has a value."""
 
 
 def overload(*, minimums: int = 0, trellis: int = 0, activations: str = "", **_: Any) -> str:

@@ -1,1 +1,0 @@
-"""What the operator means: types, shapes, body, reference, frozen vectors."""
