@@ -28,36 +28,37 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     # a lookup in 0, 1, 2, ...: it counts negative columns from the end, and refuses those that the last tile pads
     numbers = tape.op("Gather", [_count(tape, columns), tape.op("Reshape", [ids, ints(tape, -1)])], {"axis": 0})
     tile, lane = (tape.op(op_type, [numbers, ints(tape, TILE)]) for op_type in ("Div", "Mod"))
+    own_lane = tape.op("Unsqueeze", [lane, ints(tape, 1)])
 
     def of_lane(whole: ir.Value, perm: list[int], lane: ir.Value) -> ir.Value:
-        """Return a lane of the tile of each column, from the tiles with the axis of lanes moved to the front."""
-        index = tape.op("Unsqueeze", [lane, ints(tape, 1)])
-        return tape.op("GatherND", [tape.op("Transpose", [whole], {"perm": perm}), index], {"batch_dims": 1})
+        """Return a lane [n, 1] of the tile of each column, from the tiles with the axis of lanes moved to the front."""
+        return tape.op("GatherND", [tape.op("Transpose", [whole], {"perm": perm}), lane], {"batch_dims": 1})
 
     units = tape.op(
         "Reshape", [positions_of(tape, _tiles(tape, codes, tile), maybe_none=True), ints(tape, 0, 0, 4, TILE, 4)]
     )
-    padded_rows = tape.op("Mul", [tape.op("Shape", [codes], {"start": 1, "end": 2}), ints(tape, TILE)])
-    shape_of_codes = tape.op("Concat", [tape.op("Shape", [numbers]), padded_rows], {"axis": 0})
 
     def indices_of(lane: ir.Value) -> ir.Value:
         """Return the codes of a lane of the tile of each column, int32 [n, K]."""
         in_order = of_lane(units, [0, 3, 1, 2, 4], lane)  # n, u, j, r, i -> n, r, u, j, i
+        padded_rows = tape.op("Mul", [tape.op("Shape", [codes], {"start": 1, "end": 2}), ints(tape, TILE)])
+        shape_of_codes = tape.op("Concat", [tape.op("Shape", [numbers]), padded_rows], {"axis": 0})
         codes_of_ids = tape.op("Reshape", [in_order, shape_of_codes], {"allowzero": 1})
         return tape.op("Cast", [tape.op("Slice", [codes_of_ids, ints(tape, 0), rows, ints(tape, 1)])], {"to": _INDEX})
 
     if attributes.get("trellis", 0):
         first = tape.op("Mul", [tile, ints(tape, TILE)])
         width = tape.op("Min", [tape.op("Sub", [columns, first]), ints(tape, TILE)])
-        lanes = (tape.op("Mod", [tape.op("Add", [lane, ints(tape, count)]), width]) for count in range(CODES))
-        values = window_value_nodes(tape, [indices_of(lane) for lane in lanes], table, bits_of_codes(tape, codes))
+        lanes = [tape.op("Mod", [tape.op("Add", [lane, ints(tape, count)]), width]) for count in range(CODES)]
+        codes_of_window = [indices_of(tape.op("Unsqueeze", [right, ints(tape, 1)])) for right in lanes]
+        values = window_value_nodes(tape, codes_of_window, table, bits_of_codes(tape, codes))
     else:
-        values = tape.op("Gather", [table, indices_of(lane)], {"axis": 0})
+        values = tape.op("Gather", [table, indices_of(own_lane)], {"axis": 0})
     of_row = tape.op("Div", [_count(tape, rows), group])
 
     def for_each_row(factors: ir.Value) -> ir.Value:
         """Return scales or zero points [T, G, 16] of each column and row, float [n, K]."""
-        per_group = of_lane(_tiles(tape, factors, tile), [0, 2, 1], lane)
+        per_group = of_lane(_tiles(tape, factors, tile), [0, 2, 1], own_lane)
         return tape.op("Gather", [tape.op("Cast", [per_group], {"to": ir.DataType.FLOAT}), of_row], {"axis": 1})
 
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
