@@ -68,11 +68,11 @@ def weight_of(
 ) -> ir.Value:
     """Return the weight float [rows, columns] that a product multiplies by."""
     rows, columns, _ = sizes
-    unpacked = unpack_nodes(tape, codes, rows, columns)
+    matrix_codes = unpack_nodes(tape, codes, rows, columns)
     if trellis:
-        looked_up = value_nodes(tape, unpacked, columns, table, bits_of_codes(tape, codes))
+        looked_up = value_nodes(tape, matrix_codes, columns, table, bits_of_codes(tape, codes))
     else:
-        indices = tape.op("Cast", [unpacked], {"to": ir.DataType.INT32})
+        indices = tape.op("Cast", [matrix_codes], {"to": ir.DataType.INT32})
         looked_up = tape.op("Gather", [table, indices], {"axis": 0})
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
     zeros_of_row = for_each_row(tape, full_zeros, *sizes)
