@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.util.stdlib_text import held_out_text
-from tests.families import HEADS, POSITIONS, VOCABULARY, make_model
+from tests.families import HEADS, POSITIONS, TOWERS, VOCABULARY, make_model
 
 END_OF_TEXT = "<|endoftext|>"
 # What a checkpoint of the tests, and an export of it, is made by.
@@ -43,7 +43,7 @@ def write_checkpoint(family: str, folder: Path) -> None:
         model = model.half()
     if family in ("llama", HUB):
         save_tokenizer(folder)
-    if family == "bert" or family in HEADS:
+    if family == "bert" or family in HEADS | TOWERS:
         save_word_pieces(folder)
     model.save_pretrained(folder)
 

@@ -148,7 +148,8 @@ def make_artifact(make_folder: Callable[[str], Path], request: pytest.FixtureReq
 
     parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
     asked_for = {each.get("family") for each in parameters}
-    wanted = sorted({"llama"} | asked_for & (families.FAMILIES | families.ENCODERS | families.HEADS).keys() - {HUB})
+    known = families.FAMILIES | families.ENCODERS | families.HEADS | families.TOWERS
+    wanted = sorted({"llama"} | asked_for & known.keys() - {HUB})
 
     def make_another() -> bool:
         """Export a family that a later test asks for and that no worker exports now, if there is one."""

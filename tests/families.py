@@ -145,11 +145,58 @@ HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "RobertaConfig",
         {**_ENCODER, "id2label": {number: f"B-{number}" for number in range(5)}, "max_position_embeddings": 130},
     ),
+    # a decoder: the last token that is not padding has the classes
+    "llama_classes": (
+        "LlamaForSequenceClassification",
+        "LlamaConfig",
+        {**_GROUPED, "pad_token_id": 0, "id2label": {0: "bad", 1: "good"}},
+    ),
+    "distilbert_answers": (
+        "DistilBertForQuestionAnswering",
+        "DistilBertConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "dim": HIDDEN,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 96,
+            "max_position_embeddings": POSITIONS,
+        },
+    ),
+}
+
+# Encoders of texts that are no model of their own family's kind; as for HEADS.
+TOWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # a learned bias for each distance that all layers share, norms without mean in front, no factor on scores
+    "t5_encoder": (
+        "T5EncoderModel",
+        "T5Config",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": HIDDEN,
+            "d_kv": 16,
+            "d_ff": 96,
+            "num_layers": 2,
+            "num_heads": 4,
+            "relative_attention_num_buckets": 8,
+            "relative_attention_max_distance": 16,
+            "feed_forward_proj": "gated-gelu",
+            "decoder_start_token_id": 0,
+        },
+    ),
+    # causal, with the embedding of a text as an output
+    "clip_text": (
+        "CLIPTextModelWithProjection",
+        "CLIPTextConfig",
+        {**_COMMON, **_SPECIAL, "intermediate_size": 96, "projection_dim": 32},
+    ),
+    # a decoder that embeds: the state of its last token
+    "qwen3_embedder": ("Qwen3Model", "Qwen3Config", {**_GROUPED, "head_dim": 16, "pad_token_id": 0}),
 }
 
 
 def make_model(family: str, layers: int | None = None) -> Any:
-    """Return the random-weight transformers model of a family in :data:`FAMILIES`, :data:`ENCODERS` or :data:`HEADS`.
+    """Return the random-weight transformers model of a family of this module.
 
     Args:
         family: its name.
@@ -158,7 +205,8 @@ def make_model(family: str, layers: int | None = None) -> Any:
     import torch
     import transformers
 
-    head, config_class, settings = HEADS[family] if family in HEADS else ("", *(FAMILIES | ENCODERS)[family])
+    heads = HEADS | TOWERS
+    head, config_class, settings = heads[family] if family in heads else ("", *(FAMILIES | ENCODERS)[family])
     if layers is not None:
         counts = {name: layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in settings}
         types = {"layer_types": (settings["layer_types"] * layers)[:layers]} if "layer_types" in settings else {}

@@ -20,7 +20,7 @@ from graphopt.analysis.structure.contrib import state_caches
 from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.analysis.structure.ports import HIDDEN, POOL
 from graphopt.artifact.genai import GENAI_CONFIG, genai_config
-from graphopt.artifact.hf_config import facts_of
+from graphopt.artifact.hf_config import DENSE_FILES, facts_of
 from graphopt.artifact.manifest import MANIFEST, FileRecord, Manifest, Source, read_manifest
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Check, Fact, Rule
@@ -97,6 +97,7 @@ def read(path: str | Path) -> Artifact:
     state_caches(model)
     folder = onnx_file.parent
     companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+    companions |= {file.name: file for file in folder.glob(DENSE_FILES)}
     if (folder / MANIFEST).is_file() and path.is_dir():
         manifest = read_manifest(folder)
         # A file cut between two parts of the protocol still parses.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel
@@ -29,7 +30,32 @@ Pooling = Literal["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", 
 _SWITCHES = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "weightedmean_tokens": "weightedmean"}
 
 POOLING = "1_Pooling/config.json"
-"""Where sentence-transformers keeps how a model pools."""
+"""Where sentence-transformers keeps how a model pools, unless its :data:`MODULES` name another folder."""
+
+MODULES = "modules.json"
+"""Where sentence-transformers lists what a text goes through: the model, pooling, dense layers, normalization."""
+
+PROMPTS = "config_sentence_transformers.json"
+"""Where sentence-transformers keeps what is put in front of texts, by the purpose of their embeddings."""
+
+DENSE_FILES = "dense_*.safetensors"
+"""The names of weights of dense layers in an artifact."""
+
+_DENSE_WEIGHTS = "model.safetensors"
+Activation = Literal["identity", "tanh"]
+_ACTIVATIONS: dict[str, Activation] = {"Identity": "identity", "Tanh": "tanh"}
+
+
+class DenseLayer(BaseModel):
+    """A product behind the pooling: ``activation(W x + b)``.
+
+    Attributes:
+        file: the safetensors file beside the model that holds ``linear.weight`` [out, in], and perhaps ``linear.bias``.
+        activation: what is applied to the sum.
+    """
+
+    file: str
+    activation: Activation
 
 
 class ModelFacts(BaseModel):
@@ -42,6 +68,10 @@ class ModelFacts(BaseModel):
         eos_token_ids: the tokens that end one.
         pad_token_id: the token that fills up short texts.
         pooling: of an encoder, how hidden states become an embedding; several are concatenated; none: their mean.
+        prompts: of an encoder, what is put in front of texts, by the purpose of their embeddings, such as ``query``.
+        default_prompt: the name of the prompt of a text whose purpose is not given.
+        dense: of an encoder, the layers behind the pooling.
+        is_normalized: of an encoder, whether an embedding is divided by its length.
         labels: of a classifier, the names of its classes in order.
         are_labels_independent: of a classifier, whether a text may be of several classes at once.
     """
@@ -52,6 +82,10 @@ class ModelFacts(BaseModel):
     eos_token_ids: list[int] = []
     pad_token_id: int | None = None
     pooling: list[Pooling] = []
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+    dense: list[DenseLayer] = []
+    is_normalized: bool = False
     labels: list[str] = []
     are_labels_independent: bool = False
 
@@ -84,8 +118,107 @@ def facts_of_config(folder: Path) -> ModelFacts:
         bos_token_id=generation.get("bos_token_id", text.get("bos_token_id")),
         eos_token_ids=[] if eos is None else eos if isinstance(eos, list) else [eos],
         pad_token_id=generation.get("pad_token_id", text.get("pad_token_id")),
-        pooling=pooling_of(folder / POOLING),
     )
+
+
+@dataclass(frozen=True)
+class SentenceModule:
+    """One of the modules that sentence-transformers sends a text through.
+
+    Attributes:
+        kind: its class, such as ``Pooling``.
+        folder: where it keeps its settings, relative to the model; empty for the model itself.
+    """
+
+    kind: str
+    folder: str
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files of a module behind the model, relative to it."""
+        names = {"Pooling": ("config.json",), "Dense": ("config.json", _DENSE_WEIGHTS)}.get(self.kind, ())
+        return tuple(f"{self.folder}/{name}" for name in names)
+
+
+def modules_of(file: Path) -> list[SentenceModule]:
+    """Read :data:`MODULES`, in order; nothing where there is no such file.
+
+    Raises:
+        InputError: it is not a list of modules, or one lies outside of the folder.
+    """
+    if not file.is_file():
+        return []
+    try:
+        modules = [
+            SentenceModule(str(module["type"]).rpartition(".")[2], str(module["path"]))
+            for module in json.loads(file.read_text(encoding="utf-8"))
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"the file does not list modules with type and path: {error}", file=file) from error
+    for module in modules:
+        if module.folder.startswith("/") or ".." in module.folder.split("/"):
+            raise InputError(f"the module {module.kind} lies outside of the folder", file=file)
+    return modules
+
+
+def facts_of_sentences(folder: Path) -> dict[str, Any]:
+    """Return what a folder says of embeddings of sentences, as fields of :class:`ModelFacts`.
+
+    Raises:
+        InputError: it names a module, a pooling or an activation that is not known.
+    """
+    modules = [module for module in modules_of(folder / MODULES) if module.kind not in ("Transformer", "CLIPModel")]
+    settings = json_object(folder / PROMPTS)
+    # The state of CLIP's last token is what it was trained to compare with pictures.
+    is_text_tower = json_object(folder / "config.json").get("model_type") == "clip_text_model"
+    facts: dict[str, Any] = {
+        "pooling": pooling_of(folder / POOLING) or (["lasttoken"] if is_text_tower else []),
+        "prompts": {name: prompt for name, prompt in (settings.get("prompts") or {}).items() if prompt},
+        "default_prompt": settings.get("default_prompt_name"),
+        "dense": [],
+    }
+    for module in modules:
+        if module.kind == "Pooling":
+            facts["pooling"] = pooling_of(folder / module.folder / "config.json")
+        elif module.kind == "Normalize" and module is modules[-1]:
+            facts["is_normalized"] = True
+        elif module.kind == "Dense":
+            facts["dense"].append(_dense_layer(folder, module, len(facts["dense"])))
+        else:
+            raise InputError(
+                f"a text goes through the module {module.kind}, which is not known there",
+                file=folder / MODULES,
+                remedy="known are a Transformer, then Pooling, Dense layers, and Normalize at the end",
+            )
+    return facts
+
+
+def dense_files(folder: Path) -> dict[str, Path]:
+    """Return the weights of the dense layers of a folder of sentence-transformers, by their names in an artifact."""
+    layers = [module for module in modules_of(folder / MODULES) if module.kind == "Dense"]
+    return {_dense_name(number): folder / layer.folder / _DENSE_WEIGHTS for number, layer in enumerate(layers)}
+
+
+def _dense_name(number: int) -> str:
+    return f"dense_{number}.safetensors"
+
+
+def _dense_layer(folder: Path, module: SentenceModule, number: int) -> DenseLayer:
+    file = folder / module.folder / "config.json"
+    function = str(json_object(file).get("activation_function", "")).rpartition(".")[2]
+    if function not in _ACTIVATIONS:
+        raise InputError(
+            f"the activation {function or 'of the layer'} is not known",
+            file=file,
+            remedy=f"known are {', '.join(_ACTIVATIONS)}",
+        )
+    if not (file.parent / _DENSE_WEIGHTS).is_file():
+        raise InputError(
+            "the dense layer has no weights here",
+            file=file.parent / _DENSE_WEIGHTS,
+            remedy="save the model with a current version of sentence-transformers, which writes safetensors files",
+        )
+    return DenseLayer(file=_dense_name(number), activation=_ACTIVATIONS[function])
 
 
 def facts_of_encoder(folder: Path) -> ModelFacts:
@@ -94,7 +227,7 @@ def facts_of_encoder(folder: Path) -> ModelFacts:
     Its positions are also bounded by ``model_max_length`` of its tokenizer and ``max_seq_length`` of
     sentence-transformers: RoBERTa's ``max_position_embeddings`` of 514 counts two rows that no token uses.
     """
-    facts = facts_of_config(folder)
+    facts = facts_of_config(folder).model_copy(update=facts_of_sentences(folder))
     bounds = [
         facts.max_positions,
         json_object(folder / "tokenizer_config.json").get("model_max_length"),

@@ -8,6 +8,7 @@ from graphopt.cli.console import out, print_json
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from graphopt.inference.classes import ClassifierSession, Text
@@ -34,10 +35,11 @@ def print_classes(model: OpenModel, texts: list[str], as_json: bool) -> None:
         rows, columns = _class_rows(session, texts), ("text", "class", "probability")
     if as_json:
         return print_json(rows)
-    return _print_table(rows, columns)
+    return print_table(rows, columns)
 
 
-def _print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
+def print_table(rows: Sequence[Mapping[str, Any]], columns: tuple[str, ...]) -> None:
+    """Print ``columns`` of ``rows``, floats with four digits."""
     from graphopt.report.console_table import ConsoleTable
 
     table = ConsoleTable(list(columns))
@@ -135,4 +137,4 @@ def print_class_agreement(model: OpenModel, reference: Path | None, text: str, t
     figures = class_agreement(classifier_of(model), load_classifier(reference, threads=threads), lines)
     if as_json:
         return print_json(figures)
-    return _print_table([figures], tuple(figures))
+    return print_table([figures], tuple(figures))

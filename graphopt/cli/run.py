@@ -43,6 +43,10 @@ def run(
         list[str] | None,
         typer.Option("--prompt", help="a text to complete, or to embed; several make a batch, or turns of a chat"),
     ] = None,
+    prompt_name: Annotated[
+        str | None,
+        typer.Option("--prompt-name", help="of an encoder: what texts are embedded for, such as query"),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="talk with a model that was trained to chat")] = False,
     system: Annotated[
         str | None,
@@ -111,7 +115,7 @@ def run(
         if chat or seed or any(option is not None for option in options):
             remedy = f"leave out the options of generating: {_GENERATION}"
             raise InputError(f"{task.noun} generates nothing", file=folder, remedy=remedy)
-        return task.print_run(model, prompt or [], as_json)
+        return task.print_run(model.with_prompt(prompt_name), prompt or [], as_json)
     session = session_from(model, device=device)
     sampling = _sampling(folder if chat else None, temperature, top_k, top_p, seed)
     grammar = _grammar(json_schema, regex)

@@ -48,7 +48,7 @@ class ClassifierSession:
     @property
     def has_token_classes(self) -> bool:
         """Whether each token has classes, and not each text."""
-        return len(self.interface.outputs[self.task.output].shape or ()) == 3
+        return len(self.task.outputs) > 1 or len(self.interface.outputs[self.task.output].shape or ()) == 3
 
     @property
     def class_count(self) -> int | None:
@@ -105,6 +105,8 @@ class ClassifierSession:
     def logits(self, encodings: Sequence[Encoding]) -> list[Floats]:
         """Return the logits of each text, [classes], or [tokens, classes] where each token has classes.
 
+        Of a model that answers questions they are [tokens, 2]: to begin an answer, and to end it.
+
         Raises:
             InputError: the run fails.
             GraphoptError: a logit is NaN or infinite.
@@ -131,9 +133,10 @@ class ClassifierSession:
             ids[row, :count], types[row, :count], mask[row, :count] = encoding.ids, encoding.type_ids, 1
         feeds = self.interface.feeds(ids, mask, types)
         try:
-            output: npt.NDArray[Any] = run(self.model.inference, [self.task.output], feeds)[0]
+            arrays: list[npt.NDArray[Any]] = run(self.model.inference, self.task.outputs, feeds)
         except Exception as error:
             raise InputError(f"onnxruntime cannot run the model: {error}", file=self.model.file) from error
+        output = arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=-1)
         if not np.isfinite(output[mask.astype(bool)] if self.has_token_classes else output).all():
             raise GraphoptError(
                 "the model's logits are not finite",

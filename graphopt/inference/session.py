@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.tasks import TASKS, task_of_ports
 from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.ports import port_of_node
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -263,6 +264,24 @@ class OpenModel:
     tokenizer: Tokenizer | None
     notes: tuple[Fact, ...] = ()
 
+    def with_prompt(self, name: str | None) -> OpenModel:
+        """Return the model with the prompt of this name as its default; as it is for ``None``.
+
+        Raises:
+            InputError: the checkpoint has no such prompt.
+        """
+        if name is None:
+            return self
+        prompts = self.manifest.model.prompts
+        if name not in prompts:
+            raise InputError(
+                f"the checkpoint has no prompt {name}",
+                file=self.file.parent,
+                remedy=f"it has {', '.join(prompts)}" if prompts else "leave it out: it has none",
+            )
+        facts = self.manifest.model.model_copy(update={"default_prompt": name})
+        return replace(self, manifest=self.manifest.model_copy(update={"model": facts}))
+
 
 def open_folder(
     path: str | Path, *, threads: int = 0, native: bool = True, device: Device = "cpu", entries: Entries = NO_ENTRIES
@@ -288,8 +307,8 @@ def open_folder(
 
 def _manifest_of(path: Path, folder: Path, inference: onnxruntime.InferenceSession) -> Manifest:
     """Return what a plain model tells of itself by its ports, its metadata and the configuration beside it."""
-    names = ([port.name for port in ports] for ports in (inference.get_inputs(), inference.get_outputs()))
-    task = task_of_ports(*names).name
+    ports = (map(port_of_node, nodes) for nodes in (inference.get_inputs(), inference.get_outputs()))
+    task = task_of_ports(*({port.name: port for port in side} for side in ports)).name
     facts = with_positions(facts_of(folder, task), inference.get_modelmeta().custom_metadata_map)
     return Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts)
 

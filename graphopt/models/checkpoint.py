@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphopt.artifact.hf_config import POOLING, SENTENCES
+from graphopt.artifact.hf_config import MODULES, POOLING, PROMPTS, SENTENCES, modules_of
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.models.lazy_tensors import lazy_tensors
 from graphopt.tasks import TASKS
+from graphopt.tasks.base import classes_of
+from graphopt.tasks.encoder import ENCODER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -87,6 +89,9 @@ def load_quantized_config(source: str) -> tuple[Any, dict[str, Any]]:
                 file=source,
                 remedy="is config.json there, and whole?" if Path(source).is_dir() else unknown,
             ) from error
+        if has_pooling(source):
+            # Such a checkpoint may name a language model whose head it does not use.
+            config.architectures = sorted(classes_of(type(config), transformers.MODEL_MAPPING)) or config.architectures
         check_config(config, source)
     settings = config.__dict__.pop("quantization_config", None) or {}
     return config, settings if isinstance(settings, dict) else settings.to_dict()
@@ -109,7 +114,7 @@ def load_model(
         NotLazyError: transformers loads this checkpoint by more than moving and widening numbers.
     """
     torch, transformers = import_export_packages()
-    auto = class_of(config) if tensors is not None else _auto_class(config)
+    kind = class_of(config)
     options: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     folder: str | None = source
     if tensors is not None:
@@ -119,10 +124,10 @@ def load_model(
     states = _states(tensors, evaluate)
     with quiet():
         try:
-            model, loading = auto.from_pretrained(folder, **options, **states)
+            model, loading = kind.from_pretrained(folder, **options, **states)
             if {name.partition(".")[0] for name in loading["missing_keys"]} == {_POOLER}:
                 # Trained to fill in masked words, such a checkpoint has no pooler, and embeddings need none.
-                model, loading = auto.from_pretrained(folder, add_pooling_layer=False, **options, **states)
+                model, loading = kind.from_pretrained(folder, add_pooling_layer=False, **options, **states)
         except Exception as error:
             raise InputError(
                 f"the weights cannot be loaded ({reason_of(error)})",
@@ -145,13 +150,9 @@ def load_model(
 
 def class_of(config: Any) -> Any:
     """Return the class of transformers that a model with this configuration is of."""
-    factory = importlib.import_module("transformers.models.auto.auto_factory")
-    return factory._get_model_class(config, _auto_class(config)._model_mapping)
-
-
-def _auto_class(config: Any) -> Any:
     _, transformers = import_export_packages()
-    return getattr(transformers, TASKS[task].auto_class if (task := task_of_config(config)) else "AutoModel")
+    task = TASKS[task_of_config(config) or ENCODER.name]
+    return task.class_of(config, transformers)
 
 
 def _states(tensors: Mapping[str, Expression] | None, evaluate: bool) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def check_config(config: Any, source: str) -> None:
             f"{architectures} is not a causal language model, and not an encoder",
             file=source,
             remedy="graphopt takes decoder-only models, those that transformers loads with AutoModelForCausalLM, and "
-            "encoders such as BERT, alone or with a head for classes of texts or tokens",
+            "encoders such as BERT, alone or with a head for classes of texts or tokens or for questions",
         )
 
 
@@ -201,7 +202,7 @@ def save_companions(source: str, model: Any, folder: Path, **tokenizer_options: 
             model.config.save_pretrained(folder)
             if getattr(model, "generation_config", None) is not None:
                 model.generation_config.save_pretrained(folder)
-            _save_settings(source, folder, transformers)
+            _save_settings(source, folder)
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **tokenizer_options)
             tokenizer.save_pretrained(folder)
@@ -212,12 +213,32 @@ def save_companions(source: str, model: Any, folder: Path, **tokenizer_options: 
     return []
 
 
-def _save_settings(source: str, folder: Path, transformers: Any) -> None:
-    """Copy what sentence-transformers says of a model on the hub, where it says something."""
-    for name in (POOLING, SENTENCES):
+def has_pooling(source: str) -> bool:
+    """Return whether sentence-transformers makes embeddings of a model by pooling its hidden states."""
+    file = _settings_file(source, MODULES)
+    return file is not None and any(module.kind == "Pooling" for module in modules_of(file))
+
+
+def _settings_file(source: str, name: str) -> Path | None:
+    """Return a file of a folder, or of a model on the hub; ``None`` where it has none of this name."""
+    if Path(source).is_dir():
+        return Path(source) / name if (Path(source) / name).is_file() else None
+    _, transformers = import_export_packages()
+    with contextlib.suppress(OSError):
         file = transformers.utils.cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        return None if file is None else Path(file)
+    return None
+
+
+def _save_settings(source: str, folder: Path) -> None:
+    """Copy what sentence-transformers says of a model on the hub, where it says something."""
+    modules = _settings_file(source, MODULES)
+    names = [POOLING, SENTENCES, MODULES, PROMPTS]
+    names += [] if modules is None else [name for module in modules_of(modules) for name in module.files]
+    for name in dict.fromkeys(names):
+        file = _settings_file(source, name)
         if file is not None:
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(exist_ok=True, parents=True)
             shutil.copyfile(file, folder / name)
 
 

@@ -12,7 +12,7 @@ from graphopt.analysis.structure.cost import weight_totals
 from graphopt.analysis.structure.ports import past_port
 from graphopt.artifact import artifact
 from graphopt.artifact.artifact import COMPANIONS, MODEL, Artifact
-from graphopt.artifact.hf_config import facts_of
+from graphopt.artifact.hf_config import dense_files, facts_of
 from graphopt.artifact.manifest import Manifest, Source, installed_versions
 from graphopt.compile.importing import import_artifact
 from graphopt.errors import InputError
@@ -222,6 +222,7 @@ def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict
             notes = [NO_TOKENIZER(why=NOT_IN_FOLDER())]
     # The folder's own files win over what was made of them.
     folders = (folder, temporary) if folder.is_dir() else (temporary,)
-    return {
+    companions = {
         name: parent / name for parent in reversed(folders) for name in COMPANIONS if (parent / name).is_file()
-    }, notes
+    }
+    return companions | dense_files(folders[0]), notes

@@ -165,6 +165,11 @@ class Task(abc.ABC):
         del config, transformers
         return False
 
+    def class_of(self, config: Any, transformers: Any) -> Any:
+        """Return the class of ``transformers``, the package, that a checkpoint of this configuration is loaded as."""
+        factory = importlib.import_module("transformers.models.auto.auto_factory")
+        return factory._get_model_class(config, getattr(transformers, self.auto_class)._model_mapping)
+
     def sample(self, model: Any) -> dict[str, Any]:
         """Return inputs to trace and run a model of transformers with, torch tensors by name: two padded prompts."""
         return sample_tokens(model)

@@ -1,7 +1,10 @@
 """Encoders, as BERT is one: all tokens of a text in, a hidden state for each out, no cache.
 
+A decoder without its head is one too, and so are the encoder of T5 and the text tower of CLIP.
+
 Inputs: ``input_ids`` int64 [batch, length], optional ``attention_mask``, ``token_type_ids`` and ``position_ids`` of the
-same shape. Outputs: ``last_hidden_state`` [batch, length, width], and perhaps ``pooler_output`` [batch, width].
+same shape. Outputs: ``last_hidden_state`` [batch, length, width], and perhaps ``pooler_output`` [batch, width], and
+perhaps one of :data:`EMBEDDINGS` [batch, numbers], which is the embedding of a text as the graph makes it.
 """
 
 from __future__ import annotations
@@ -40,6 +43,10 @@ if TYPE_CHECKING:
 TOKENS = Rule("encoder.tokens", "{batch} x {length} random tokens with padding")
 NO_TEXT = Rule("encoder.no-text", "an encoder makes hidden states, and onnxruntime-genai makes text")
 
+EMBEDDINGS = ("text_embeds", "sentence_embedding")
+"""Outputs that hold the embedding of a whole text: of CLIP's text tower, and of exports of sentence-transformers."""
+
+_CACHE_SWITCH = "use_cache"
 _INPUTS = (INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
 
 
@@ -94,6 +101,11 @@ class EncoderInterface:
         """Numbers of a hidden state, or ``None`` where the graph does not say."""
         shape = self.outputs[HIDDEN].shape
         return shape[-1] if shape else None
+
+    @property
+    def embedding(self) -> str | None:
+        """The output that holds the embedding of a text; ``None`` where hidden states are to be pooled."""
+        return next((name for name in EMBEDDINGS if name in self.outputs), None)
 
     @property
     def takes_padding(self) -> bool:
@@ -218,23 +230,36 @@ class Encoder(Task):
             yield Call(feeds, length, 0, mask.astype(bool))
 
     def takes_config(self, config: Any, transformers: Any) -> bool:
-        """Take what transformers can train to fill in masked words, which takes a bidirectional model.
+        """Take models without a head: encoders of texts, and decoders, which are embedders then.
 
-        The checkpoint is such a model, or one without a head.
+        Of encoders also what transformers can train to fill in masked words, whose head is left out.
         """
-        kind, mlm_classes = type(config), transformers.MODEL_FOR_MASKED_LM_MAPPING
-        is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
-        if kind not in mlm_classes or is_decoder or CAUSAL_LM.takes_config(config, transformers):
+        if getattr(config, "is_decoder", False) or CAUSAL_LM.takes_config(config, transformers):
             return False
-        mappings = (transformers.MODEL_MAPPING, mlm_classes, transformers.MODEL_FOR_PRETRAINING_MAPPING)
-        classes = set().union(*(classes_of(kind, mapping) for mapping in mappings))
-        return bool(classes.intersection(getattr(config, "architectures", None) or classes))
+        kind, names = type(config), set(getattr(config, "architectures", None) or ())
+        if _text_encoders(config, transformers).intersection(names):
+            return True
+        if getattr(config, "is_encoder_decoder", False):
+            return False
+        bare = classes_of(kind, transformers.MODEL_MAPPING)
+        if kind in transformers.MODEL_FOR_MASKED_LM_MAPPING:
+            mappings = (transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.MODEL_FOR_PRETRAINING_MAPPING)
+            return not names or bool(names & bare.union(*(classes_of(kind, mapping) for mapping in mappings)))
+        return kind in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and bool(names & bare)
+
+    def class_of(self, config: Any, transformers: Any) -> Any:
+        """Return the encoder of texts that the configuration names; else the class without a head."""
+        names = _text_encoders(config, transformers).intersection(getattr(config, "architectures", None) or ())
+        return getattr(transformers, names.pop()) if names else super().class_of(config, transformers)
 
     def sample(self, model: Any) -> dict[str, Any]:
-        """Return two prompts, all of the first segment."""
+        """Return two prompts, all of the first segment; a decoder makes no cache."""
         inputs = super().sample(model)
-        if TOKEN_TYPE_IDS in inspect.signature(model.forward).parameters:
+        parameters = inspect.signature(model.forward).parameters
+        if TOKEN_TYPE_IDS in parameters:
             inputs[TOKEN_TYPE_IDS] = 0 * inputs[INPUT_IDS]
+        if _CACHE_SWITCH in parameters and getattr(model.config, _CACHE_SWITCH, False):
+            inputs[_CACHE_SWITCH] = False
         return inputs
 
     def facts(self, folder: Path) -> Any:
@@ -265,6 +290,12 @@ class Encoder(Task):
 
 
 ENCODER = Encoder()
+
+
+def _text_encoders(config: Any, transformers: Any) -> set[str]:
+    """Return the names of the classes that encode texts and no more, with a projection of the embedding or without."""
+    names = classes_of(type(config), transformers.MODEL_FOR_TEXT_ENCODING_MAPPING)
+    return names | {projection for name in names if hasattr(transformers, projection := f"{name}WithProjection")}
 
 
 def vocabulary_of(graph: ir.Graph) -> int | None:

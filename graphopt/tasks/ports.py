@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from graphopt.analysis.structure.ports import BLOCK_TABLE, LOGITS, past_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +20,9 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
+
+# Tokens of a language model are 256 bytes at least.
+_SMALLEST_VOCABULARY = 256
 
 _DTYPES = {
     "tensor(float)": np.float32,
@@ -68,3 +74,17 @@ def port_of_node(node: onnxruntime.NodeArg) -> Port:
 def _fixed_size(symbol: str) -> int | None:
     # The exporter writes a fixed dimension that it traced as symbolic as the symbol "8".
     return int(symbol) if symbol.isdigit() else None
+
+
+def class_rank(inputs: Collection[str], outputs: Collection[str]) -> int | None:
+    """Return the rank of the output ``logits`` where these are logits of classes: of texts 2, of tokens 3; else None.
+
+    Args:
+        inputs: the names of the inputs.
+        outputs: the names of the outputs; the ports by name where their shapes are known.
+    """
+    port = outputs[LOGITS] if isinstance(outputs, Mapping) and LOGITS in outputs else None
+    if port is None or BLOCK_TABLE in inputs or any(past_port(name) is not None for name in inputs):
+        return None
+    is_small = len(port.shape) == 3 and port.shape[-1] is not None and port.shape[-1] < _SMALLEST_VOCABULARY
+    return len(port.shape) if len(port.shape) == 2 or is_small else None

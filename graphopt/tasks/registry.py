@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphopt.tasks.base import Task
+from graphopt.tasks.ports import port_of_value
 from graphopt.util.registry import Registry
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ TASKS: Registry[Task] = Registry(
 
 
 def task_of_ports(inputs: Collection[str], outputs: Collection[str]) -> Task:
-    """Return the kind of model that has such inputs and outputs.
+    """Return the kind of model that has such inputs and outputs: their names, or the ports by name.
 
     A graph of no known kind counts as a causal language model, whose own check then says what it lacks.
     """
@@ -31,5 +32,6 @@ def task_of_ports(inputs: Collection[str], outputs: Collection[str]) -> Task:
 
 
 def task_of(graph: ir.Graph) -> Task:
-    """Return the kind of model that ``graph`` is, by the names of its inputs and outputs: see :func:`task_of_ports`."""
-    return task_of_ports(*([value.name or "" for value in ports] for ports in (graph.inputs, graph.outputs)))
+    """Return the kind of model that ``graph`` is, by its inputs and outputs: see :func:`task_of_ports`."""
+    ports = (map(port_of_value, values) for values in (graph.inputs, graph.outputs))
+    return task_of_ports(*({port.name: port for port in side} for side in ports))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from graphopt.tasks.classifier import Classifier
+from graphopt.tasks.classifier import Classifier, LogitsClassifier
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,4 +31,12 @@ class TokenClassifier(Classifier):
         return real
 
 
-TOKEN_CLASSIFIER = TokenClassifier()
+class LogitsTokenClassifier(LogitsClassifier, TokenClassifier):
+    """A classifier of tokens whose output is called ``logits``, as in files of other exporters; the name stays."""
+
+    name: ClassVar[str] = "logits_token_classifier"
+    noun: ClassVar[str] = TokenClassifier.noun
+    rank: ClassVar[int] = 3
+
+
+TOKEN_CLASSIFIER, LOGITS_TOKEN_CLASSIFIER = TokenClassifier(), LogitsTokenClassifier()

@@ -11,20 +11,26 @@ import numpy as np
 import pytest
 
 import graphopt
+from graphopt.artifact import artifact
 from graphopt.artifact.manifest import read_manifest
 from graphopt.compile.replay import verify
 from graphopt.errors import InputError, VerificationError
+from graphopt.graph.weights.data_file import save_model
 from graphopt.inference.classes import Text
 from graphopt.quality.classes import class_agreement
+from graphopt.tasks import task_of_ports
+from graphopt.tasks.ports import Port
 from tests.cli.test_embeddings import call
 from tests.families import HEADS
 
+ENCODERS = ["bert_classes", "modernbert_reranker", "roberta_tokens"]
+CLASSIFIERS = [*ENCODERS, "llama_classes"]
 TEXTS: list[Text] = ["import os", ("def read(path)", "return open(path).read()"), "class Stack:", ("a", "b c d e")]
 # Two layers in float32, run in another order of sums: seen 7e-7.
 FLOAT32 = 1e-5
 
 
-@pytest.mark.parametrize("family", list(HEADS))
+@pytest.mark.parametrize("family", CLASSIFIERS)
 def test_logits_are_those_of_transformers_for_texts_and_pairs(
     family: str, make_artifact: Callable[[str], Path], make_folder: Callable[[str], Path]
 ) -> None:
@@ -51,11 +57,12 @@ def test_logits_are_those_of_transformers_for_texts_and_pairs(
             "bert_classes": ["bad", "neutral", "good"],
             "modernbert_reranker": ["LABEL_0"],
             "roberta_tokens": [f"B-{number}" for number in range(5)],
+            "llama_classes": ["bad", "good"],
         }[family]
     )
 
 
-@pytest.mark.parametrize("family", list(HEADS))
+@pytest.mark.parametrize("family", CLASSIFIERS)
 def test_a_verdict_compares_classes_and_rankings(
     family: str, make_artifact: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -76,7 +83,7 @@ def test_a_verdict_compares_classes_and_rankings(
 
 
 def test_a_model_agrees_with_itself_and_refuses_another(make_artifact: Callable[[str], Path], tmp_path: Path) -> None:
-    classes, reranker, tokens = (graphopt.load_classifier(make_artifact(family)) for family in HEADS)
+    classes, reranker, tokens = (graphopt.load_classifier(make_artifact(family)) for family in ENCODERS)
     sentences = ["import os", "class Stack:", "def f(x): return x", "for line in file: " * 50]
     for session in (classes, reranker, tokens):
         figures = class_agreement(session, session, sentences)
@@ -118,7 +125,7 @@ def test_run_and_eval_print_classes_and_ranks(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    classes, reranker, tokens = map(make_artifact, HEADS)
+    classes, reranker, tokens = map(make_artifact, ENCODERS)
     prompts = ("--prompt", "import os", "--prompt", "class Stack:", "--prompt", "def f(x)")
     code, out, _ = call(monkeypatch, capsys, "run", classes, *prompts, "--json")
     rows = json.loads(out)
@@ -138,3 +145,46 @@ def test_run_and_eval_print_classes_and_ranks(
     assert (code, json.loads(out)["rank_correlation"]) == (0, 1)
     code, _, err = call(monkeypatch, capsys, "eval", classes, "--text", text)
     assert (code, "no reference was given" in err) == (2, True)
+
+
+@pytest.mark.parametrize("family", ["bert_classes", "roberta_tokens"])
+def test_a_classifier_of_another_exporter_calls_its_output_logits(
+    family: str, make_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = artifact.read(make_artifact(family)).model
+    model.graph.outputs[0].name = "logits"
+    folder = tmp_path / "other"
+    shutil.copytree(make_artifact(family), folder)
+    (folder / "manifest.json").unlink()
+    save_model(model, folder / "model.onnx", "model.onnx.data")
+    manifest = graphopt.optimize(folder / "model.onnx", "rotate-fp6", tmp_path / "out").manifest
+    name = {"bert_classes": "logits_classifier", "roberta_tokens": "logits_token_classifier"}[family]
+    assert (manifest.task, manifest.check("quality").status) == (name, "measured")
+    assert manifest.check("certificate", after="rotate").status == "proved"
+    assert graphopt.export(folder, tmp_path / "again").task == name
+    session, reference = graphopt.load_classifier(tmp_path / "again"), graphopt.load_classifier(make_artifact(family))
+    encodings = session.encode(TEXTS)
+    for row, expected in zip(session.logits(encodings), reference.logits(encodings), strict=True):
+        np.testing.assert_array_equal(row, expected)
+
+
+def test_logits_of_many_tokens_or_with_a_cache_are_those_of_a_language_model() -> None:
+    int64, float32 = np.dtype(np.int64), np.dtype(np.float32)
+    ids = {"input_ids": Port("input_ids", int64, (None, None))}
+
+    def task(shape: tuple[int | None, ...], *others: str) -> str:
+        return task_of_ports({**ids, **dict.fromkeys(others)}, {"logits": Port("logits", float32, shape)}).name
+
+    assert task((None, 3)) == "logits_classifier"
+    assert task((None, None, 9)) == "logits_token_classifier"
+    assert task((None, None, 256)) == task((None, None, None)) == "causal_lm"
+    assert task((None, 9), "past_key_values.0.key") == task((None, 300), "block_table") == "causal_lm"
+
+
+def test_a_decoder_without_a_token_for_padding_is_refused(make_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(make_folder("llama_classes"), tmp_path / "folder")
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    with pytest.raises(InputError, match=r"LlamaForSequenceClassification finds the last token.*set pad_token_id"):
+        graphopt.export(tmp_path / "folder", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -23,6 +23,7 @@ INT64, FLOAT = np.dtype(np.int64), np.dtype(np.float32)
         (["input_ids", "attention_mask"], ["last_hidden_state", "pooler_output"], "encoder"),
         (["input_ids", "attention_mask"], ["class_logits"], "classifier"),
         (["input_ids"], ["token_logits"], "token_classifier"),
+        (["input_ids"], ["start_logits", "end_logits"], "question_answering"),
         # The body of a language model without its head: it has caches, so it is no encoder.
         (["input_ids", "past_key_values.0.key"], ["last_hidden_state", "present.0.key"], "causal_lm"),
         (["pixels"], ["boxes"], "causal_lm"),
@@ -90,4 +91,12 @@ def test_names_of_caches_are_read_back_as_they_are_written() -> None:
     assert exported_name("input.past_key_values.layers.3.keys") == "past_key_values.3.key"
     assert exported_name("output.past_key_values.layers.3.values") == "present.3.value"
     assert exported_name("attention_mask") is None
-    assert set(TASKS) == {"causal_lm", "classifier", "encoder", "token_classifier"}
+    assert set(TASKS) == {
+        "causal_lm",
+        "classifier",
+        "encoder",
+        "logits_classifier",
+        "logits_token_classifier",
+        "question_answering",
+        "token_classifier",
+    }

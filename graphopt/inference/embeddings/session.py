@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 
 _BATCH = 32
+# As torch.nn.functional.normalize: an embedding of zeros stays one.
+_SHORTEST = 1e-12
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,16 @@ class EncoderSession:
         """How many tokens a text may have, special ones included; ``None`` where that is not known."""
         return self.manifest.model.max_positions
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text`` with the special tokens of the tokenizer.
+    def encode(self, text: str, prompt: str | None = None) -> list[int]:
+        """Return the tokens of ``text`` behind a prompt, with the special tokens of the tokenizer.
+
+        Args:
+            text: the text.
+            prompt: the purpose of the embedding, such as ``query``: what the checkpoint puts in front of such texts is
+                put there. ``None``: the checkpoint's default, mostly nothing.
 
         Raises:
-            InputError: the folder has no tokenizer, or the text has no token.
+            InputError: the folder has no tokenizer, the checkpoint has no such prompt, or the text has no token.
         """
         if self.tokenizer is None:
             raise InputError(
@@ -67,10 +75,39 @@ class EncoderSession:
                 file=self.file.parent,
                 remedy=f"put the {TOKENIZER} of the model into the folder, or give tokens",
             )
-        ids = list(self.tokenizer.encode(text).ids)
+        ids = list(self.tokenizer.encode(self._prompt(prompt) + text).ids)
         if not ids:
             raise InputError("the text is empty: an embedding takes one token at least")
         return ids
+
+    def _prompt(self, name: str | None) -> str:
+        """Return what is put in front of texts for a purpose."""
+        facts = self.manifest.model
+        name = facts.default_prompt if name is None else name
+        if name is not None and name not in facts.prompts and name != facts.default_prompt:
+            raise InputError(
+                f"the checkpoint has no prompt {name}",
+                file=self.file.parent,
+                remedy=f"it has {', '.join(facts.prompts)}" if facts.prompts else "leave it out: it has none",
+            )
+        return "" if name is None else facts.prompts.get(name, "")
+
+    @cached_property
+    def _dense_weights(self) -> list[dict[str, Floats]]:
+        """The layers behind the pooling, by the names in their files."""
+        from safetensors.numpy import load_file
+
+        weights: list[dict[str, Floats]] = []
+        for layer in self.manifest.model.dense:
+            file = self.file.parent / layer.file
+            if not file.is_file():
+                raise InputError(
+                    "the weights of a layer behind the pooling are not here",
+                    file=file,
+                    remedy="copy them there, or make the artifact again with `graphopt export`",
+                )
+            weights.append(load_file(file))
+        return weights
 
     def hidden(self, input_ids: IntArray, attention_mask: IntArray) -> Floats:
         """Return the hidden states [batch, length, width] of tokens [batch, length], where the mask is 1.
@@ -79,32 +116,59 @@ class EncoderSession:
             InputError: a text has more tokens than the model has positions, there is padding and the graph takes none,
                 or the run fails.
         """
-        length = input_ids.shape[1]
+        self._check_length(input_ids.shape[1])
+        return self._run(HIDDEN, input_ids, attention_mask)
+
+    def _check_length(self, length: int) -> None:
         if self.max_positions is not None and length > self.max_positions:
             raise InputError(
                 f"a text of {length} tokens is longer than the model's {self.max_positions} positions",
                 file=self.file,
                 remedy="shorten it",
             )
+
+    def _vectors(self, input_ids: IntArray, attention_mask: IntArray) -> Floats:
+        """Return the embeddings [batch, numbers] of tokens [batch, length], where the mask is 1."""
+        self._check_length(input_ids.shape[1])
+        facts, output = self.manifest.model, self.interface.embedding
+        if output is not None:
+            vectors = self._run(output, input_ids, attention_mask)
+        else:
+            vectors = pool(self._run(HIDDEN, input_ids, attention_mask), attention_mask.astype(bool), facts.pooling)
+        for layer, weights in zip(facts.dense, self._dense_weights, strict=True):
+            vectors = vectors @ weights["linear.weight"].T + weights.get("linear.bias", np.float32(0))
+            vectors = np.tanh(vectors) if layer.activation == "tanh" else vectors
+        if facts.is_normalized:
+            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), _SHORTEST)
+        return vectors.astype(np.float32, copy=False)
+
+    def _run(self, output: str, input_ids: IntArray, attention_mask: IntArray) -> Floats:
         feeds = self.interface.feeds(input_ids, attention_mask)
         try:
-            states = run(self.inference, [HIDDEN], feeds)[0]
+            states = run(self.inference, [output], feeds)[0]
         except Exception as error:
             raise InputError(f"onnxruntime cannot run the model: {error}", file=self.file) from error
         return states.astype(np.float32, copy=False)
 
-    def embed(self, texts: Sequence[str], on_progress: Callable[[int, int], None] | None = None) -> Floats:
-        """Return one embedding for each text, float32 [texts, width], pooled as the model says, of any length.
+    def embed(
+        self,
+        texts: Sequence[str],
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        prompt: str | None = None,
+    ) -> Floats:
+        """Return one embedding for each text, float32 [texts, width], made of hidden states as the checkpoint says.
 
         Args:
             texts: the texts.
+            prompt: their purpose, see :meth:`encode`.
             on_progress: called with (texts done, texts in all).
 
         Raises:
             InputError: see :meth:`encode` and :meth:`hidden`.
             GraphoptError: a hidden state is NaN or infinite.
         """
-        return self.embed_tokens([self.encode(text) for text in texts], on_progress)
+        return self.embed_tokens([self.encode(text, prompt) for text in texts], on_progress)
 
     def embed_tokens(
         self, sequences: Sequence[Sequence[int]], on_progress: Callable[[int, int], None] | None = None
@@ -117,7 +181,7 @@ class EncoderSession:
         for first in range(0, len(order), size):
             batch = order[first : first + size]
             ids, mask = self._batch([sequences[index] for index in batch])
-            vectors = pool(self.hidden(ids, mask), mask.astype(bool), self.manifest.model.pooling)
+            vectors = self._vectors(ids, mask)
             if not np.isfinite(vectors).all():
                 raise GraphoptError(
                     "the model's hidden states are not finite",

@@ -11,6 +11,7 @@ from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, LOGITS
 from graphopt.tasks.base import Call, Task, classes_of, random_padding, upper
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
+from graphopt.tasks.ports import class_rank
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -36,7 +37,7 @@ class CausalLM(Task):
 
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`Task`."""
-        return INPUT_IDS in inputs and LOGITS in outputs
+        return INPUT_IDS in inputs and LOGITS in outputs and class_rank(inputs, outputs) is None
 
     def check(self, graph: ir.Graph) -> None:
         """See :class:`Task`."""

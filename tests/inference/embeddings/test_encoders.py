@@ -185,7 +185,12 @@ def test_rotary_encoders_count_positions_for_each_row(
         ({"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True}, "causal_lm"),
         ({"model_type": "bert", "architectures": ["BertModel"], "is_decoder": True}, None),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "causal_lm"),
-        ({"model_type": "llama", "architectures": ["LlamaModel"]}, None),
+        ({"model_type": "llama", "architectures": ["LlamaModel"]}, "encoder"),
+        ({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]}, "classifier"),
+        ({"model_type": "t5", "architectures": ["T5EncoderModel"]}, "encoder"),
+        ({"model_type": "clip_text_model", "architectures": ["CLIPTextModel"]}, "encoder"),
+        ({"model_type": "clip_text_model", "architectures": ["CLIPTextModelWithProjection"]}, "encoder"),
+        ({"model_type": "bert", "architectures": ["BertForQuestionAnswering"]}, "question_answering"),
         ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, None),
     ],
 )
