@@ -56,6 +56,6 @@ def print_answer_agreement(model: OpenModel, reference: Path | None, text: str, 
             remedy="graphopt eval FOLDER --reference FLOAT_EXPORT --text FILE",
         )
     lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-    other = question_answerer_of(open_folder(reference, threads=threads))
-    figures = answer_agreement(question_answerer_of(model), other, lines)
+    reference_session = question_answerer_of(open_folder(reference, threads=threads))
+    figures = answer_agreement(question_answerer_of(model), reference_session, lines)
     return print_json(figures) if as_json else print_table([figures], tuple(figures))

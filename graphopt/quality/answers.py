@@ -28,8 +28,8 @@ def answer_quality(
     """Return the figures of a model beside its reference; see :func:`answer_agreement`."""
     sentences = sentences_of(documentation() if texts is None else "\n".join(texts))
     session, other = (question_answerer_of(open_folder(file)) for file in (artifact, reference))
-    session, other = (question_answerer_of(open_folder(file)) for file in (artifact, reference))
-    return answer_agreement(session, other, sentences)
+    session, original = (question_answerer_of(open_folder(file)) for file in (artifact, reference))
+    return answer_agreement(session, original, sentences)
 
 
 def answer_agreement(
@@ -55,15 +55,17 @@ def answer_agreement(
     if not sentences:
         raise InputError("there is no sentence", remedy="give a text with one sentence in a line")
     questions: list[Text] = [(sentence[: len(sentence) // 2], sentence) for sentence in sentences]
-    encodings, other = (model.encode(questions, cuts=True) for model in (session, reference))
-    if [row.ids for row in encodings] != [row.ids for row in other]:
+    encodings, reference_encodings = (model.encode(questions, cuts=True) for model in (session, reference))
+    if [row.ids for row in encodings] != [row.ids for row in reference_encodings]:
         raise InputError(
             "the reference has another tokenizer: the two models read different tokens",
             file=reference.model.file.parent,
             remedy="give the artifact that the model was made from as the reference",
         )
     divergences, matches = [], []
-    for encoding, after, before in zip(encodings, session.logits(encodings), reference.logits(other), strict=True):
+    for encoding, after, before in zip(
+        encodings, session.logits(encodings), reference.logits(reference_encodings), strict=True
+    ):
         in_text = np.array([number == 1 for number in encoding.sequence_ids])
         shares = [text_shares(in_text, logits)[in_text] for logits in (before, after)]
         logarithms = [np.log(np.maximum(share, np.finfo(np.float64).tiny)) for share in shares]

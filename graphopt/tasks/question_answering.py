@@ -30,7 +30,7 @@ class SpanProbe(HeadProbe):
         """Return the share of texts whose likeliest beginning (end) is that of the model before any pass."""
         ends = self.real.sum(-1).cumsum()[:-1]
         pairs = zip(np.split(first, ends), np.split(after, ends), strict=True)
-        return {"same_class_share": float(np.mean([before.argmax(0) == now.argmax(0) for before, now in pairs]))}
+        return {"same_class_share": float(np.mean([row.argmax(0) == row_after.argmax(0) for row, row_after in pairs]))}
 
 
 class QuestionAnswering(TokenClassifier):
