@@ -27,7 +27,6 @@ def answer_quality(
 ) -> dict[str, float]:
     """Return the figures of a model beside its reference; see :func:`answer_agreement`."""
     sentences = sentences_of(documentation() if texts is None else "\n".join(texts))
-    session, other = (question_answerer_of(open_folder(file)) for file in (artifact, reference))
     session, original = (question_answerer_of(open_folder(file)) for file in (artifact, reference))
     return answer_agreement(session, original, sentences)
 
