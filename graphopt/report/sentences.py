@@ -15,7 +15,7 @@ from graphopt.inference import kernel_choice
 from graphopt.models import agreement, export, loading
 from graphopt.models.unrolling import refusals
 from graphopt.passes import PASSES
-from graphopt.quality import classes, losses
+from graphopt.quality import answers, classes, losses
 from graphopt.verification import kernels, notes
 from graphopt.verification.certificate import checker
 
@@ -29,6 +29,7 @@ _SENTENCES = 3
 
 DECLARE_RULES = (
     agreement,
+    answers,
     artifact,
     bases,
     checker,
