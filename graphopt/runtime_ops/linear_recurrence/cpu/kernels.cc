@@ -1,98 +1,108 @@
-// The recurrence of one head, token by token; GRAPHOPT_KERNELS is the name of the table that this compilation fills.
+// The recurrence of some heads; GRAPHOPT_KERNELS is the name of the table that this compilation fills.
 #include "linear_recurrence/cpu/kernels.h"
 
 #include "abi/instructions.h"
-#include "kv_attention/cpu/numbers.h"
+#include "linear_recurrence/cpu/chunks.h"
+#include "linear_recurrence/cpu/narrow.h"
 
 namespace graphopt {
 namespace {
 
-// e^x, rounded to 0 where it is below 1e-38, and to infinity above 3e38.
-inline Floats factor_of(const Floats& x) {
-  const Floats power = exponential(smaller(all_lanes(88.f), x));
-  return by_parts<Floats>([&](size_t i) {
-    const auto high = x.part[i] > 88.7f ? all_lanes(__builtin_inff()).part[i] : power.part[i];
-    return x.part[i] < -87.f ? Floats::Part{} : high;
-  });
-}
+// Rows of the state that are fetched ahead of their use: it comes from memory where a model has many layers.
+constexpr size_t kAhead = 16;
 
-inline Floats load_some(const float* from, size_t count) {
-  float lanes[kColumns] = {};
-  for (size_t i = 0; i < count; ++i) lanes[i] = from[i];
-  return load_line<Floats>(lanes);
-}
-
-inline void store_some(float* to, const Floats& line, size_t count) {
-  float lanes[kColumns];
-  store_line(lanes, line);
-  for (size_t i = 0; i < count; ++i) to[i] = lanes[i];
-}
-
-struct Token {
-  const float *query, *key, *factors;
-  float beta, scale;
-  bool delta;
-};
-
-// A token, for `Lines` lines of the state, the last of them of `last` numbers.
+// One token, for `Lines` lines of the state, the last of them of `last` numbers.
 template <size_t Lines>
-void step(const Token& token, size_t channels, size_t width, const float* value, float* output, float* state,
-          size_t last) {
+void step(const Recurrence& call, const float* query, const float* key, const float* factors, float beta,
+          const float* value, float* output, const float* before, float* state, size_t last) {
+  const size_t K = call.channels, V = call.width;
   const auto load = [&](const float* from, size_t i) {
-    return i + 1 == Lines && last < kColumns ? load_some(from + i * kColumns, last)
-                                             : load_line<Floats>(from + i * kColumns);
+    return i + 1 == Lines ? load_some(from + i * kColumns, last) : load_line<Floats>(from + i * kColumns);
   };
   const auto store = [&](float* to, size_t i, const Floats& line) {
-    if (i + 1 == Lines && last < kColumns) store_some(to + i * kColumns, line, last);
+    if (i + 1 == Lines) store_some(to + i * kColumns, line, last);
     else store_line(to + i * kColumns, line);
   };
-  Floats written[Lines], sums[Lines];
-  for (size_t i = 0; i < Lines; ++i) written[i] = sums[i] = all_lanes(0.f);
-  if (token.delta) {
-    for (size_t k = 0; k < channels; ++k) {
-      const Floats key = all_lanes(token.key[k] * token.factors[k]);
-      for (size_t i = 0; i < Lines; ++i) written[i] = fused(load(state + k * width, i), key, written[i]);
-    }
-  }
-  for (size_t i = 0; i < Lines; ++i) written[i] = (load(value, i) - written[i]) * token.beta;
-  for (size_t k = 0; k < channels; ++k) {
-    const Floats key = all_lanes(token.key[k]), query = all_lanes(token.query[k]);
+  Floats u[Lines], y[Lines];
+#pragma GCC unroll 8
+  for (size_t i = 0; i < Lines; ++i) u[i] = y[i] = all_lanes(0.f);
+  const auto fetch = [&](size_t k) __attribute__((always_inline)) {
+#pragma GCC unroll 8
     for (size_t i = 0; i < Lines; ++i) {
-      const Floats held = load(state + k * width, i) * token.factors[k];
-      const Floats after = fused(key, written[i], held);
-      store(state + k * width, i, after);
-      sums[i] = fused(query, after, sums[i]);
+      __builtin_prefetch(before + (k + kAhead) * V + i * kColumns);
+      __builtin_prefetch(state + k * V + i * kColumns, 1);
+    }
+  };
+  if (call.delta) {
+    for (size_t k = 0; k < K; ++k) {
+      fetch(k);
+      const Floats of_key = all_lanes(key[k] * factors[k]);
+#pragma GCC unroll 8
+      for (size_t i = 0; i < Lines; ++i) u[i] = fused(load(before + k * V, i), of_key, u[i]);
     }
   }
-  for (size_t i = 0; i < Lines; ++i) store(output, i, sums[i] * token.scale);
+#pragma GCC unroll 8
+  for (size_t i = 0; i < Lines; ++i) u[i] = (load(value, i) - u[i]) * beta;
+  for (size_t k = 0; k < K; ++k) {
+    if (!call.delta) fetch(k);
+    const Floats of_key = all_lanes(key[k]), of_query = all_lanes(query[k]);
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Lines; ++i) {
+      const Floats S = fused(of_key, u[i], load(before + k * V, i) * factors[k]);
+      store(state + k * V, i, S);
+      y[i] = fused(of_query, S, y[i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (size_t i = 0; i < Lines; ++i) store(output, i, y[i] * call.scale);
 }
 
-void run(const Recurrence& call, size_t row, size_t head, float* scratch) {
+// A few tokens, one after the other.
+void run_tokens(const Recurrence& call, size_t row, size_t head, float* factors) {
   const size_t key_head = head / (call.heads / call.key_heads), K = call.channels, V = call.width;
+  const float* before = call.before + (row * call.heads + head) * K * V;
   float* const state = call.state + (row * call.heads + head) * K * V;
-  for (size_t k = 0; k < K; ++k) scratch[k] = 1;
-  for (size_t t = 0; t < call.tokens; ++t) {
-    const size_t token = row * call.tokens + t, of_head = token * call.heads + head;
+  fill(factors, K, 1);
+  for (size_t token = row * call.tokens; token < (row + 1) * call.tokens; ++token) {
+    const size_t of_head = token * call.heads + head, of_key = (token * call.key_heads + key_head) * K;
+    const float *const query = call.query + of_key, *const key = call.key + of_key, *const value = call.value + of_head * V;
     float* const output = call.output + of_head * V;
     if (call.mask && !call.mask[token]) {
-      for (size_t v = 0; v < V; ++v) output[v] = 0;
+      fill(output, V, 0);
       continue;
     }
     const float* const decay = call.decay + of_head * call.decays;
     for (size_t k = 0; k < K && call.decays; k += kColumns) {
-      const size_t count = K - k < kColumns ? K - k : kColumns;
-      const Floats of_line = call.decays == 1 ? all_lanes(decay[0]) : load_some(decay + k, count);
-      store_some(scratch + k, factor_of(of_line), count);
+      store_line(factors + k, factor_of(call.decays == 1 ? all_lanes(decay[0]) : load_some(decay + k, K - k)));
     }
-    const size_t of_key = (token * call.key_heads + key_head) * K;
-    const Token now{call.query + of_key, call.key + of_key, scratch, call.beta ? call.beta[of_head] : 1, call.scale,
-                    call.delta};
-    const float* const value = call.value + of_head * V;
+    const float beta = call.beta ? call.beta[of_head] : 1;
+    constexpr size_t kLines = kParts == 1 ? 8 : 2;
     size_t v = 0;
-    for (; v + 4 * kColumns <= V; v += 4 * kColumns) step<4>(now, K, V, value + v, output + v, state + v, kColumns);
-    for (; v < V; v += kColumns) {
-      step<1>(now, K, V, value + v, output + v, state + v, V - v < kColumns ? V - v : kColumns);
+    for (; v + kLines * kColumns <= V; v += kLines * kColumns) {
+      step<kLines>(call, query, key, factors, beta, value + v, output + v, before + v, state + v, kColumns);
     }
+    for (; v + kLines / 2 * kColumns <= V; v += kLines / 2 * kColumns) {
+      step<kLines / 2>(call, query, key, factors, beta, value + v, output + v, before + v, state + v, kColumns);
+    }
+    for (; v < V; v += kColumns) {
+      step<1>(call, query, key, factors, beta, value + v, output + v, before + v, state + v, V - v);
+    }
+    before = state;
+  }
+  if (before != state) __builtin_memcpy(state, before, K * V * sizeof(float));  // all tokens are padding
+}
+
+void run(const Recurrence& call, size_t row, size_t head, float* scratch) {
+  const size_t left = call.heads - head, together = heads_together(call), heads = left < together ? left : together;
+  if (call.width >= kColumns) {
+    if (call.tokens <= kFewTokens) run_tokens(call, row, head, scratch);
+    else Chunks(call, row, head, scratch).run();
+  } else if (call.width == 1 && call.channels == 1) {
+    run_numbers(call, row, head, heads);
+  } else if (call.channels == kColumns) {
+    run_vectors<1>(call, row, head, heads, scratch);
+  } else {
+    run_vectors<0>(call, row, head, heads, scratch);
   }
 }
 

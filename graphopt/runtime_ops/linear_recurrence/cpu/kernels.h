@@ -10,20 +10,45 @@ namespace graphopt {
 struct Recurrence {
   const float *query, *key, *value, *decay, *beta;  // beta is null where there is none
   const int64_t* mask;                              // null where no token is padding
-  float *output, *state;                            // the state changes in place
+  const float* before;                              // the state before the call
+  float *output, *state;                            // the state after it, which may lie where it lay before
   size_t rows, tokens, heads, key_heads, channels, width;
   size_t decays;  // numbers of a head's decay: 0, 1 or channels
   bool delta;
   float scale;
 };
 
+// Numbers of a line, and tokens of a chunk.
+constexpr size_t kRecurrenceLine = 16, kChunk = 32;
+
+// So few tokens go one by one.
+constexpr size_t kFewTokens = 3;
+
+// How a call is cut: each head by itself where its values fill a line, and heads side by side where not.
+inline size_t heads_together(const Recurrence& call) {
+  if (call.width >= kRecurrenceLine) return 1;
+  return call.width == 1 && call.channels == 1 ? 8 * kRecurrenceLine : kRecurrenceLine;
+}
+
+inline size_t in_lines(size_t count) { return (count + kRecurrenceLine - 1) / kRecurrenceLine * kRecurrenceLine; }
+
+// Tokens of the longest chunk, in whole lines.
+inline size_t longest_chunk(const Recurrence& call) { return in_lines(call.tokens < kChunk ? call.tokens : kChunk); }
+
+// Numbers of a task's scratch, in whole lines.
+inline size_t recurrence_scratch(const Recurrence& call) {
+  const size_t K = in_lines(call.channels), V = in_lines(call.width), t = longest_chunk(call);
+  if (call.width < kRecurrenceLine) return kRecurrenceLine * K * (call.width + 1) + 8 * kRecurrenceLine * kRecurrenceLine;
+  if (call.tokens <= kFewTokens) return K;
+  // keys and queries twice, keys for the state, turned, factors; pairs of tokens; what is written and read; the state
+  return t * K * 7 + 2 * t * t + 3 * t * V + (call.width == V ? 0 : K * V) + 3 * K + 3 * t;
+}
+
 struct RecurrenceKernels {
+  // The heads from `head`, heads_together() or as many as there are. The scratch lies at a multiple of 64 bytes.
   void (*run)(const Recurrence&, size_t row, size_t head, float* scratch);
 };
 
 extern const RecurrenceKernels kRecurrenceScalar, kRecurrenceAvx2, kRecurrenceAvx512, kRecurrenceNeon;
-
-// Numbers of a task's scratch.
-inline size_t recurrence_scratch(const Recurrence& call) { return call.channels; }
 
 }  // namespace graphopt

@@ -94,10 +94,11 @@ struct Kernel {
   OrtStatus* run(OrtKernelContext* context, const Recurrence& call) const;
 };
 
-// A call, cut into tasks of one head each; tasks share nothing but the flag.
+// A call, cut into tasks of some heads each; tasks share nothing but the flag.
 struct Call {
   const Kernel* kernel;
   const Recurrence* all;
+  size_t of_row;  // tasks
   std::atomic<bool> no_memory{false};
 
   static void task(void* call, size_t index) {
@@ -107,7 +108,7 @@ struct Call {
       self.no_memory = true;
       return;
     }
-    self.kernel->kernels->run(*self.all, index / self.all->heads, index % self.all->heads,
+    self.kernel->kernels->run(*self.all, index / self.of_row, index % self.of_row * heads_together(*self.all),
                               reinterpret_cast<float*>(loan.memory));
   }
 };
@@ -127,10 +128,11 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
     GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(node.api, output, &written[index]));
   }
   const size_t states = inputs.counts[kState];
-  if (states && written[1] != inputs.tensors[kState].data) {
-    std::memmove(written[1], inputs.tensors[kState].data, states * sizeof(float));
+  call.before = static_cast<const float*>(inputs.tensors[kState].data);
+  if (!inputs.counts[kValue]) {
+    if (states && written[1] != call.before) std::memcpy(written[1], call.before, states * sizeof(float));
+    return nullptr;
   }
-  if (!inputs.counts[kValue]) return nullptr;
   const bool is_half = inputs.tensors[kQuery].type == kFloat16;
   size_t numbers = inputs.counts[kValue];
   for (size_t input = kQuery; input <= kBeta; ++input) numbers += inputs.counts[input];
@@ -156,14 +158,14 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
 }
 
 OrtStatus* Kernel::run(OrtKernelContext* context, const Recurrence& call) const {
-  Call tasks{this, &call};
-  const size_t count = call.rows * call.heads;
+  Call tasks{this, &call, (call.heads + heads_together(call) - 1) / heads_together(call)};
+  const size_t count = call.rows * tasks.of_row;
   if (count == 1) {
     Call::task(&tasks, 0);
   } else {
     GRAPHOPT_RETURN_IF_ERROR(KernelContextParallelFor::call(node.api, context, Call::task, count, 0, &tasks));
   }
-  return tasks.no_memory ? node.error("no memory for the factors of a head") : nullptr;
+  return tasks.no_memory ? node.error("no memory for the tokens of a head") : nullptr;
 }
 
 const OrtCustomOp kOps[2] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>()};
