@@ -39,7 +39,7 @@ def name_ports(graph: ir.Graph) -> None:
         graph: what ``transformers.exporters.OnnxExporter`` made of a causal language model or an encoder.
 
     Raises:
-        InputError: the graph keeps a state that is not a key-value cache.
+        InputError: the graph keeps a state that is neither a key-value cache nor a recurrent state.
     """
     _drop_constant_states(graph)
     _drop_unused(graph)
@@ -88,9 +88,11 @@ def _name_dimensions(graph: ir.Graph) -> None:
     names: dict[str, str] = {}
     has_caches = any(past_port(value) is not None for value in graph.inputs)
     for value in graph.inputs:
-        cache = past_port(value) is not None
+        port = past_port(value)
         columns = KEYS if has_caches and value.name == ATTENTION_MASK else LENGTH
-        meaning = {0: BATCH, 2: PAST} if cache else {0: BATCH, 1: columns}
+        meaning = {0: BATCH} if port else {0: BATCH, 1: columns}
+        if port is not None and port.grows:
+            meaning[2] = PAST
         for axis, dimension in enumerate(value.shape or ()):
             # An input that shares the symbol of another (position_ids, every further cache) says the same again.
             if isinstance(dimension, ir.SymbolicDim) and axis in meaning:

@@ -22,7 +22,7 @@ def confirm_caches(inputs: Mapping[str, Any], source: str) -> None:
         source: where it came from, for messages.
 
     Raises:
-        InputError: a state is not a key-value cache.
+        InputError: a state is neither a key-value cache nor a recurrent state.
     """
     torch = importlib.import_module("torch")
     caches = {
@@ -42,17 +42,19 @@ def _states(torch: Any, port: str, cache: Any) -> Iterator[tuple[str, Any]]:
     """Yield the floats that a cache holds, by the names that the exporter gives them; sizes are integers."""
     for number, layer in enumerate(cache.layers):
         for part, state in vars(layer).items():
-            for tensor in torch.utils._pytree.tree_leaves(state):
+            numbered = state if isinstance(state, dict) else {"": state}
+            for key, tensor in numbered.items():
                 if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
-                    yield f"input.{port}.layers.{number}.{part}", tensor
+                    yield ".".join(filter(None, ("input", port, "layers", str(number), part, str(key)))), tensor
 
 
 def other_input(name: str | None, shape: list[str] | None, source: str | None = None) -> InputError:
     """Return the error for an input that no task knows."""
     return InputError(
-        "the model has an input other than tokens, mask, token types, positions and key-value caches",
+        "the model has an input other than tokens, mask, token types, positions, key-value caches and recurrent states",
         file=source,
         tensor=name,
         shape=shape,
-        remedy="graphopt takes encoders, and decoder-only models whose only states are key-value caches",
+        remedy="graphopt takes encoders, and decoder-only models whose states are keys and values, tails of convolutions "
+        "and recurrent states that transformers names so",
     )

@@ -12,6 +12,8 @@ from graphopt.errors import InputError, MissingDependencyError
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of, task_of_config
 from graphopt.models.naming import name_parts
 from graphopt.models.ports import name_ports
+from graphopt.models.recurrence import recurrences_as_nodes, simplify
+from graphopt.runtime_ops import declare
 from graphopt.tasks import TASKS, Task
 from graphopt.tasks.causal_lm import CAUSAL_LM
 
@@ -40,7 +42,7 @@ def trace(model: Any, source: str) -> ir.Model:
         A graph of opset 23 with the inputs and outputs of its task, see :mod:`graphopt.tasks`.
 
     Raises:
-        InputError: the exporter fails on it, or a causal language model has no key-value cache.
+        InputError: the exporter fails on it, or a causal language model keeps no state.
         MissingDependencyError: a package that the exporter needs is missing or too old.
     """
     program = export_graph(model, source)
@@ -58,7 +60,7 @@ def finish(program: ir.Model, model: Any, source: str) -> None:
         source: where it came from, for messages.
 
     Raises:
-        InputError: a causal language model has no key-value cache.
+        InputError: a causal language model keeps no state.
     """
     weights = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     name_parts(program, {name: tuple(tensor.shape) for name, tensor in weights})
@@ -68,18 +70,19 @@ def finish(program: ir.Model, model: Any, source: str) -> None:
         value.name = port_names.get(value.name or "", value.name)
     if task.caches and not any(present_port(value) is not None for value in program.graph.outputs):
         raise InputError(
-            f"{type(model).__name__} came out without a key-value cache, so it cannot generate token by token",
+            f"{type(model).__name__} came out without a cache or a state, so it cannot generate token by token",
             file=source,
             remedy="is it a bidirectional model that calls itself causal?",
         )
     task.check(program.graph)
+    declare(program)
 
 
 def export_graph(model: Any, source: str) -> ir.Model:
     """Return what transformers' exporter makes of ``model``, with the names that it gives.
 
     Raises:
-        InputError: the exporter fails on it, or its state is not a key-value cache.
+        InputError: the exporter fails on it, or it keeps what is neither a key-value cache nor a recurrent state.
         MissingDependencyError: a package that the exporter needs is missing or too old.
     """
     torch, _ = import_export_packages()
@@ -90,12 +93,12 @@ def export_graph(model: Any, source: str) -> ir.Model:
         except ImportError as error:
             raise MissingDependencyError(str(error), remedy='pip install "graphopt[export]"') from error
         try:
-            part, inputs = _task_of(model).export_parts(model, source)
-            shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
-            config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
             # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.
             no_fake_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-            with no_fake_cache, _without_stack_traces(), _without_other_families():
+            with recurrences_as_nodes(), no_fake_cache, _without_stack_traces(), _without_other_families():
+                part, inputs = _task_of(model).export_parts(model, source)
+                shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
+                config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
                 program: ir.Model = exporter.export(part, inputs, config=config).program
         except InputError:
             raise
@@ -105,6 +108,7 @@ def export_graph(model: Any, source: str) -> ir.Model:
                 file=source,
                 remedy="graphopt takes what transformers.exporters.OnnxExporter takes; the cause is chained below",
             ) from error
+    simplify(program.graph)
     return program
 
 
@@ -159,4 +163,10 @@ def _varying(torch: Any, value: Any) -> Any:
     register = importlib.import_module("transformers.exporters.exporter_dynamo").register_pytree_node
     register(type(value))
     leaves, _ = torch.utils._pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
-    return [dict.fromkeys(_CACHE_AXES if leaf.dim() == 4 else range(leaf.dim()), vary) for leaf in leaves]
+    growing = {id(getattr(layer, part, None)) for layer in value.layers for part in ("keys", "values")}
+    return [
+        dict.fromkeys(
+            _CACHE_AXES if id(leaf) in growing else (0,) if leaf.is_floating_point() else range(leaf.dim()), vary
+        )
+        for leaf in leaves
+    ]

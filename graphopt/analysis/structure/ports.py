@@ -1,8 +1,8 @@
 """The names of a graph's inputs and outputs, and the grammar of cache names: the one place that spells them.
 
 A cache of layer N comes in as ``past_key_values.N.PART`` and goes out as ``present.N.PART``. The part is ``key`` or
-``value`` of a cache that grows or whose blocks requests share, one of :data:`SCALES` beside it, or one of
-:data:`STATES` of a cache in pages. :mod:`graphopt.verification.certificate` spells these names on its own, since it
+``value`` of a cache that grows or whose blocks requests share, one of :data:`SCALES` beside it, one of :data:`STATES`
+of a cache in pages, or one of :data:`RECURRENT`. :mod:`graphopt.verification.certificate` spells these names on its own, since it
 shares nothing with what it checks.
 """
 
@@ -39,10 +39,17 @@ SCALES = ("key_scale", "value_scale")
 STATES = SCHEMA.of_role(Role.STATE)
 """The parts of a cache in pages: the state tensors of ``KVAttention``, in order."""
 
+RECURRENT = ("conv_state", "recurrent_state")
+"""The parts of fixed size: the tail of a convolution and the state of a recurrence; a layer's second has ``_1``."""
+
 _PAST, _PRESENT = "past_key_values", "present"
-_NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join((*GROWING, *SCALES, *STATES))})")
+_RECURRENT = rf"(?:{'|'.join(RECURRENT)})(?:_\d+)?"
+_NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join((*GROWING, *SCALES, *STATES))}|{_RECURRENT})")
 # How transformers' exporter names caches; it names the side only where both sides have the name.
-_EXPORTER_NAME = re.compile(r"(?:(input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+_EXPORTER_NAME = re.compile(
+    r"(?:(input|output)\.)?(?:past_key_values|cache_params)\.layers\.(\d+)\."
+    rf"(?:(key|value)s|({'|'.join(RECURRENT)})s\.(\d+))"
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class CachePort:
 
     Attributes:
         layer: N in ``past_key_values.N.key``.
-        part: one of :data:`GROWING`, :data:`SCALES` or :data:`STATES`.
+        part: one of :data:`GROWING`, :data:`SCALES`, :data:`STATES` or :data:`RECURRENT`.
     """
 
     layer: int
@@ -72,6 +79,11 @@ class CachePort:
         """Whether the cache grows by each call, and does not lie in pages."""
         return self.part in GROWING
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the state has a size of its own, however many tokens it was made of."""
+        return re.fullmatch(_RECURRENT, self.part) is not None
+
 
 def past_port(value: ir.Value | str | None) -> CachePort | None:
     """Return which cache an input called so takes, or ``None``."""
@@ -86,12 +98,14 @@ def present_port(value: ir.Value | str | None) -> CachePort | None:
 def exported_name(name: str) -> str | None:
     """Return our name of a cache that transformers' exporter calls ``name``; ``None`` if it names no cache.
 
-    ``input.past_key_values.layers.0.keys`` is ``past_key_values.0.key``, with ``output`` it is ``present.0.key``.
+    ``input.past_key_values.layers.0.keys`` is ``past_key_values.0.key``, with ``output`` it is ``present.0.key``;
+    ``layers.0.conv_states.0`` ends in ``0.conv_state``.
     """
     match = _EXPORTER_NAME.fullmatch(name)
     if match is None:
         return None
-    port = CachePort(int(match[2]), match[3])
+    number = int(match[5] or 0)
+    port = CachePort(int(match[2]), match[3] or match[4] + (f"_{number}" if number else ""))
     return port.present if match[1] == "output" else port.past
 
 

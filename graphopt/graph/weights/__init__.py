@@ -3,7 +3,7 @@
     expression.py      what an expression is: type, shape, children, digest, evaluation in blocks
     leaves.py          bytes of a file, arrays in memory
     rearrangement.py   transpose, slice, reshape, concatenate, stack
-    arithmetic.py      cast, scale, sum, center, rotate, vector times matrix
+    arithmetic.py      cast, scale, sum, exponential, center, rotate, vector times matrix
     tensor.py          a tensor of the graph that is an expression
     initializers.py    the weights of a graph: find, own, rewrite, make
     finite.py          NaN and infinity are refused; each stored tensor gets its digest
@@ -18,7 +18,7 @@ Expressions that need more than that live where it is: rounding to codes and pac
 :mod:`graphopt.quantization.rounding`.
 """
 
-from graphopt.graph.weights.arithmetic import DOUBLE, Cast, Center, Rotate, Scale, Sum, VectorTimes
+from graphopt.graph.weights.arithmetic import DOUBLE, Cast, Center, Exponential, Rotate, Scale, Sum, VectorTimes
 from graphopt.graph.weights.expression import (
     Array,
     Bundle,
@@ -44,6 +44,7 @@ __all__ = [
     "Cast",
     "Center",
     "Concat",
+    "Exponential",
     "Expression",
     "Inline",
     "MappedTensor",

@@ -1,4 +1,4 @@
-"""Expressions that compute: casts, scales, sums, means, products with a vector, rotations."""
+"""Expressions that compute: casts, scales, sums, exponentials, means, products with a vector, rotations."""
 
 from __future__ import annotations
 
@@ -69,6 +69,18 @@ class Sum(SameShape):
     def evaluate(self, region: Region) -> Array:
         """Add what lies in the region."""
         return np.asarray(self.source.evaluate(region) + self.addend.evaluate(region), self.dtype.numpy())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exponential(SameShape):
+    """factor exp(W), number by number, computed in float64 and rounded once to the type of ``source``."""
+
+    factor: float = 1.0
+
+    def evaluate(self, region: Region) -> Array:
+        """Compute what lies in the region."""
+        numbers = self.source.evaluate(region).astype(np.float64)
+        return np.asarray(self.factor * np.exp(numbers), self.dtype.numpy())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights import Array, Expression, Inline, Reshape, Scale, Slice, Sum, Transpose
+from graphopt.graph.weights import Array, Exponential, Expression, Inline, Reshape, Scale, Slice, Sum, Transpose
 from graphopt.graph.weights.expression import whole_region
 from graphopt.models.checkpoint_tensors import Parameter, stored_tensors
 from graphopt.models.lazy_tensors import dtype_of
@@ -89,7 +89,7 @@ class Relations:
         raise NotUnderstoodError(FOLDED_WEIGHT(weight=value.name, parameters=[name]))
 
     def _recompute(self, value: ir.Value, array: Array, parents: list[str]) -> Expression:
-        """Return ``parameter + c`` or ``parameter * c`` that gives exactly these numbers."""
+        """Return ``parameter + c`` or ``parameter * c`` that gives exactly these numbers, or ``-exp(parameter)``."""
         for name in parents:
             parameter, leaf = self._arrays[name], self._leaves[name]
             if len(parents) > 1 or parameter.shape != array.shape or parameter.dtype != array.dtype:
@@ -104,6 +104,9 @@ class Relations:
                 factors = np.full(array.shape[:1], constant, array.dtype)
                 if np.array_equal(parameter * array.dtype.type(constant), array):
                     return Scale(leaf, Inline(factors, leaf.kind), 0)
+            # The decay of a recurrence. Exponentials of two libraries differ in the last bit.
+            if np.allclose(-np.exp(wide), array, rtol=4 * float(np.finfo(array.dtype).eps), atol=0):
+                return Exponential(leaf, -1.0)
         raise NotUnderstoodError(FOLDED_WEIGHT(weight=value.name, parameters=list(parents)))
 
 

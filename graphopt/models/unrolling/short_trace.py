@@ -9,6 +9,7 @@ from graphopt.graph.weights import Expression, Node, WeightTensor, expression_of
 from graphopt.models.checkpoint import quiet
 from graphopt.models.checkpoint_tensors import Parameter
 from graphopt.models.ports import name_ports
+from graphopt.models.recurrence import recurrences_as_nodes
 from graphopt.models.trace import export_graph, finish, sample_of, trace
 from graphopt.models.unrolling.graph import unroll
 from graphopt.models.unrolling.kinds import plan_layers, shorten
@@ -66,7 +67,7 @@ def trace_skeleton(model: Any, source: str) -> tuple[ir.Model, Fact | None]:
     """
     make_skeleton(model)
     try:
-        with quiet():
+        with quiet(), recurrences_as_nodes():
             short_plan = plan_layers(model, sample_of(model))
         with shorten(model, short_plan):
             program = _export(model, source)

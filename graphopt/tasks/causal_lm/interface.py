@@ -3,7 +3,9 @@
 Inputs: ``input_ids`` int64 [batch, length], optional ``attention_mask`` int64 [batch, past + length], optional
 ``position_ids`` int64 [batch, length], and per layer N ``past_key_values.N.key`` and ``.value`` [batch, KV heads,
 past, head size]. Outputs: ``logits`` [batch, length, vocabulary], ``present.N.key`` and ``.value`` [batch, KV heads,
-past + length, head size]. An empty past makes the same graph a prefill. A graph whose logits are [batch, 1, vocabulary]
+past + length, head size]. A layer with a recurrence has ``past_key_values.N.conv_state`` [batch, channels, taps - 1]
+and ``.recurrent_state`` [batch, heads, K, V] instead or as well, zeros at first, which come back in the same shape. An
+empty past makes the same graph a prefill. A graph whose logits are [batch, 1, vocabulary]
 makes those of the last position only, and one with [batch, last_K, vocabulary] those of the last K. An output
 ``last_hidden_state`` [batch, length, width], if there is one, is what the product reads that makes the logits.
 
@@ -177,7 +179,7 @@ class Interface:
             InputError: the graph does not state the number of KV heads or the head size.
         """
         if self.has_pages:
-            return {
+            return self.recurrent_states(batch) | {
                 layer.port(state): tensor.zeros()
                 for layer in self.layers
                 for state, tensor in layer.states(batch, max(1, -(-room // layer.attributes.page))).items()
@@ -189,12 +191,28 @@ class Interface:
                 blocks = batch * max(1, -(-room // int(str(port.shape[1]))))
                 caches[name] = np.zeros((blocks, *(int(str(size)) for size in port.shape[1:])), port.dtype)
                 continue
+            if name in self.recurrent:
+                continue
             if len(port.shape) != 4 or port.shape[1] is None or port.shape[3] is None or port.dtype is None:
                 raise InputError(
                     "a cache input must state its KV heads and head size", tensor=name, shape=list(port.shape)
                 )
             caches[name] = np.zeros((batch, port.shape[1], self.windows.get(name, 0), port.shape[3]), port.dtype)
-        return caches
+        return caches | self.recurrent_states(batch)
+
+    @cached_property
+    def recurrent(self) -> tuple[str, ...]:
+        """Names of the state inputs whose size does not depend on the tokens, in the order of the graph."""
+        return tuple(name for name in self.past if (port := past_port(name)) is not None and port.is_recurrent)
+
+    def recurrent_states(self, batch: int) -> dict[str, Array]:
+        """Return the recurrent states of ``batch`` sequences without tokens, by input name: zeros.
+
+        Raises:
+            InputError: the graph does not state their sizes.
+        """
+        ports = [self.inputs[name] for name in self.recurrent]
+        return {port.name: np.zeros((batch, *_fixed_sizes(port)), port.dtype) for port in ports}
 
     def feeds(
         self, input_ids: IntArray, attention_mask: IntArray, past: Mapping[str, Array], *, needs_mask: bool = True
@@ -225,6 +243,22 @@ class Interface:
         if self.has_pages:
             feeds |= _lengths(attention_mask, input_ids.shape[1])
         return {name: np.ascontiguousarray(value) for name, value in feeds.items() if name in self.inputs}
+
+
+def _fixed_sizes(port: Port) -> list[int]:
+    """Return the sizes of a recurrent state behind its batch.
+
+    Raises:
+        InputError: the graph does not state one of them, or the type.
+    """
+    sizes = [size for size in port.shape[1:] if size is not None]
+    if port.dtype is None or len(sizes) + 1 != len(port.shape):
+        raise InputError(
+            "a recurrent state must state its type, and each of its sizes but the batch",
+            tensor=port.name,
+            shape=list(port.shape),
+        )
+    return sizes
 
 
 def new_lengths(mask: IntArray) -> IntArray:
@@ -275,7 +309,8 @@ def _check_names(
         raise InputError(
             "the graph has an input that graphopt does not know how to feed",
             tensor=unknown[0],
-            remedy="known are input_ids, attention_mask, position_ids and past_key_values.N.key/.value",
+            remedy="known are input_ids, attention_mask, position_ids and past_key_values.N.key/.value"
+            "/.conv_state/.recurrent_state",
         )
 
 

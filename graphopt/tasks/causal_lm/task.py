@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -60,6 +61,7 @@ class CausalLM(Task):
             if ATTENTION_MASK in interface.inputs:
                 mask = random_padding(batch, past + length, random)
             thin = {name: np.zeros((batch, 1, past, 1), interface.inputs[name].dtype) for name in interface.past}
+            thin |= interface.recurrent_states(batch)
             feeds = interface.feeds(random.integers(0, 2, (batch, length)), mask, thin, needs_mask=False)
             yield Call(feeds, length, past, mask.astype(bool))
 
@@ -77,13 +79,18 @@ class CausalLM(Task):
         """Return the part of a model that takes several new tokens and a cache, and inputs for it.
 
         Raises:
-            InputError: a state of the model is not a key-value cache.
+            InputError: a state of the model is neither a key-value cache nor a recurrent state.
         """
         transformers = importlib.import_module("transformers")
         decompose = importlib.import_module("transformers.exporters.utils").decompose_for_generation
         # A checkpoint's own settings (beams, static caches, sampling) would change what is traced.
         model.generation_config = transformers.GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
-        module, inputs = decompose(model, self.sample(model), multi_token_decode=True)["decode"]
+        sample = self.sample(model)
+        module, inputs = decompose(model, sample, multi_token_decode=True)["decode"]
+        if inputs.get(ATTENTION_MASK) is None and ATTENTION_MASK in inspect.signature(model.forward).parameters:
+            # A model without attention drops it, and its recurrences must not read padding.
+            ids, prompt = inputs[INPUT_IDS], sample[ATTENTION_MASK]
+            inputs[ATTENTION_MASK] = prompt.new_ones(len(ids), prompt.shape[1] + ids.shape[1])
         upper("graphopt.models.states:confirm_caches")(inputs, source)
         return module, inputs
 

@@ -1,0 +1,328 @@
+"""The functions that models with recurrent states call by name become nodes of ours while a model is traced.
+
+    torch_chunk_gated_delta_rule, chunk_kimi_delta_attention,
+    mamba2_chunk_scan, mamba_selective_scan                    ->  ai.graphopt::LinearRecurrence
+    update_conv_state, causal_conv1d_fn                        ->  ai.graphopt::CausalConv
+
+transformers spells these functions out chunk by chunk or token by token, for the number of tokens that is traced. As
+one node each they take any number of tokens, and one graph serves prefill, chunks and single steps.
+
+States are what the operators hold: a convolution of L taps keeps L - 1 tokens and not L, and a recurrent state is
+[batch, heads, K, V]. Padding is left to the mask of the operators, so that it touches no state wherever it stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from graphopt.errors import InputError
+from graphopt.runtime_ops import DOMAIN, OPERATORS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import onnx_ir as ir
+
+_L2_EPSILON = 1e-6
+
+
+@dataclass
+class _Calls:
+    """What the functions of a model tell one another while it runs.
+
+    Attributes:
+        mask: 1 for a token, 0 for padding, [batch, tokens]; ``None`` where there is none.
+        inputs: by the id of a tensor that a convolution reads next: the tensor, and the layer and number of its state.
+        recurrent_state: what the layer that is running has, as it asked for it.
+    """
+
+    mask: Any = None
+    inputs: dict[int, tuple[Any, Any, int]] = field(default_factory=dict)
+    recurrent_state: Any = None
+
+
+@contextlib.contextmanager
+def recurrences_as_nodes() -> Iterator[None]:
+    """Let models of transformers call our operators, and keep states as these do, for as long as the block runs.
+
+    The operators compute zeros in torch: a model is run to find its shapes, or to be traced.
+
+    Raises:
+        InputError: a model keeps the tail of a convolution that is none of the known functions.
+    """
+    caches = importlib.import_module("transformers.cache_utils")
+    calls = _Calls()
+    replacements: dict[Any, dict[str, Any]] = {
+        caches.LinearAttentionLayer: {
+            "update_conv_state": functools.partialmethod(_update_conv_state, calls),
+            "update_recurrent_state": _update_recurrent_state,
+        },
+        caches.Cache: {"get_recurrent_state": _recording(calls, caches.Cache.get_recurrent_state)},
+    }
+    functions = {name: functools.partial(function, calls) for name, function in _FUNCTIONS.items()}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and ".modeling_" in name:
+            replacements[module] = {key: value for key, value in functions.items() if key in vars(module)}
+    with contextlib.ExitStack() as stack:
+        for owner, members in replacements.items():
+            for name, member in members.items():
+                stack.callback(setattr, owner, name, vars(owner)[name])
+                setattr(owner, name, member)
+        yield
+    if calls.inputs:
+        _, layer, _ = next(iter(calls.inputs.values()))
+        raise InputError(
+            "the model keeps the tail of a convolution, and no known function convolves it",
+            tensor=type(layer).__name__,
+            remedy=f"known are {', '.join(_FUNCTIONS)}",
+        )
+
+
+def simplify(graph: ir.Graph) -> None:
+    """Drop transposes of axes that come back at once: around convolutions tokens are the last axis in transformers."""
+    for node in list(graph):
+        inner = node.inputs[0].producer() if node.op_type == "Transpose" and node.inputs[0] is not None else None
+        if inner is None or inner.op_type != "Transpose" or inner.inputs[0] is None:
+            continue
+        first, second = (list(step.attributes.get_ints("perm", ())) for step in (inner, node))
+        if [first[axis] for axis in second] == list(range(len(first))) and not node.outputs[0].is_graph_output():
+            node.outputs[0].replace_all_uses_with(inner.inputs[0])
+            graph.remove(node, safe=True)
+            if not inner.outputs[0].uses() and not inner.outputs[0].is_graph_output():
+                graph.remove(inner, safe=True)
+
+
+def _operator(name: str, inputs: list[Any], likes: tuple[Any, Any], **attributes: Any) -> tuple[Any, Any]:
+    """Return the outputs of one of our operators, which have the shapes of two tensors: a node, once it is traced."""
+    torch = importlib.import_module("torch")
+    outputs: tuple[Any, Any] = torch.onnx.ops.symbolic_multi_out(
+        f"{DOMAIN}::{name}",
+        inputs,
+        attributes,
+        dtypes=[like.dtype for like in likes],
+        shapes=[list(like.shape) for like in likes],
+        version=OPERATORS[name].version,
+    )
+    return outputs
+
+
+def _convolve(calls: _Calls, tokens: Any, state: Any, weight: Any, bias: Any, activation: str | None) -> Any:
+    """Return the convolution of ``tokens`` [batch, channels, tokens], and the new state."""
+    x = tokens.transpose(1, 2)
+    bias = weight.new_zeros(0) if bias is None else bias
+    name = {None: "none", "silu": "silu", "swish": "silu"}.get(activation, "none")
+    operands = [x, weight, bias, *_rows(calls, x, state)]
+    y, new_state = _operator("CausalConv", operands, (x, state), activation=name)
+    y = y.transpose(1, 2)
+    if activation is not None and name == "none":
+        y = importlib.import_module("transformers.activations").ACT2FN[activation](y)
+    return y, new_state
+
+
+def _recur(calls: _Calls, inputs: list[Any], state: Any, *, delta: bool, scale: float) -> tuple[Any, Any]:
+    """Return the outputs [batch, tokens, heads, V] and the new state.
+
+    Args:
+        calls: of this run.
+        inputs: query, key, value, decay and beta, as the operator has them.
+        state: [batch, heads, K, V], or ``None`` for zeros.
+        delta: whether what the state holds already is not written again.
+        scale: of the outputs.
+    """
+    _, key, value, _, _ = inputs
+    if state is None:
+        state = value.new_zeros((value.shape[0], value.shape[2], key.shape[3], value.shape[3]))
+    operands = [*(tensor.float() for tensor in inputs), *_rows(calls, value, state)]
+    return _operator("LinearRecurrence", operands, (value, state), delta=int(delta), scale=float(scale))
+
+
+def _rows(calls: _Calls, tokens: Any, state: Any) -> tuple[Any, Any]:
+    """Return mask and state, which have as many rows as ``tokens`` [batch, tokens, ...]."""
+    torch = importlib.import_module("torch")
+    torch._check(state.shape[0] == tokens.shape[0])
+    if calls.mask is None:
+        return tokens.new_zeros((tokens.shape[0], 0), dtype=torch.int64), state
+    torch._check(calls.mask.shape[0] == tokens.shape[0])
+    torch._check(calls.mask.shape[1] == tokens.shape[1])
+    return calls.mask.to(torch.int64), state
+
+
+# In place of methods of caches.
+
+
+def _update_conv_state(layer: Any, calls: _Calls, conv_states: Any, state_idx: int = 0, **_: Any) -> Any:
+    """Remember whose state belongs to [batch, channels, tokens], which a convolution reads next, and return these."""
+    calls.inputs[id(conv_states)] = (conv_states, layer, state_idx)
+    return conv_states
+
+
+def _update_recurrent_state(layer: Any, recurrent_states: Any, state_idx: int = 0, **_: Any) -> Any:
+    layer.recurrent_states[state_idx] = recurrent_states
+    layer.is_recurrent_states_initialized[state_idx] = True
+    layer.has_previous_state[state_idx] = True
+    return recurrent_states
+
+
+def _recording(calls: _Calls, get_recurrent_state: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method of a cache that also tells ``calls`` what it returned: not every function is given it."""
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        calls.recurrent_state = get_recurrent_state(*args, **kwargs)
+        return calls.recurrent_state
+
+    return get
+
+
+# In place of functions of models, with the arguments that these have.
+
+
+def _apply_mask_to_padding_states(calls: _Calls, hidden_states: Any, attention_mask: Any) -> Any:
+    """Leave padding to the operators."""
+    calls.mask = attention_mask
+    return hidden_states
+
+
+def _causal_conv1d_fn(
+    calls: _Calls, hidden_states: Any, weight: Any, bias: Any = None, activation: str | None = None, **_: Any
+) -> Any:
+    _, layer, number = calls.inputs.pop(id(hidden_states), (None, None, 0))
+    state = layer.conv_states[number] if layer is not None and layer.has_previous_state[number] else None
+    if state is None:
+        state = hidden_states.new_zeros((*hidden_states.shape[:2], weight.shape[-1] - 1))
+    y, new_state = _convolve(calls, hidden_states, state, weight, bias, activation)
+    if layer is not None:
+        layer.conv_states[number], layer.conv_kernel_size[number] = new_state, weight.shape[-1] - 1
+        layer.is_conv_states_initialized[number] = layer.has_previous_state[number] = True
+        layer.dtype, layer.device = new_state.dtype, new_state.device
+    return y
+
+
+def _causal_conv1d_update(
+    calls: _Calls, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: str | None = None
+) -> Any:
+    y, new_state = _convolve(calls, hidden_states, conv_state, weight, bias, activation)
+    conv_state.copy_(new_state)
+    return y
+
+
+def _gated_delta_rule(
+    calls: _Calls,
+    query: Any,
+    key: Any,
+    value: Any,
+    g: Any,
+    beta: Any,
+    chunk_size: int = 64,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[Any, Any]:
+    """Gated delta rule, with a decay ``g`` per head [batch, tokens, heads] or per channel [..., K]."""
+    del chunk_size
+    if use_qk_l2norm_in_kernel:
+        query, key = _l2_norm(query), _l2_norm(key)
+    decay = g if g.dim() == 4 else g[..., None]
+    operands = [query, key, value, decay, beta[..., None]]
+    output, state = _recur(calls, operands, initial_state, delta=True, scale=query.shape[-1] ** -0.5)
+    return output, state if output_final_state else None
+
+
+def _l2_norm(x: Any) -> Any:
+    """Return x / sqrt(sum x^2 + eps), as an RMS norm: x K^(-1/2) / sqrt(mean x^2 + eps / K)."""
+    torch = importlib.import_module("torch")
+    size = x.shape[-1]
+    gain = torch.full((size,), size**-0.5, dtype=torch.float32)
+    return torch.nn.functional.rms_norm(x.float(), (size,), gain, _L2_EPSILON / size)
+
+
+def _mamba2_chunk_scan(
+    calls: _Calls,
+    hidden_states: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    chunk_size: int,
+    D: Any = None,
+    dt_bias: Any = None,
+    initial_states: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    **_: Any,
+) -> Any:
+    """SSD of Mamba2: values [batch, tokens, heads, P], steps dt [batch, tokens, heads], B and C [..., groups, N]."""
+    del chunk_size
+    dt = _step_size(dt, dt_bias, dt_softplus)
+    if tuple(dt_limit) != (0.0, float("inf")):
+        dt = dt.clamp(*dt_limit)
+    operands = [C, B, hidden_states, (dt * A)[..., None], dt[..., None]]
+    output, state = _recur(calls, operands, initial_states, delta=False, scale=1.0)
+    if D is not None:
+        output = output + D[..., None] * hidden_states
+    return (output, state) if return_final_states else output
+
+
+def _mamba_selective_scan(
+    calls: _Calls,
+    hidden_states: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    D: Any = None,
+    z: Any = None,
+    delta_bias: Any = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Any:
+    """Selective scan of Mamba: each channel is a head with a value of one number.
+
+    Values and steps are [batch, channels, tokens], A [channels, N], B and C [batch, N, tokens].
+    """
+    torch = importlib.import_module("torch")
+    dt = _step_size(dt.transpose(1, 2), delta_bias, delta_softplus)
+    values = hidden_states.transpose(1, 2)
+    query, key = (part.transpose(1, 2)[:, :, None] for part in (C, B))
+    operands = [query, key, values[..., None], dt[..., None] * A, dt[..., None]]
+    output, state = _recur(calls, operands, calls.recurrent_state, delta=False, scale=1.0)
+    output = output[..., 0]
+    if D is not None:
+        output = output + values * D
+    output = output.transpose(1, 2)
+    if z is not None:
+        output = output * torch.nn.functional.silu(z)
+    return (output, state) if return_last_state else output
+
+
+def _step_size(dt: Any, bias: Any, softplus: bool) -> Any:
+    dt = dt if bias is None else dt + bias
+    return importlib.import_module("torch").nn.functional.softplus(dt) if softplus else dt
+
+
+def _state_update(calls: _Calls, state: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+    """Stand in for a step of one token, which is run to find the inputs of a trace, and not traced."""
+    del calls, state
+    return hidden_states.clone()
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "apply_mask_to_padding_states": _apply_mask_to_padding_states,
+    "causal_conv1d_fn": _causal_conv1d_fn,
+    "causal_conv1d_update": _causal_conv1d_update,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _gated_delta_rule,
+    "recurrent_kimi_delta_attention": _gated_delta_rule,
+    "mamba2_chunk_scan": _mamba2_chunk_scan,
+    "mamba2_selective_state_update": _state_update,
+    "mamba_selective_scan": _mamba_selective_scan,
+    "mamba_selective_state_update": _state_update,
+}
