@@ -182,8 +182,11 @@ def _recording(calls: _Calls, get_recurrent_state: Callable[..., Any]) -> Callab
 
 
 def _apply_mask_to_padding_states(calls: _Calls, hidden_states: Any, attention_mask: Any) -> Any:
-    """Leave padding to the operators."""
-    calls.mask = attention_mask
+    """Leave padding to the operators. Some models hand over the mask of all tokens, new and old."""
+    symbolic_shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    calls.mask, tokens = attention_mask, hidden_states.shape[1]
+    if attention_mask is not None and not symbolic_shapes.statically_known_true(attention_mask.shape[1] == tokens):
+        calls.mask = attention_mask[:, -tokens:]
     return hidden_states
 
 
