@@ -213,7 +213,7 @@ def _causal_conv1d_update(
     return y
 
 
-def _gated_delta_rule(
+def _gated_delta_rule(  # noqa: PLR0913, the arguments are those of transformers
     calls: _Calls,
     query: Any,
     key: Any,
@@ -244,7 +244,7 @@ def _l2_norm(x: Any) -> Any:
     return torch.nn.functional.rms_norm(x.float(), (size,), gain, _L2_EPSILON / size)
 
 
-def _mamba2_chunk_scan(
+def _mamba2_chunk_scan(  # noqa: PLR0913, the arguments are those of transformers
     calls: _Calls,
     hidden_states: Any,
     dt: Any,
@@ -272,7 +272,7 @@ def _mamba2_chunk_scan(
     return (output, state) if return_final_states else output
 
 
-def _mamba_selective_scan(
+def _mamba_selective_scan(  # noqa: PLR0913, the arguments are those of transformers
     calls: _Calls,
     hidden_states: Any,
     dt: Any,

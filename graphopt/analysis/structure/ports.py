@@ -2,8 +2,8 @@
 
 A cache of layer N comes in as ``past_key_values.N.PART`` and goes out as ``present.N.PART``. The part is ``key`` or
 ``value`` of a cache that grows or whose blocks requests share, one of :data:`SCALES` beside it, one of :data:`STATES`
-of a cache in pages, or one of :data:`RECURRENT`. :mod:`graphopt.verification.certificate` spells these names on its own, since it
-shares nothing with what it checks.
+of a cache in pages, or one of :data:`RECURRENT`. :mod:`graphopt.verification.certificate` spells these names on its
+own, since it shares nothing with what it checks.
 """
 
 from __future__ import annotations

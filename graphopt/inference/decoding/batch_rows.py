@@ -15,7 +15,7 @@ from graphopt.errors import InputError
 from graphopt.tasks.causal_lm.interface import Interface, new_lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from graphopt.tasks.ports import Array, IntArray
 
@@ -65,6 +65,12 @@ class Rows(Protocol):
             InputError: a row has fewer, or rows cannot lose such tokens.
         """
 
+    def fork(self, rows: Sequence[int]) -> Rows:
+        """Return copies of some of the rows."""
+
+    def continued(self, tokens: IntArray, columns: int) -> Rows:
+        """Return rows that have so many tokens, int64 [batch], and columns; without padding where these are as many."""
+
 
 class MaskedRows:
     """Rows with a mask over all columns, 1 for a token and 0 for padding."""
@@ -100,8 +106,19 @@ class MaskedRows:
                 "rows of a cache that grows can only be rewound by the same columns, which hold tokens of all rows",
                 remedy="rewind all rows by the same number of tokens, or add the step page_kv to the recipe",
             )
+        return self._with_mask(self._mask[:, :first])
+
+    def fork(self, rows: Sequence[int]) -> MaskedRows:
+        """See :class:`Rows`."""
+        return self._with_mask(self._mask[list(rows)])
+
+    def continued(self, tokens: IntArray, columns: int) -> MaskedRows:
+        """See :class:`Rows`."""
+        return self._with_mask((np.arange(columns) >= columns - tokens[:, None]).astype(np.int64))
+
+    def _with_mask(self, mask: IntArray) -> MaskedRows:
         rows = copy.copy(self)
-        rows._mask = self._mask[:, :first]
+        rows._mask = mask
         return rows
 
     def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
@@ -158,7 +175,15 @@ class CountedRows:
     def rewind(self, lengths: IntArray) -> CountedRows:
         """See :class:`Rows`."""
         _check_lengths(self._tokens, lengths)
-        return CountedRows(self._interface, lengths, self._columns)
+        return self.continued(lengths, self._columns)
+
+    def fork(self, rows: Sequence[int]) -> CountedRows:
+        """See :class:`Rows`."""
+        return self.continued(self._tokens[list(rows)], self._columns)
+
+    def continued(self, tokens: IntArray, columns: int) -> CountedRows:
+        """See :class:`Rows`."""
+        return CountedRows(self._interface, tokens, columns)
 
 
 def _check_lengths(tokens: IntArray, lengths: IntArray) -> None:

@@ -23,8 +23,9 @@ from graphopt.errors import InputError
 from graphopt.inference.decoding.batch_rows import CountedRows, MaskedRows, Rows
 from graphopt.inference.decoding.feeds import Feeds
 from graphopt.inference.decoding.unpadded_prefill import feed_rows, is_faster_unpadded
+from graphopt.inference.states.combined import CombinedStates
 from graphopt.inference.states.device_memory import memory_of
-from graphopt.inference.states.growing import GrowingStates
+from graphopt.inference.states.growing import GrowingStates, RecurrentStates
 from graphopt.inference.states.pages import PagedStates
 from graphopt.inference.states.state_file import StateFile
 
@@ -53,7 +54,7 @@ class Decoder:
         session: the model.
         batch: number of sequences.
         states: where they live; by default :class:`PagedStates` where the graph has pages, else
-            :class:`GrowingStates`.
+            :class:`GrowingStates`, and :class:`RecurrentStates` for those.
         room: tokens that a row will probably have: pages reserve room for them at once, as far as memory allows, and
             grow later if there are more.
 
@@ -198,6 +199,10 @@ class Decoder:
         self.states.rewind(tokens_before, lengths)
         self._rows = rows
 
+    def keep(self) -> None:
+        """Let :meth:`rewind` come back to where the rows are now, also where states are recurrent."""
+        self.states.keep(self.tokens)
+
     def room_for_drafts(self) -> IntArray:
         """Return how many tokens behind the next one of each row leave no trace when they are taken back."""
         return self.states.room_for_drafts(self._rows.tokens)
@@ -229,7 +234,7 @@ class Decoder:
         if not rows or not all(0 <= row < batch for row in rows):
             raise InputError(f"rows {list(rows)} of a batch of {batch}", remedy=f"give rows below {batch}")
         decoder = Decoder(self._session, len(rows), states=self.states.fork(rows))
-        decoder._rows = CountedRows(self._session.interface, self._rows.tokens[list(rows)], self._rows.columns)
+        decoder._rows = self._rows.fork(rows)
         return decoder
 
     def save(self, file: str | Path) -> None:
@@ -240,6 +245,11 @@ class Decoder:
         """
         self._require("save")
         states, tokens = self.states, self._rows.tokens
+        if not self._session.interface.has_pages and (tokens != self._rows.columns).any():
+            raise InputError(
+                "rows of a cache that grows are saved without padding, and a row has some",
+                remedy="save prompts one by one, or add the step page_kv to the recipe",
+            )
         content = StateFile(self._session.fingerprint, states.layout, tokens, self._rows.columns, states.save(tokens))
         content.write(Path(file))
 
@@ -255,26 +265,35 @@ class Decoder:
         if decoder is None or content.layout != decoder.states.layout:
             raise InputError("the cache is of another model", file=file, remedy=f"it was not written by {session.file}")
         decoder.states.restore(content.states)
-        decoder._rows = CountedRows(session.interface, content.tokens, content.columns)
+        decoder._rows = decoder._rows.continued(content.tokens, content.columns)
         return decoder
 
     def _require(self, ability: Ability) -> None:
         if ability not in self.states.abilities:
             raise InputError(
-                "the caches of this graph grow, and cannot be forked or saved",
+                f"the states of this graph cannot do this: {ability}",
                 file=self._session.file,
                 remedy="add the step page_kv to the recipe",
             )
 
 
 def _open_states(session: Session, batch: int, room: int) -> StateStore:
-    if not session.interface.has_pages:
-        return GrowingStates(session.interface, batch, device=session.device)
-    return PagedStates(
-        session.interface,
-        batch,
-        in_place=session.in_place,
-        max_tokens=session.max_positions,
-        room=room,
-        memory=memory_of(session),
-    )
+    interface = session.interface
+    stores: list[StateStore] = []
+    if interface.has_pages:
+        stores.append(
+            PagedStates(
+                interface,
+                batch,
+                in_place=session.in_place,
+                max_tokens=session.max_positions,
+                room=room,
+                memory=memory_of(session),
+            )
+        )
+    elif len(interface.recurrent) < len(interface.past) or not interface.past:
+        behind = len(interface.recurrent)
+        stores.append(GrowingStates(interface, batch, device=session.device, outputs_behind=behind))
+    if interface.recurrent:
+        stores.append(RecurrentStates(interface, batch, device=session.device))
+    return stores[0] if len(stores) == 1 else CombinedStates(stores)

@@ -96,6 +96,7 @@ def _measure(session: Session, batch: int) -> Costs:
     ids = np.random.default_rng(0).integers(0, vocabulary, (batch, _BEGINNING + widths[-1]))
     decoder = Decoder(session, batch, room=ids.shape[1])
     decoder.step(ids[:, :_BEGINNING])
+    decoder.keep()
     begin = decoder.tokens
     ids = ids[:, _BEGINNING:]
     singles = [_time_step(decoder, ids[:, column : column + 1]) for column in range(ids.shape[1])]

@@ -1,43 +1,71 @@
-"""Keys and values that onnxruntime allocates anew at each step: states of every graph."""
+"""States that onnxruntime allocates anew at each step: keys and values that grow, and recurrent states.
+
+    keys and values   longer by the tokens of each step: they rewind by columns, all rows alike
+    recurrent states  of fixed size, made of all tokens so far: they go back to 0 tokens, or to a checkpoint
+
+What a step has read is not written again, so that a checkpoint is a reference and costs no copy.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from abc import abstractmethod
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
-from graphopt.inference.states.store import StateStore
+from graphopt.errors import InputError
+from graphopt.inference.states.store import Mark, SavedStates, StateStore
 from graphopt.ort.session import array_of, import_onnxruntime, ort_value
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     import onnxruntime
 
     from graphopt.tasks.causal_lm.interface import Interface
     from graphopt.tasks.ports import IntArray
     from graphopt.util.targets import Device
 
+_Values = dict[str, Any]  # an OrtValue by the name of an input
 
-class GrowingStates(StateStore):
-    """States that become longer by the tokens of each step.
+_CHECKPOINTS = 4
+"""Checkpoints that are kept; the oldest goes first."""
 
-    Each step copies the past once, inside the graph, as the graph's ``Concat`` says.
+
+class _StepStates(StateStore):
+    """States that a graph reads and gives back as new tensors.
 
     Args:
         interface: names and shapes of the graph's states.
+        names: the inputs whose states these are.
         batch: number of sequences.
         device: where they are.
+        outputs_behind: how many outputs are bound behind those of these states.
 
     Raises:
-        InputError: the graph does not state the number of KV heads or the head size.
+        InputError: the graph does not state the sizes of a state.
     """
 
-    def __init__(self, interface: Interface, batch: int, *, device: Device = "cpu") -> None:
+    abilities = frozenset(("fork", "save"))
+
+    def __init__(
+        self,
+        interface: Interface,
+        names: Iterable[str],
+        batch: int,
+        *,
+        device: Device = "cpu",
+        outputs_behind: int = 0,
+    ) -> None:
         ort = import_onnxruntime()
-        self.batch, self._device = batch, device
-        self._present = dict(zip(interface.past, interface.present, strict=True))
-        self._values = {
-            name: ort.OrtValue.ortvalue_from_numpy(empty) for name, empty in interface.empty_past(batch).items()
-        }
+        self.batch, self._device, self._interface, self._behind = batch, device, interface, outputs_behind
+        present = dict(zip(interface.past, interface.present, strict=True))
+        self._present = {name: present[name] for name in names}
+        empty = interface.empty_past(batch)
+        self._values: _Values = {name: ort.OrtValue.ortvalue_from_numpy(empty[name]) for name in self._present}
 
     @property
     def bytes(self) -> int:
@@ -56,8 +84,69 @@ class GrowingStates(StateStore):
     def advance(self, binding: onnxruntime.IOBinding) -> None:
         """See :class:`StateStore`."""
         outputs = binding.get_outputs()
-        states = outputs[len(outputs) - len(self._present) :]  # logits stand before them, and the hidden state if any
-        self._values = dict(zip(self._present, states, strict=True))
+        end = len(outputs) - self._behind  # logits stand before them, and the hidden state if any
+        self._values = dict(zip(self._present, outputs[end - len(self._present) : end], strict=True))
+
+    def fork(self, rows: Sequence[int]) -> StateStore:
+        """See :class:`StateStore`."""
+        store = self._like(len(rows))
+        store._values = {
+            name: ort_value(np.ascontiguousarray(array[list(rows)])) for name, array in self._arrays().items()
+        }
+        return store
+
+    @property
+    def layout(self) -> str:
+        """See :class:`StateStore`."""
+        ports = (self._interface.inputs[name] for name in self._present)
+        return json.dumps([[port.name, str(port.dtype), port.shape] for port in ports])
+
+    def save(self, tokens: IntArray) -> SavedStates:  # noqa: ARG002, others need it
+        """See :class:`StateStore`."""
+        return SavedStates(self._arrays(), "")
+
+    def restore(self, states: SavedStates) -> None:
+        """See :class:`StateStore`."""
+        arrays = {name: states.arrays.get(name) for name in self._present}
+        for name, array in arrays.items():
+            port = self._interface.inputs[name]
+            sizes = (self.batch, *port.shape[1:])
+            is_same = array is not None and array.dtype == port.dtype and array.ndim == len(sizes)
+            if array is None or not is_same or any(s not in (None, n) for s, n in zip(sizes, array.shape, strict=True)):
+                raise InputError(
+                    "a state of the cache is missing or of another kind",
+                    tensor=name,
+                    shape=None if array is None else array.shape,
+                    remedy=f"it is {port.dtype} {list(sizes)} for this model and batch",
+                )
+        self._values = {name: ort_value(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {name: array_of(value) for name, value in self._values.items()}
+
+    @abstractmethod
+    def _like(self, batch: int) -> _StepStates:
+        """Return a store of the same states for another number of sequences."""
+
+
+class GrowingStates(_StepStates):
+    """Keys and values that become longer by the tokens of each step.
+
+    Each step copies the past once, inside the graph, as the graph's ``Concat`` says.
+
+    Args:
+        interface: names and shapes of the graph's states.
+        batch: number of sequences.
+        device: where they are.
+        outputs_behind: how many outputs are bound behind those of these states.
+
+    Raises:
+        InputError: the graph does not state the number of KV heads or the head size.
+    """
+
+    def __init__(self, interface: Interface, batch: int, *, device: Device = "cpu", outputs_behind: int = 0) -> None:
+        names = (name for name in interface.past if name not in interface.recurrent)
+        super().__init__(interface, names, batch, device=device, outputs_behind=outputs_behind)
 
     def rewind(self, tokens: IntArray, lengths: IntArray) -> None:
         """See :class:`StateStore`: every row loses as many columns as the first; what stays is copied."""
@@ -65,3 +154,76 @@ class GrowingStates(StateStore):
         for name, value in self._values.items() if dropped_columns else ():
             array = array_of(value)
             self._values[name] = ort_value(np.ascontiguousarray(array[:, :, : array.shape[2] - dropped_columns]))
+
+    def _like(self, batch: int) -> GrowingStates:
+        return GrowingStates(self._interface, batch, device=self._device, outputs_behind=self._behind)
+
+
+class RecurrentStates(_StepStates):
+    """States of fixed size, made of all tokens so far: tails of convolutions, and what recurrences hold.
+
+    They cannot forget their newest tokens. A step that is taken back puts back the states that it began with, and the
+    tokens that stay are fed once more.
+
+    Args:
+        interface: names and shapes of the graph's states.
+        batch: number of sequences.
+        device: where they are.
+
+    Raises:
+        InputError: the graph does not state the sizes of a state.
+    """
+
+    def __init__(self, interface: Interface, batch: int, *, device: Device = "cpu") -> None:
+        super().__init__(interface, interface.recurrent, batch, device=device)
+        self._checkpoints: deque[tuple[IntArray, _Values]] = deque(maxlen=_CHECKPOINTS)
+
+    def keep(self, tokens: IntArray) -> None:
+        """See :class:`StateStore`."""
+        self._checkpoints.append((tokens.copy(), self._values))
+
+    def rewind(self, tokens: IntArray, lengths: IntArray) -> None:
+        """See :class:`StateStore`: each row to 0 tokens, or to a length at which :meth:`keep` was called."""
+        sources = [self._source(row, int(tokens[row]), int(lengths[row])) for row in range(self.batch)]
+        self._take_rows(sources)
+        shorter = [entry for entry in self._checkpoints if (entry[0] <= lengths).all()]
+        self._checkpoints = deque(shorter, maxlen=_CHECKPOINTS)
+
+    def mark(self, tokens: IntArray) -> Mark:
+        """See :class:`StateStore`."""
+        return Mark(tokens, [self._values])
+
+    def roll_back(self, mark: Mark, tokens: IntArray, lengths: IntArray) -> IntArray:
+        """See :class:`StateStore`."""
+        goes_back, (before,) = lengths < tokens, mark.checkpoint
+        self._take_rows([before if is_back else self._values for is_back in goes_back])
+        return np.where(goes_back, mark.tokens, lengths)
+
+    def _source(self, row: int, count: int, length: int) -> _Values | None:
+        """Return the states that a row of ``count`` tokens had when it had ``length``; ``None`` for zeros."""
+        if length in (0, count):
+            return self._values if length else None
+        for tokens, values in reversed(self._checkpoints):
+            if tokens[row] == length:
+                return values
+        lengths = sorted({0, *(int(tokens[row]) for tokens, _ in self._checkpoints)})
+        raise InputError(
+            f"row {row} cannot be rewound from {count} to {length} tokens: a recurrent state does not know the tokens "
+            "that it was made of",
+            remedy=f"rewind to {' or '.join(map(str, lengths))}, or feed the text again",
+        )
+
+    def _take_rows(self, sources: Sequence[_Values | None]) -> None:
+        """Let each row continue from its row in one of these states, or from zeros."""
+        first = sources[0]
+        if first is not None and all(source is first for source in sources):
+            self._values = dict(first)
+            return
+        arrays = {name: np.zeros_like(array) for name, array in self._arrays().items()}
+        for row, source in enumerate(sources):
+            for name, value in (source or {}).items():
+                arrays[name][row] = array_of(value)[row]
+        self._values = {name: ort_value(array) for name, array in arrays.items()}
+
+    def _like(self, batch: int) -> RecurrentStates:
+        return RecurrentStates(self._interface, batch, device=self._device)

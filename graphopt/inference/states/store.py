@@ -10,10 +10,11 @@ A kind of states is a store:
     keys and values that grow           onnxruntime allocates them anew; they rewind by columns, all rows alike
     keys and values in pages, in rings  written in place; they rewind page by page, fork and save the pages in use
 
-A recurrent matrix, or the tail of a convolution, has a fixed size for each row and does not know the tokens that it was
-made of. Its store needs no room for new tokens; :meth:`StateStore.mark` copies it, :meth:`StateStore.roll_back` puts
-the copy back, and the tokens that stay are fed once more; ``rewind`` allows 0 and the lengths of copies that are kept;
-``fork`` and ``save`` copy it whole. A model with several kinds has a store that asks one of each.
+    recurrent states                    have a fixed size, and do not know the tokens that they were made of: a step is
+                                        taken back by the states before it, and the tokens that stay are fed once more;
+                                        they rewind to 0 and to checkpoints
+
+A model with several kinds has a store that asks one of each, :mod:`graphopt.inference.states.combined`.
 """
 
 from __future__ import annotations
@@ -115,6 +116,9 @@ class StateStore(ABC):
         Raises:
             InputError: what a row would read again is gone; nothing has changed.
         """
+
+    def keep(self, tokens: IntArray) -> None:  # noqa: B027, most states need not do anything
+        """Let :meth:`rewind` come back to where rows have so many tokens, int64 [batch]; most states always can."""
 
     def room_for_drafts(self, tokens: IntArray) -> IntArray:
         """Return how many tokens behind the next one of each row :meth:`roll_back` can take back, int64 [batch]."""

@@ -81,6 +81,7 @@ class _Turn:
         self._decoders = [Decoder(session, 1, room=self._ids.shape[1]) for session in (target, smaller)]
         for decoder in self._decoders:
             decoder.step(self._ids[:, :_PREFIX])
+            decoder.keep()
         self.seconds()
 
     def seconds(self) -> float:
