@@ -148,7 +148,7 @@ def make_artifact(make_folder: Callable[[str], Path], request: pytest.FixtureReq
 
     parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
     asked_for = {each.get("family") for each in parameters}
-    known = families.FAMILIES | families.ENCODERS | families.HEADS | families.TOWERS
+    known = families.FAMILIES | families.RECURRENT | families.ENCODERS | families.HEADS | families.TOWERS
     wanted = sorted({"llama"} | asked_for & known.keys() - {HUB})
 
     def make_another() -> bool:

@@ -93,6 +93,58 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_SHORT = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 2, **_ENDS}
+_MAMBA2_PART = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_expand": 2}
+
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    # gated delta rule, with half as many heads of queries and keys as of values; attention with a gate
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_GROUPED,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "mlp_only_layers": [0, 1],
+        },
+    ),
+    # short convolutions between gates
+    "lfm2": (
+        "Lfm2Config",
+        {**_GROUPED, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    ),
+    # SSD alone
+    "mamba2": (
+        "Mamba2Config",
+        {**_SHORT, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "pad_token_id": 0},
+    ),
+    # SSD in one layer, attention in the next
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **_GROUPED,
+            **_MAMBA2_PART,
+            "shared_intermediate_size": 96,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["mamba", "attention"],
+            "position_embedding_type": "rope",
+        },
+    ),
+    # SSD and attention side by side in each layer
+    "falcon_h1": ("FalconH1Config", {**_GROUPED, **_MAMBA2_PART, "mamba_d_ssm": 128, "head_dim": 16}),
+    # selective scan
+    "mamba": ("MambaConfig", {**_SHORT, "state_size": 16, "pad_token_id": 0}),
+}
+
+
 _ENCODER = {key: value for key, value in _COMMON.items() if key not in _ENDS} | {"intermediate_size": 96}
 
 _SPECIAL = {
@@ -205,8 +257,8 @@ def make_model(family: str, layers: int | None = None) -> Any:
     import torch
     import transformers
 
-    heads = HEADS | TOWERS
-    head, config_class, settings = heads[family] if family in heads else ("", *(FAMILIES | ENCODERS)[family])
+    heads, without_head = HEADS | TOWERS, FAMILIES | RECURRENT | ENCODERS
+    head, config_class, settings = heads[family] if family in heads else ("", *without_head[family])
     if layers is not None:
         counts = {name: layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in settings}
         types = {"layer_types": (settings["layer_types"] * layers)[:layers]} if "layer_types" in settings else {}

@@ -97,15 +97,15 @@ def simplify(graph: ir.Graph) -> None:
                 graph.remove(inner, safe=True)
 
 
-def _operator(name: str, inputs: list[Any], likes: tuple[Any, Any], **attributes: Any) -> tuple[Any, Any]:
+def _operator(name: str, inputs: list[Any], templates: tuple[Any, Any], **attributes: Any) -> tuple[Any, Any]:
     """Return the outputs of one of our operators, which have the shapes of two tensors: a node, once it is traced."""
     torch = importlib.import_module("torch")
     outputs: tuple[Any, Any] = torch.onnx.ops.symbolic_multi_out(
         f"{DOMAIN}::{name}",
         inputs,
         attributes,
-        dtypes=[like.dtype for like in likes],
-        shapes=[list(like.shape) for like in likes],
+        dtypes=[template.dtype for template in templates],
+        shapes=[list(template.shape) for template in templates],
         version=OPERATORS[name].version,
     )
     return outputs

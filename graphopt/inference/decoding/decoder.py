@@ -23,9 +23,9 @@ from graphopt.errors import InputError
 from graphopt.inference.decoding.batch_rows import CountedRows, MaskedRows, Rows
 from graphopt.inference.decoding.feeds import Feeds
 from graphopt.inference.decoding.unpadded_prefill import feed_rows, is_faster_unpadded
-from graphopt.inference.states.combined import CombinedStates
 from graphopt.inference.states.device_memory import memory_of
 from graphopt.inference.states.growing import GrowingStates, RecurrentStates
+from graphopt.inference.states.hybrid import HybridStates
 from graphopt.inference.states.pages import PagedStates
 from graphopt.inference.states.state_file import StateFile
 
@@ -292,8 +292,8 @@ def _open_states(session: Session, batch: int, room: int) -> StateStore:
             )
         )
     elif len(interface.recurrent) < len(interface.past) or not interface.past:
-        behind = len(interface.recurrent)
-        stores.append(GrowingStates(interface, batch, device=session.device, outputs_behind=behind))
+        later_outputs = len(interface.recurrent)
+        stores.append(GrowingStates(interface, batch, device=session.device, later_outputs=later_outputs))
     if interface.recurrent:
         stores.append(RecurrentStates(interface, batch, device=session.device))
-    return stores[0] if len(stores) == 1 else CombinedStates(stores)
+    return stores[0] if len(stores) == 1 else HybridStates(stores)

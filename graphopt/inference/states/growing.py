@@ -43,7 +43,7 @@ class _StepStates(StateStore):
         names: the inputs whose states these are.
         batch: number of sequences.
         device: where they are.
-        outputs_behind: how many outputs are bound behind those of these states.
+        later_outputs: how many outputs are bound behind those of these states.
 
     Raises:
         InputError: the graph does not state the sizes of a state.
@@ -58,10 +58,10 @@ class _StepStates(StateStore):
         batch: int,
         *,
         device: Device = "cpu",
-        outputs_behind: int = 0,
+        later_outputs: int = 0,
     ) -> None:
         ort = import_onnxruntime()
-        self.batch, self._device, self._interface, self._behind = batch, device, interface, outputs_behind
+        self.batch, self._device, self._interface, self._later_outputs = batch, device, interface, later_outputs
         present = dict(zip(interface.past, interface.present, strict=True))
         self._present = {name: present[name] for name in names}
         empty = interface.empty_past(batch)
@@ -84,12 +84,12 @@ class _StepStates(StateStore):
     def advance(self, binding: onnxruntime.IOBinding) -> None:
         """See :class:`StateStore`."""
         outputs = binding.get_outputs()
-        end = len(outputs) - self._behind  # logits stand before them, and the hidden state if any
+        end = len(outputs) - self._later_outputs  # logits stand before them, and the hidden state if any
         self._values = dict(zip(self._present, outputs[end - len(self._present) : end], strict=True))
 
     def fork(self, rows: Sequence[int]) -> StateStore:
         """See :class:`StateStore`."""
-        store = self._like(len(rows))
+        store = self._open(len(rows))
         store._values = {
             name: ort_value(np.ascontiguousarray(array[list(rows)])) for name, array in self._arrays().items()
         }
@@ -125,7 +125,7 @@ class _StepStates(StateStore):
         return {name: array_of(value) for name, value in self._values.items()}
 
     @abstractmethod
-    def _like(self, batch: int) -> _StepStates:
+    def _open(self, batch: int) -> _StepStates:
         """Return a store of the same states for another number of sequences."""
 
 
@@ -138,15 +138,15 @@ class GrowingStates(_StepStates):
         interface: names and shapes of the graph's states.
         batch: number of sequences.
         device: where they are.
-        outputs_behind: how many outputs are bound behind those of these states.
+        later_outputs: how many outputs are bound behind those of these states.
 
     Raises:
         InputError: the graph does not state the number of KV heads or the head size.
     """
 
-    def __init__(self, interface: Interface, batch: int, *, device: Device = "cpu", outputs_behind: int = 0) -> None:
+    def __init__(self, interface: Interface, batch: int, *, device: Device = "cpu", later_outputs: int = 0) -> None:
         names = (name for name in interface.past if name not in interface.recurrent)
-        super().__init__(interface, names, batch, device=device, outputs_behind=outputs_behind)
+        super().__init__(interface, names, batch, device=device, later_outputs=later_outputs)
 
     def rewind(self, tokens: IntArray, lengths: IntArray) -> None:
         """See :class:`StateStore`: every row loses as many columns as the first; what stays is copied."""
@@ -155,8 +155,8 @@ class GrowingStates(_StepStates):
             array = array_of(value)
             self._values[name] = ort_value(np.ascontiguousarray(array[:, :, : array.shape[2] - dropped_columns]))
 
-    def _like(self, batch: int) -> GrowingStates:
-        return GrowingStates(self._interface, batch, device=self._device, outputs_behind=self._behind)
+    def _open(self, batch: int) -> GrowingStates:
+        return GrowingStates(self._interface, batch, device=self._device, later_outputs=self._later_outputs)
 
 
 class RecurrentStates(_StepStates):
@@ -225,5 +225,5 @@ class RecurrentStates(_StepStates):
                 arrays[name][row] = array_of(value)[row]
         self._values = {name: ort_value(array) for name, array in arrays.items()}
 
-    def _like(self, batch: int) -> RecurrentStates:
+    def _open(self, batch: int) -> RecurrentStates:
         return RecurrentStates(self._interface, batch, device=self._device)

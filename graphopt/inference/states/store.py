@@ -14,7 +14,7 @@ A kind of states is a store:
                                         taken back by the states before it, and the tokens that stay are fed once more;
                                         they rewind to 0 and to checkpoints
 
-A model with several kinds has a store that asks one of each, :mod:`graphopt.inference.states.combined`.
+A model with several kinds has a store that asks one of each, :mod:`graphopt.inference.states.hybrid`.
 """
 
 from __future__ import annotations

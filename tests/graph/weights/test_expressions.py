@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from graphopt.graph.weights import (
     Array,
     Cast,
+    Exponential,
     Expression,
     Inline,
     Rotate,
@@ -49,6 +50,14 @@ def test_numbers_have_the_same_bits_in_any_region(made: tuple[Expression, Array]
         start = data.draw(st.integers(0, size))
         region.append(slice(start, data.draw(st.integers(start, size))))
     assert np.array_equal(expression.evaluate(tuple(region)), expression.numpy()[tuple(region)])
+
+
+def test_an_exponential_is_rounded_once() -> None:
+    numbers = np.linspace(-5, 5, 37, dtype=np.float32)
+    expression = Exponential(Inline.from_array(numbers), -1.0)
+    assert np.array_equal(expression.numpy(), (-np.exp(numbers.astype(np.float64))).astype(np.float32))
+    assert np.array_equal(expression.evaluate((slice(5, 6),)), expression.numpy()[5:6])
+    assert pickle.loads(pickle.dumps(expression)).digest == expression.digest
 
 
 @given(made=expressions())

@@ -189,6 +189,18 @@ class Wrong:
         self.told[-1] += tokens
 
 
+@pytest.mark.parametrize("honest", [0.3, 0.9])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba"])
+def test_states_of_recurrences_are_taken_back(family: str, honest: float, make_artifact: Callable[[str], Path]) -> None:
+    session = load(make_artifact(family), threads=1)
+    plain = generate(session, PROMPTS[:1], max_new_tokens=40)
+    speculation = Speculation(Nonsense([plain[0].tokens], honest), 7)
+    drafted = generate(session, PROMPTS[:1], max_new_tokens=40, proposer=speculation)
+    assert drafted[0].tokens == plain[0].tokens
+    assert sum(speculation.stats.checks.values()) > 3
+    assert honest < 0.5 or speculation.stats.passes < 35  # plain decoding takes 39
+
+
 def test_a_proposer_that_is_not_asked_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Following a text costs time; but a proposer that shares texts knows all of each when the next one begins."""
     counting_model(tmp_path)

@@ -31,13 +31,24 @@ def test_states_that_grow(llama_artifact: Path) -> None:
     assert np.allclose(decoder.step(ids[:, 5:])[:, -1], expected, atol=1e-4)
 
 
+def test_states_that_grow_are_copied_and_saved(llama_artifact: Path, tmp_path: Path) -> None:
+    session = load(llama_artifact, threads=1)
+    decoder, ids = Decoder(session, 2), np.arange(12).reshape(2, 6)
+    assert isinstance(decoder.states, GrowingStates)
+    decoder.step(ids)
+    decoder.save(tmp_path / "states")
+    fork, again = decoder.fork([1, 0]), Decoder.restore(session, tmp_path / "states")
+    expected = decoder.step(ids)
+    assert np.array_equal(again.step(ids), expected)
+    assert np.allclose(fork.step(ids[::-1]), expected[::-1], atol=1e-6)  # rows of a product may be summed otherwise
+
+
 def test_an_ability_that_a_store_does_not_name_is_refused(llama_artifact: Path, tmp_path: Path) -> None:
     session = load(llama_artifact, threads=1)
     decoder = Decoder(session, 1)
-    assert isinstance(decoder.states, GrowingStates)
-    assert decoder.states.abilities == frozenset()
+    decoder.states.abilities = frozenset()
     for use in (lambda: decoder.fork([0]), lambda: decoder.save(tmp_path / "states")):
-        with pytest.raises(InputError, match="cannot be forked or saved.*page_kv") as caught:
+        with pytest.raises(InputError, match="cannot do this: .*page_kv") as caught:
             use()
         assert caught.value.file == session.file
     assert not (tmp_path / "states").exists()

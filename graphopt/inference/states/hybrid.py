@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from graphopt.tasks.ports import IntArray
 
 
-class CombinedStates(StateStore):
+class HybridStates(StateStore):
     """The states of a model that has several kinds.
 
     Args:
@@ -79,9 +79,9 @@ class CombinedStates(StateStore):
             lengths = store.roll_back(before, tokens, lengths)
         return lengths
 
-    def fork(self, rows: Sequence[int]) -> CombinedStates:
+    def fork(self, rows: Sequence[int]) -> HybridStates:
         """See :class:`StateStore`."""
-        return CombinedStates([store.fork(rows) for store in self._stores])
+        return HybridStates([store.fork(rows) for store in self._stores])
 
     @property
     def layout(self) -> str:
@@ -90,9 +90,9 @@ class CombinedStates(StateStore):
 
     def save(self, tokens: IntArray) -> SavedStates:
         """See :class:`StateStore`."""
-        saved = [store.save(tokens) for store in self._stores]
-        arrays = {name: array for states in saved for name, array in states.arrays.items()}
-        return SavedStates(arrays, json.dumps([states.progress for states in saved]))
+        parts = [store.save(tokens) for store in self._stores]
+        arrays = {name: array for states in parts for name, array in states.arrays.items()}
+        return SavedStates(arrays, json.dumps([states.progress for states in parts]))
 
     def restore(self, states: SavedStates) -> None:
         """See :class:`StateStore`."""
