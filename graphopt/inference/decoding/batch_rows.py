@@ -68,7 +68,7 @@ class Rows(Protocol):
     def fork(self, rows: Sequence[int]) -> Rows:
         """Return copies of some of the rows."""
 
-    def continued(self, tokens: IntArray, columns: int) -> Rows:
+    def at_length(self, tokens: IntArray, columns: int) -> Rows:
         """Return rows that have so many tokens, int64 [batch], and columns; without padding where these are as many."""
 
 
@@ -112,7 +112,7 @@ class MaskedRows:
         """See :class:`Rows`."""
         return self._with_mask(self._mask[list(rows)])
 
-    def continued(self, tokens: IntArray, columns: int) -> MaskedRows:
+    def at_length(self, tokens: IntArray, columns: int) -> MaskedRows:
         """See :class:`Rows`."""
         return self._with_mask((np.arange(columns) >= columns - tokens[:, None]).astype(np.int64))
 
@@ -175,13 +175,13 @@ class CountedRows:
     def rewind(self, lengths: IntArray) -> CountedRows:
         """See :class:`Rows`."""
         _check_lengths(self._tokens, lengths)
-        return self.continued(lengths, self._columns)
+        return self.at_length(lengths, self._columns)
 
     def fork(self, rows: Sequence[int]) -> CountedRows:
         """See :class:`Rows`."""
-        return self.continued(self._tokens[list(rows)], self._columns)
+        return self.at_length(self._tokens[list(rows)], self._columns)
 
-    def continued(self, tokens: IntArray, columns: int) -> CountedRows:
+    def at_length(self, tokens: IntArray, columns: int) -> CountedRows:
         """See :class:`Rows`."""
         return CountedRows(self._interface, tokens, columns)
 

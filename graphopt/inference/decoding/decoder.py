@@ -265,7 +265,7 @@ class Decoder:
         if decoder is None or content.layout != decoder.states.layout:
             raise InputError("the cache is of another model", file=file, remedy=f"it was not written by {session.file}")
         decoder.states.restore(content.states)
-        decoder._rows = decoder._rows.continued(content.tokens, content.columns)
+        decoder._rows = decoder._rows.at_length(content.tokens, content.columns)
         return decoder
 
     def _require(self, ability: Ability) -> None:
