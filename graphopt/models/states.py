@@ -42,8 +42,8 @@ def _states(torch: Any, port: str, cache: Any) -> Iterator[tuple[str, Any]]:
     """Yield the floats that a cache holds, by the names that the exporter gives them; sizes are integers."""
     for number, layer in enumerate(cache.layers):
         for part, state in vars(layer).items():
-            numbered = state if isinstance(state, dict) else {"": state}
-            for key, tensor in numbered.items():
+            tensors = state if isinstance(state, dict) else {"": state}
+            for key, tensor in tensors.items():
                 if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel():
                     yield ".".join(filter(None, ("input", port, "layers", str(number), part, str(key)))), tensor
 
