@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.quantization.rounding.scale_search import Search
 from graphopt.quantization.rounding.scales import Doubles, Scale, choose
 from graphopt.util.processors import run_in_threads
 
@@ -90,7 +91,8 @@ def round_to_nearest(
             numbers = np.asarray(matrix[rows_of_part, block], np.float64)
             if numbers.size:
                 stack = numbers.reshape(-1, size, numbers.shape[1])
-                choice = choose(stack, format, scale, scales.dtype)
+                search = choose if format.joint_columns == 1 else Search().choose
+                choice = search(stack, format, scale, scales.dtype, None)
                 codes[rows_of_part, block_codes] = choice.codes.reshape(len(numbers), -1)
                 scales[groups, block], zero_points[groups, block] = choice.scales, choice.zero_points
 

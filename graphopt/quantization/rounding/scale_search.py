@@ -1,4 +1,4 @@
-"""The search of scales that looks further than that of ``nearest``: more shares, and the best scale of given codes."""
+"""Searches of scales that look further than that of ``nearest``: more shares, and the best scale of given codes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 Singles = npt.NDArray[np.float32]
 
+# Where scales of paths begin: shares of the extreme, softened by what 64 normal numbers have: their largest is about
+# this many times the root of their mean square.
+_PATH_SHARES, _PEAK, _SOFTNESS = (1.0, 0.9, 0.8), 2.5, 0.25
+# How far a scale goes towards the best one for its codes, which change with it.
+_STRIDE = 1.6
+
 
 class Search(BaseModel):
     """Which scales are tried: shares of the extreme first, then, from the best, the best scale for its codes.
@@ -32,7 +38,8 @@ class Search(BaseModel):
     Attributes:
         least: the smallest share of the extreme.
         steps: how many shares, from 1 down to it.
-        fits: how often the scale is fitted to the codes that the last one gave.
+        fits: how often the scale is fitted to the codes that the last one gave; twice as often where codes look at
+            their neighbours. There only three shares are tried, as scale and path follow one another.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,20 +70,79 @@ class Search(BaseModel):
             return first
         # Relative to the largest number float32 has room for squares, however large or small weights are.
         numbers, weights = (groups / size).astype(np.float32), _relative(importance)
+        if format.joint_columns != 1:
+            return _follow_paths(numbers, size, format, first, kind, weights, 2 * self.fits)
         best = _State(first.scales, first.zero_points, np.full(first.scales.shape, np.inf))
         for share in np.linspace(1.0, self.least, self.steps):
             trial = scaling_at(extremes, format, float(share), kind)
             best = best.or_better(_try_scales(numbers, size, format, *trial, weights)[0])
         for _ in range(self.fits):
             state, values = _try_scales(numbers, size, format, best.scales, best.zero_points, weights)
-            weighted_values = values if weights is None else weights * values
-            products, squares = (weighted_values * numbers).sum(1), (weighted_values * values).sum(1)
-            quotients = np.divide(products, squares, out=np.zeros(products.shape, np.float32), where=squares > 0)
+            quotients = _best_scales(numbers, values, weights)
             scales = np.where(
                 quotients > 0, stored_scales(quotients.astype(np.float64) * size, 1.0, kind), state.scales
             )
             best = best.or_better(_try_scales(numbers, size, format, scales, best.zero_points, weights)[0])
         return Scaling(best.scales, best.zero_points)
+
+
+def _best_scales(numbers: Singles, values: Singles, weights: Singles | None) -> Singles:
+    """Return the scales [groups, columns] of least error for codes that mean ``values``; 0 where all of them are 0."""
+    weighted_values = values if weights is None else weights * values
+    products, squares = (weighted_values * numbers).sum(1), (weighted_values * values).sum(1)
+    quotients: Singles = np.divide(products, squares, out=np.zeros(products.shape, np.float32), where=squares > 0)
+    return quotients
+
+
+def _follow_paths(
+    numbers: Singles,
+    size: float,
+    format: Format,
+    first: Scaling,
+    kind: np.dtype[Any],
+    weights: Singles | None,
+    rounds: int,
+) -> Scaling:
+    """Return scales for codes that look at their neighbours: each takes the best scale for its codes, and codes follow.
+
+    Neighbours share their codes' errors, so no scale can be judged alone: all of a group of columns change together,
+    and what was best for them together is returned. A start between the largest number and the root of the mean square
+    is nearer to what will be than either; a step further than to the best scale takes half of the rounds.
+
+    Args:
+        numbers: groups relative to ``size``, [groups, rows of a group, columns].
+        size: what they are relative to.
+        format: the format.
+        first: scales that map extremes to the format's limit, and zero points.
+        kind: the type that scales are stored in.
+        weights: what squared errors count, [groups, rows of a group, 1]; ``None`` for 1.
+        rounds: how often codes and scales follow one another.
+    """
+    top, root = np.abs(numbers).max(1).astype(np.float64), np.sqrt(np.square(numbers, dtype=np.float64).mean(1))
+    softer = np.divide(_PEAK * root, top, out=np.ones_like(top), where=top > 0) ** _SOFTNESS
+    trials = [
+        _try_scales(
+            numbers,
+            size,
+            format,
+            np.where(top > 0, stored_scales(first.scales * softer, 1 / share, kind), first.scales),
+            first.zero_points,
+            weights,
+        )
+        for share in _PATH_SHARES
+    ]
+    best, values = trials[0]
+    for trial, trial_values in trials[1:]:
+        values = np.where((trial.errors < best.errors)[:, None], trial_values, values)
+        best = best.or_better(trial)
+    state = best
+    for _ in range(rounds):
+        fits = _best_scales(numbers, values, weights).astype(np.float64) * size
+        steps = np.maximum(state.scales + _STRIDE * (fits - state.scales), state.scales / 4)
+        scales = np.where((fits > 0) & (top > 0), stored_scales(steps, 1.0, kind), state.scales)
+        state, values = _try_scales(numbers, size, format, scales, first.zero_points, weights)
+        best = best.or_better(state)
+    return Scaling(best.scales, best.zero_points)
 
 
 class _State:

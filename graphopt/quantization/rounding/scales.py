@@ -59,7 +59,7 @@ class GroupCodes(NamedTuple):
 def choose(
     groups: Doubles, format: Format, scale: Scale, scale_type: np.dtype[Any], importance: Doubles | None = None
 ) -> GroupCodes:
-    """Choose the scale of each group, and the codes nearest to its numbers.
+    """Choose the scale of each group, and the codes nearest to its numbers, each by itself.
 
     Args:
         groups: [groups, rows of a group, columns].
@@ -98,12 +98,10 @@ def _search_shares(
     extremes = extremes_of(groups, format)
     best = scaling_at(extremes, format, shares[0], scale_type)
     if len(shares) > 1:
-        error = format.pool_errors(squared_error(groups, format, best, importance))
+        error = squared_error(groups, format, best, importance)
         for share in shares[1:]:
             trial = scaling_at(extremes, format, share, scale_type)
-            best, error = better(
-                best, error, trial, format.pool_errors(squared_error(groups, format, trial, importance))
-            )
+            best, error = better(best, error, trial, squared_error(groups, format, trial, importance))
     return GroupCodes(nearest(groups, format, best, importance), *best)
 
 
@@ -153,21 +151,14 @@ def nearest(groups: Doubles, format: Format, scaling: Scaling, importance: Doubl
 
 
 def squared_error(groups: Doubles, format: Format, scaling: Scaling, importance: Doubles | None = None) -> Doubles:
-    """Return what the nearest codes cost: the squared error of each group, weighted by ``importance``.
-
-    Of a format whose codes look at their neighbours it is about that, from :meth:`Format.approximate`.
-    """
+    """Return what the nearest codes cost: the squared error of each group, weighted by ``importance``."""
     scales, zero_points = scaling.scales, scaling.zero_points if format.zero_point else None
     if native.rounds(format):
         errors, _ = native.round_groups(groups, format, scales, zero_points, importance, errors=True)
         assert errors is not None
         return errors
-    points = None if zero_points is None else zero_points[:, None]
-    if format.joint_columns == 1:
-        values = format.decode(format.encode(groups, scales[:, None], points, importance), scales[:, None], points)
-    else:
-        units = (groups / scales[:, None]).astype(np.float32)
-        values = native.approximate(units, format, scales.astype(np.float32)) * scales[:, None]
+    factors, points = scales[:, None], None if zero_points is None else zero_points[:, None]
+    values = format.decode(format.encode(groups, factors, points, importance), factors, points)
     squares = (values - groups) ** 2
     weighted_squares = squares if importance is None else importance * squares
     total = np.zeros(scales.shape)

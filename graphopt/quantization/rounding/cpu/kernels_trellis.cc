@@ -24,7 +24,7 @@ GRAPHOPT_FORCE_INLINE Integers choose(const Floats& a, const Floats& least, cons
   return by_parts<Integers>([&](size_t i) { return a.part[i] < least.part[i] ? b.part[i] : c.part[i]; });
 }
 
-// 16 tiles of one width, a column after the other, and what is stream_bits of their paths.
+// 16 tiles of one width, a column after the other, and what is known of their paths.
 struct Batch {
   size_t width;
   const float *values, *linear, *square;  // of each window: its value, -2 value, value^2
