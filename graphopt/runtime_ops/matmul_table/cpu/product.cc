@@ -37,7 +37,7 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
   TableInput table = {};
   GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
   if (table.is_trellis) {
-    if (weights.table.make_trellis(table.values, table.entries)) return nullptr;
+    if (weights.table.make_trellis(table.values, table.entries, weights.bits)) return nullptr;
     return node.error("the sums of a trellis must be multiples of one power of two, from -127 to 127 of it");
   }
   if (table.entries < size_t{1} << weights.bits) {

@@ -7,77 +7,99 @@
 namespace graphopt {
 namespace {
 
-// The halves of the windows of a line of codes: `neighbour(std::integral_constant<int, n>)` are the codes n columns to
-// the right.
-template <int Bits, typename Neighbour>
-GRAPHOPT_FORCE_INLINE void split_windows(const Bytes& codes, const Neighbour& neighbour, Bytes* upper, Bytes* lower) {
-  constexpr int kField = trellis_field(Bits);
-  const auto next = [&](auto count) __attribute__((always_inline)) { return neighbour(codes, count); };
-  using One = std::integral_constant<int, 1>;
-  using Two = std::integral_constant<int, 2>;
-  if constexpr (kField == Bits) {
-    *upper = codes;
-    *lower = next(One());
-  } else if constexpr (kField == 2 * Bits) {
-    *upper = either(shift_right<-Bits>(codes), next(One()));
-    *lower = neighbour(*upper, Two());
-  } else {
-    const Bytes second = next(One()), third = next(Two());
-    constexpr uint8_t kMask = (1 << kField) - 1;
-    // shifts move bits from one byte into the next
-    *upper = masked(either(shift_right<Bits - kField>(codes), shift_right<2 * Bits - kField>(second)), kMask);
-    *lower = masked(either(shift_right<2 * Bits - 2 * kField>(second), shift_right<3 * Bits - 2 * kField>(third)), kMask);
+// The places of the tables that the halves of windows of a line name. They are indices of Table::head and Table::tail;
+// what is above them is 0 where LookUp wants it so.
+template <int Bits>
+class Halves {
+  static constexpr int kField = trellis_field(Bits);
+  static constexpr bool kExact = LookUp<kField>::kExact;
+
+ public:
+  // Calls with_halves(j, upper, lower) for each line of a unit. rotate(line, n): the bytes n columns to the right.
+  template <typename Rotate, typename WithHalves>
+  static GRAPHOPT_FORCE_INLINE void of_unit(const uint8_t* unit, const Rotate& rotate, const WithHalves& with_halves) {
+    if constexpr (Bits == 2) {
+      // two codes are half a window: a line and its neighbour make nibbles of two lines each, the next two another half
+      const Bytes codes = load_line<Bytes>(unit), next = rotate(codes, Columns<1>());
+      const Bytes even = select(shift_right<-2>(codes), next, 0xcc), odd = select(codes, shift_right<2>(next), 0xcc);
+      with_nibbles<0, 2>(even, rotate(even, Columns<2>()), with_halves);
+      with_nibbles<1, 3>(odd, rotate(odd, Columns<2>()), with_halves);
+    } else if constexpr (Bits == 3) {
+      // The upper half: the code, and the uppermost bit of the next one. The lower half: the others of that, and the two
+      // uppermost of the code behind it; put together for the code to the left, and moved there.
+      const Bytes low = load_line<Bytes>(unit), high = spread_single_bits(unit + kLine);
+      const Bytes next_low = rotate(low, Columns<1>()), next_high = rotate(high, Columns<1>());
+      const Bytes of_upper = select(high, shift_right<-1>(next_high), 0x55), of_lower = select(next_high, next_low, 0x55);
+      const Bytes right = shift_right<2>(low);
+      with_nibbles<0, 2>(select(low, shift_right<-2>(of_upper), 0x33),
+                         rotate(select(low, shift_right<-2>(of_lower), 0x33), Columns<1>()), with_halves);
+      with_nibbles<1, 3>(select(right, of_upper, 0x33), rotate(select(right, of_lower, 0x33), Columns<1>()),
+                         with_halves);
+    } else if constexpr (Bits == 4) {
+      const Bytes first = load_line<Bytes>(unit), second = load_line<Bytes>(unit + kLine);
+      with_nibbles<0, 1>(first, rotate(first, Columns<1>()), with_halves);
+      with_nibbles<2, 3>(second, rotate(second, Columns<1>()), with_halves);
+    } else {
+      for_each_line([&](auto j) __attribute__((always_inline)) {
+        const Bytes codes = codes_of_line<Bits, kExact, decltype(j)::value>(unit);
+        with_halves(j, codes, rotate(codes, Columns<1>()));
+      });
+    }
   }
-}
+
+ private:
+  template <int Count>
+  using Columns = std::integral_constant<int, Count>;
+
+  // Halves of two lines, of `First` in the lower four bits.
+  template <size_t First, size_t Second, typename WithHalves>
+  static GRAPHOPT_FORCE_INLINE void with_nibbles(const Bytes& upper, const Bytes& lower, const WithHalves& with_halves) {
+    with_halves(std::integral_constant<size_t, First>(), nibbles(upper), nibbles(lower));
+    with_halves(std::integral_constant<size_t, Second>(), nibbles(shift_right<4>(upper)), nibbles(shift_right<4>(lower)));
+  }
+
+  static GRAPHOPT_FORCE_INLINE Bytes nibbles(const Bytes& bytes) { return kExact ? masked(bytes, 0x0f) : bytes; }
+};
 
 // Makes bytes of the codes of a unit: signed integers, or those more than 128 that products take.
 template <int Bits>
 class TrellisLines {
-  static constexpr int kField = trellis_field(Bits);
-
  public:
   TrellisLines(const Table& table, bool is_signed)
-      : head_(is_signed ? table.signed_head : table.head), tail_(table.tail), look_up_head_(head_, 0),
-        look_up_tail_(tail_, 0) {}
+      : head_(is_signed ? table.signed_head : table.head, 0), tail_(table.tail, 0) {}
 
-  // Calls with_line(j, bytes) for each line.
+  // Calls with_line(j, bytes) for each line, in any order.
   template <typename WithLine>
   GRAPHOPT_FORCE_INLINE void operator()(const uint8_t* unit, const WithLine& with_line) const {
-    constexpr bool kExact = kField != Bits || LookUp<kField>::kExact;
-    for_each_line([&](auto j) __attribute__((always_inline)) {
-      Bytes upper, lower;
-      split_windows<Bits>(codes_of_line<Bits, kExact, decltype(j)::value>(unit), [](const Bytes& line, auto count)
-                          __attribute__((always_inline)) { return rotate_columns<decltype(count)::value>(line); },
-                          &upper, &lower);
-      const Bytes head = look_up_head_(upper), tail = look_up_tail_(lower);
-      with_line(j, by_parts<Bytes>([&](size_t i) { return head.part[i] + tail.part[i]; }));
-    });
+    const auto rotate = [](const Bytes& line, auto count) __attribute__((always_inline)) {
+      return rotate_columns<decltype(count)::value>(line);
+    };
+    look_up(unit, rotate, with_line);
   }
 
   // The same for a tile of fewer columns, whose circle is smaller; there is one such tile in a matrix.
   template <typename WithLine>
   void of_narrow(const uint8_t* unit, size_t columns, const WithLine& with_line) const {
-    for_each_line([&](auto j) {
-      uint8_t bytes[kLine] = {}, halves[2][kLine];
-      Bytes upper, lower;
-      split_windows<Bits>(codes_of_line<Bits, true, decltype(j)::value>(unit), [&](const Bytes& line, auto count) {
-        uint8_t from[kLine], to[kLine] = {};
-        store_line(from, line);
-        for (size_t i = 0; i < 4 * columns; ++i) to[i] = from[(i + 4 * decltype(count)::value) % (4 * columns)];
-        return load_line<Bytes>(to);
-      }, &upper, &lower);
-      store_line(halves[0], upper);
-      store_line(halves[1], lower);
-      for (size_t i = 0; i < 4 * columns; ++i) {
-        bytes[i] = static_cast<uint8_t>(head_[halves[0][i]] + tail_[halves[1][i]]);
-      }
-      with_line(j, load_line<Bytes>(bytes));
-    });
+    const auto rotate = [&](const Bytes& line, auto count) {
+      uint8_t from[kLine], to[kLine] = {};
+      store_line(from, line);
+      for (size_t i = 0; i < 4 * columns; ++i) to[i] = from[(i + 4 * decltype(count)::value) % (4 * columns)];
+      return load_line<Bytes>(to);
+    };
+    look_up(unit, rotate, with_line);
   }
 
  private:
-  const uint8_t *head_, *tail_;
-  LookUp<kField> look_up_head_, look_up_tail_;
+  template <typename Rotate, typename WithLine>
+  GRAPHOPT_FORCE_INLINE void look_up(const uint8_t* unit, const Rotate& rotate, const WithLine& with_line) const {
+    Halves<Bits>::of_unit(unit, rotate, [&](auto j, const Bytes& upper, const Bytes& lower)
+                          __attribute__((always_inline)) {
+      const Bytes head = head_(upper), tail = tail_(lower);
+      with_line(j, by_parts<Bytes>([&](size_t i) { return head.part[i] + tail.part[i]; }));
+    });
+  }
+
+  LookUp<trellis_field(Bits)> head_, tail_;
 };
 
 // Whether bytes are multiplied as signed ones.
@@ -110,7 +132,7 @@ class AsTrellis {
   TrellisLines<Bits> lines_;
 };
 
-// Calls with_line(bytes, index of the unit) for each line of a part of a block.
+// Calls with_line(bytes, line of the part, unit) for each line of a part of a block.
 template <int Bits, typename WithLine>
 void for_each_trellis_line(const Filling& filling, const Weights& weights, const Part& part, const WithLine& with_line) {
   constexpr size_t kUnitBytes = 32 * Bits;
@@ -118,8 +140,8 @@ void for_each_trellis_line(const Filling& filling, const Weights& weights, const
   const uint8_t* unit = weights.codes + part.tile * weights.tile_bytes() + part.first_unit * kUnitBytes;
   const size_t columns = columns_of(weights, part.tile);
   for (size_t i = 0; i < part.units; ++i, unit += kUnitBytes) {
-    const auto with_bytes = [&](auto, const Bytes& bytes) __attribute__((always_inline)) {
-      with_line(bytes, part.first_unit + i);
+    const auto with_bytes = [&](auto j, const Bytes& bytes) __attribute__((always_inline)) {
+      with_line(bytes, i * kUnitLines + decltype(j)::value, part.first_unit + i);
     };
     if (columns < kColumns) {
       lines.of_narrow(unit, columns, with_bytes);
@@ -135,24 +157,21 @@ void for_each_trellis_line(const Filling& filling, const Weights& weights, const
 
 template <int Bits>
 void fill_with_trellis(const Filling& filling, const Weights& weights, const Part& part) {
-  uint8_t* to = part.to;
-  for_each_trellis_line<Bits>(filling, weights, part, [&](const Bytes& bytes, size_t) {
-    store_line(to, bytes);
-    to += 2 * kLine;
+  for_each_trellis_line<Bits>(filling, weights, part, [&](const Bytes& bytes, size_t line, size_t) {
+    store_line(part.to + line * 2 * kLine, bytes);
   });
 }
 
 template <int Bits>
 void fill_with_trellis_floats(const Filling& filling, const Weights& weights, const Part& part) {
-  uint8_t* to = part.to;
-  for_each_trellis_line<Bits>(filling, weights, part, [&](const Bytes& bytes, size_t unit) {
+  for_each_trellis_line<Bits>(filling, weights, part, [&](const Bytes& bytes, size_t line, size_t unit) {
     Rows rows = rows_of_bytes<true>(bytes);
     if (filling.shifted) {
       const ColumnScales of = column_scales(weights, part.tile, unit * 16 / weights.group, 1);
       for (Floats& row : rows.row) row = shift_values(row, filling.unit, of);
     }
 #pragma GCC unroll 4
-    for (size_t i = 0; i < 4; ++i, to += 2 * kLine) store_line(to, rows.row[i]);
+    for (size_t i = 0; i < 4; ++i) store_line(part.to + (4 * line + i) * 2 * kLine, rows.row[i]);
   });
 }
 
@@ -160,11 +179,10 @@ void fill_with_trellis_floats(const Filling& filling, const Weights& weights, co
 template <int Bits>
 void fill_with_trellis_bfloat16s(const Filling& filling, const Weights& weights, const Part& part) {
   typedef uint32_t Lanes __attribute__((vector_size(kVectorBytes)));
-  uint8_t* to = part.to;
-  for_each_trellis_line<Bits>(filling, weights, part, [&](const Bytes& bytes, size_t) {
+  for_each_trellis_line<Bits>(filling, weights, part, [&](const Bytes& bytes, size_t line, size_t) {
     const Rows rows = rows_of_bytes<true>(bytes);
-    for (size_t i = 0; i < 4; i += 2, to += 2 * kLine) {
-      store_line(to, by_parts<Bytes>([&](size_t k) {
+    for (size_t i = 0; i < 4; i += 2) {
+      store_line(part.to + (2 * line + i / 2) * 2 * kLine, by_parts<Bytes>([&](size_t k) {
         const auto lanes = [&](size_t row) { return reinterpret_cast<Lanes>(rows.row[row].part[k]); };
         return reinterpret_cast<Bytes::Part>(lanes(i) >> 16 | (lanes(i + 1) & 0xffff0000u));
       }));

@@ -30,6 +30,15 @@ uint16_t bfloat16(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
+// The half of a window that a kernel's index stands for. With 3 bits an index has the code's own two lower bits first,
+// then those of two neighbours that belong to the half; with any other number it is the half.
+size_t half_of(size_t index, int half, int bits) {
+  if (bits != 3) return index;
+  const auto bit = [&](int place) { return index >> place & 1; };
+  if (!half) return (index & 7) << 1 | bit(3);
+  return (index & 3) << 2 | bit(2) << 1 | bit(3);
+}
+
 }  // namespace
 
 int Table::integer_of(size_t code) const {
@@ -88,7 +97,7 @@ void Table::make(const float* values, size_t entries, int bits) {
   }
 }
 
-bool Table::make_trellis(const float* values, size_t entries) {
+bool Table::make_trellis(const float* values, size_t entries, int bits) {
   constexpr double kLargest = 127;
   is_trellis = true;
   step = step_of(values, 2 * entries);
@@ -106,9 +115,9 @@ bool Table::make_trellis(const float* values, size_t entries) {
   // either table may reach further than their sums, by what the other takes off: bytes are sums modulo 256
   const auto byte_of = [&](float value) { return static_cast<uint8_t>(std::llrint(static_cast<double>(value) / step)); };
   for (size_t i = 0; i < 64; ++i) {
-    signed_head[i] = byte_of(values[i % entries]);
+    signed_head[i] = byte_of(values[half_of(i % entries, 0, bits)]);
     head[i] = static_cast<uint8_t>(signed_head[i] + low.offset);
-    tail[i] = byte_of(values[entries + i % entries]);
+    tail[i] = byte_of(values[entries + half_of(i % entries, 1, bits)]);
   }
   return true;
 }

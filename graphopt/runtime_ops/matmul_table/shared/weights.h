@@ -42,11 +42,12 @@ struct Table {
 
   // A trellis has no values of codes, but of the two halves of a window; see dequantize_trellis/spec/op.py. Each sum of
   // two is step * integer, from -127 to 127, in the byte integer + 128: head holds the latter, signed_head integers.
+  // Kernels put the bits of a half together in an order of their own, see half_of.
   bool is_trellis = false;
   uint8_t head[64], signed_head[64], tail[64];  // repeated where there are fewer
 
   // values: [2, entries], with as many entries as half a window has values. Returns whether they are such sums.
-  bool make_trellis(const float* values, size_t entries);
+  bool make_trellis(const float* values, size_t entries, int bits);
 
  private:
   int factor_of_upper(size_t magnitudes) const;

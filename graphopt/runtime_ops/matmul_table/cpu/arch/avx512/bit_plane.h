@@ -15,5 +15,12 @@ GRAPHOPT_FORCE_INLINE Bytes with_single_bit(const Bytes& line, const uint8_t* pl
   return {{reinterpret_cast<Bytes::Part>(_mm512_or_si512(reinterpret_cast<__m512i>(line.part[0]), bits))}};
 }
 
+// Every second bit of a plane of one bit: bit 2 j of each byte is that of line J, the others are left over.
+GRAPHOPT_FORCE_INLINE Bytes spread_single_bits(const uint8_t* plane) {
+  const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(plane)));
+  const __m512i counts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(1), 1);
+  return {{reinterpret_cast<Bytes::Part>(_mm512_srlv_epi16(twice, counts))}};
+}
+
 }  // namespace
 }  // namespace graphopt

@@ -16,5 +16,15 @@ GRAPHOPT_FORCE_INLINE Bytes with_single_bit(const Bytes& line, const uint8_t* pl
   });
 }
 
+// Every second bit of a plane of one bit: bit 2 j of each byte is that of line J, the others are left over.
+GRAPHOPT_FORCE_INLINE Bytes spread_single_bits(const uint8_t* plane) {
+  typedef uint16_t Pairs __attribute__((vector_size(kVectorBytes)));
+  return by_parts<Bytes>([&](size_t i) {
+    Pairs part;
+    __builtin_memcpy(&part, plane + i * kVectorBytes % 32, sizeof part);
+    return reinterpret_cast<Bytes::Part>(part >> static_cast<uint16_t>(i * kVectorBytes / 32));
+  });
+}
+
 }  // namespace
 }  // namespace graphopt
