@@ -15,12 +15,13 @@ class Halves {
   static constexpr bool kExact = LookUp<kField>::kExact;
 
  public:
-  // Calls with_halves(j, upper, lower) for each line of a unit. rotate(line, n): the bytes n columns to the right.
+  // Calls with_halves(j, upper, lower) for each line of a unit. rotate(line, n, at): the bytes n columns to the right of
+  // a line that may lie at `at`.
   template <typename Rotate, typename WithHalves>
   static GRAPHOPT_FORCE_INLINE void of_unit(const uint8_t* unit, const Rotate& rotate, const WithHalves& with_halves) {
     if constexpr (Bits == 2) {
       // two codes are half a window: a line and its neighbour make nibbles of two lines each, the next two another half
-      const Bytes codes = load_line<Bytes>(unit), next = rotate(codes, Columns<1>());
+      const Bytes codes = load_line<Bytes>(unit), next = rotate(codes, Columns<1>(), unit);
       const Bytes even = select(shift_right<-2>(codes), next, 0xcc), odd = select(codes, shift_right<2>(next), 0xcc);
       with_nibbles<0, 2>(even, rotate(even, Columns<2>()), with_halves);
       with_nibbles<1, 3>(odd, rotate(odd, Columns<2>()), with_halves);
@@ -28,7 +29,7 @@ class Halves {
       // The upper half: the code, and the uppermost bit of the next one. The lower half: the others of that, and the two
       // uppermost of the code behind it; put together for the code to the left, and moved there.
       const Bytes low = load_line<Bytes>(unit), high = spread_single_bits(unit + kLine);
-      const Bytes next_low = rotate(low, Columns<1>()), next_high = rotate(high, Columns<1>());
+      const Bytes next_low = rotate(low, Columns<1>(), unit), next_high = rotate(high, Columns<1>());
       const Bytes of_upper = select(high, shift_right<-1>(next_high), 0x55), of_lower = select(next_high, next_low, 0x55);
       const Bytes right = shift_right<2>(low);
       with_nibbles<0, 2>(select(low, shift_right<-2>(of_upper), 0x33),
@@ -37,8 +38,8 @@ class Halves {
                          with_halves);
     } else if constexpr (Bits == 4) {
       const Bytes first = load_line<Bytes>(unit), second = load_line<Bytes>(unit + kLine);
-      with_nibbles<0, 1>(first, rotate(first, Columns<1>()), with_halves);
-      with_nibbles<2, 3>(second, rotate(second, Columns<1>()), with_halves);
+      with_nibbles<0, 1>(first, rotate(first, Columns<1>(), unit), with_halves);
+      with_nibbles<2, 3>(second, rotate(second, Columns<1>(), unit + kLine), with_halves);
     } else {
       for_each_line([&](auto j) __attribute__((always_inline)) {
         const Bytes codes = codes_of_line<Bits, kExact, decltype(j)::value>(unit);
@@ -71,8 +72,8 @@ class TrellisLines {
   // Calls with_line(j, bytes) for each line, in any order.
   template <typename WithLine>
   GRAPHOPT_FORCE_INLINE void operator()(const uint8_t* unit, const WithLine& with_line) const {
-    const auto rotate = [](const Bytes& line, auto count) __attribute__((always_inline)) {
-      return rotate_columns<decltype(count)::value>(line);
+    const auto rotate = [](const Bytes& line, auto count, const uint8_t* at = nullptr) __attribute__((always_inline)) {
+      return rotate_columns<decltype(count)::value>(line, at);
     };
     look_up(unit, rotate, with_line);
   }
@@ -80,7 +81,7 @@ class TrellisLines {
   // The same for a tile of fewer columns, whose circle is smaller; there is one such tile in a matrix.
   template <typename WithLine>
   void of_narrow(const uint8_t* unit, size_t columns, const WithLine& with_line) const {
-    const auto rotate = [&](const Bytes& line, auto count) {
+    const auto rotate = [&](const Bytes& line, auto count, const uint8_t* = nullptr) {
       uint8_t from[kLine], to[kLine] = {};
       store_line(from, line);
       for (size_t i = 0; i < 4 * columns; ++i) to[i] = from[(i + 4 * decltype(count)::value) % (4 * columns)];

@@ -66,12 +66,19 @@ class LookUp {
   __m256i rows_[kRows];
 };
 
-// What the lanes `Count` columns to the right hold, in a circle.
+// What the lanes `Count` columns to the right hold, in a circle; `line` is in memory, too, if `at` says where: then half
+// of it is a load.
 template <int Count>
-GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line) {
+GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line, const uint8_t* at) {
   const __m256i left = reinterpret_cast<__m256i>(line.part[0]), right = reinterpret_cast<__m256i>(line.part[1]);
-  const __m256i inner = _mm256_permute2x128_si256(left, right, 0x21), outer = _mm256_permute2x128_si256(left, right, 3);
-  return {{reinterpret_cast<Bytes::Part>(_mm256_alignr_epi8(inner, left, 4 * Count)),
+  const __m256i outer = _mm256_permute2x128_si256(left, right, 3);
+  __m256i first;
+  if (at) {
+    first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + 4 * Count));
+  } else {
+    first = _mm256_alignr_epi8(_mm256_permute2x128_si256(left, right, 0x21), left, 4 * Count);
+  }
+  return {{reinterpret_cast<Bytes::Part>(first),
            reinterpret_cast<Bytes::Part>(_mm256_alignr_epi8(outer, right, 4 * Count))}};
 }
 

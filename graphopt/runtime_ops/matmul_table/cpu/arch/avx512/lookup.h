@@ -38,9 +38,9 @@ class LookUp {
   const uint8_t* table_ = nullptr;
 };
 
-// What the lanes `Count` columns to the right hold, in a circle.
+// What the lanes `Count` columns to the right hold, in a circle; `line` is in memory, too, if `at` says where.
 template <int Count>
-GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line) {
+GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line, const uint8_t*) {
   const __m512i lanes = reinterpret_cast<__m512i>(line.part[0]);
   return {{reinterpret_cast<Bytes::Part>(_mm512_alignr_epi32(lanes, lanes, Count))}};
 }

@@ -52,9 +52,9 @@ class LookUp {
   uint8x16_t rows_[kRows];
 };
 
-// What the lanes `Count` columns to the right hold, in a circle.
+// What the lanes `Count` columns to the right hold, in a circle; `line` is in memory, too, if `at` says where.
 template <int Count>
-GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line) {
+GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line, const uint8_t*) {
   return by_parts<Bytes>([&](size_t i) __attribute__((always_inline)) {
     const auto part = [&](size_t k) { return reinterpret_cast<uint8x16_t>(line.part[k % kParts]); };
     return reinterpret_cast<Bytes::Part>(vextq_u8(part(i), part(i + 1), 4 * Count));

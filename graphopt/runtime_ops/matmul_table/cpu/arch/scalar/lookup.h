@@ -29,9 +29,9 @@ class LookUp {
   const uint8_t* table_ = nullptr;
 };
 
-// What the lanes `Count` columns to the right hold, in a circle.
+// What the lanes `Count` columns to the right hold, in a circle; `line` is in memory, too, if `at` says where.
 template <int Count>
-GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line) {
+GRAPHOPT_FORCE_INLINE Bytes rotate_columns(const Bytes& line, const uint8_t*) {
   uint8_t twice[2 * kLine];
   store_line(twice, line);
   store_line(twice + kLine, line);
