@@ -8,8 +8,9 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.compile.pipeline import optimize
+from graphopt.numerics.formats import FORMATS
 from graphopt.passes.codes.quantize_weights import LinearFormat
-from graphopt.passes.codes.unpack import HAS_BIAS, NOT_CONSTANT, NOT_FLOAT
+from graphopt.passes.codes.unpack import HAS_BIAS, HAS_ZERO_POINTS, NOT_CONSTANT, NOT_FLOAT
 from graphopt.passes.recipe import Recipe, load_recipe
 from tests.graphs import residual_model, run_pass
 
@@ -50,6 +51,8 @@ def contents(model: ir.Model) -> dict[str, Any]:
         (LinearFormat(format="int4", group=16), {"bits": 8}),
         (LinearFormat(format="uint4", group=16), {"bits": 4, "rotated": True}),
         (LinearFormat(format="fp6-e2m3", group=32), {"bits": 8, "rotated": True}),
+        (LinearFormat(format="t3", group=16), {}),
+        (LinearFormat(format="t2", group=32), {"bits": 8, "rotated": True}),
     ],
 )
 def test_lowering_again_makes_the_same_model(linear: LinearFormat, more: dict[str, Any]) -> None:
@@ -59,7 +62,7 @@ def test_lowering_again_makes_the_same_model(linear: LinearFormat, more: dict[st
     assert not report.skips
     kinds = {node.op_type for node in model.graph}
     assert not kinds & {"MatMulTable", "MatMulDynamic"}
-    assert "Dequantize" in kinds
+    assert FORMATS[linear.format].operator in kinds
     assert ("Hadamard" in kinds) == more.get("rotated", False)
     run_pass(model, "lower")
     assert contents(model) == before
@@ -84,6 +87,11 @@ def computed(node: ir.Node) -> None:
     node.replace_input_with(2, same.outputs[0])
 
 
+def shifted(node: ir.Node) -> None:
+    scales = node.inputs[2].const_value.numpy()
+    node.replace_input_with(4, constant(node.graph, np.ones_like(scales)))
+
+
 def narrow(node: ir.Node) -> None:
     node.inputs[0].dtype = ir.DataType.FLOAT16
 
@@ -95,10 +103,16 @@ def constant(graph: ir.Graph, array: np.ndarray) -> ir.Value:
 
 
 @pytest.mark.parametrize(
-    ("edit", "reason"), [(biased, HAS_BIAS()), (computed, NOT_CONSTANT()), (narrow, NOT_FLOAT(type="FLOAT16"))]
+    ("format", "edit", "reason"),
+    [
+        ("nf4", biased, HAS_BIAS()),
+        ("nf4", computed, NOT_CONSTANT()),
+        ("nf4", narrow, NOT_FLOAT(type="FLOAT16")),
+        ("t4", shifted, HAS_ZERO_POINTS()),
+    ],
 )
-def test_what_has_no_logical_form_stays_with_its_reason(edit: Any, reason: Any) -> None:
-    model = packed(LinearFormat(format="nf4", group=16))
+def test_what_has_no_logical_form_stays_with_its_reason(format: str, edit: Any, reason: Any) -> None:
+    model = packed(LinearFormat(format=format, group=16))
     edit(next(node for node in model.graph if node.name == "up0"))
     report = run_pass(model, "unpack")
     assert [(skip.where, skip.reason) for skip in report.skips] == [("up0", reason)]

@@ -57,6 +57,26 @@ def kinds(model: ir.Model) -> Counter[str]:
     return Counter(node.op_type for node in model.graph)
 
 
+def test_a_trellis_runs_in_a_product_of_codes_but_on_no_gpu() -> None:
+    model = quantized("t3", "t3")
+    with pytest.raises(InputError, match="kernels on GPUs know no trellises, which a weight of the node is"):
+        lower(model.clone(), target="ort-cuda")
+    lower(model)
+    products = [node for node in model.graph if node.op_type == "MatMulTable"]
+    assert {node.attributes.get_int("trellis", 0) for node in products} == {1}
+    assert not kinds(model) & Counter(["MatMul", "DequantizeTrellis", "RoundActivations"])
+
+
+@pytest.mark.parametrize("tables", [np.full((2, 16), 2.0), np.linspace(0, 1, 32).reshape(2, 16), np.ones((2, 8))])
+def test_a_trellis_whose_sums_are_no_bytes_is_refused(tables: np.ndarray) -> None:
+    model = quantized("t4", "int8")
+    tables[0, 0] = 1 / 64  # a step that 2 + 2 is 256 of
+    (table,) = [value for name, value in model.graph.initializers.items() if name.endswith(".tables")]
+    table.const_value = ir.tensor(tables.astype(np.float32))
+    with pytest.raises(InputError, match="kernels multiply sums of a trellis as bytes, and those of the node's 4 bits"):
+        lower(model)
+
+
 def test_the_faster_kernel_is_chosen_and_the_figures_are_in_the_report() -> None:
     model = quantized()
     report = lower(model)

@@ -92,6 +92,19 @@ def test_the_kernel_gives_the_same_bits(
     assert_equal(before, run(model, length))
 
 
+@needs_library
+def test_trellises_are_merged_where_their_circles_are_whole() -> None:
+    model = readers(32, 48, format_="t2")
+    before = run(model, 5)
+    merge(model)
+    assert kinds(lower_model(model))["MatMulTable"] == 2
+    assert_equal(before, run(model, 5))
+    model = readers(37, 32, format_="t2")
+    before, report = run(model, 5), merge(model)
+    assert "which are no whole circles of 16" in str(report.skips[0].reason)
+    assert_equal(before, run(model, 5))
+
+
 def test_names_provenance_and_size_stay() -> None:
     model = readers(32, 16, 48)
     outputs, size = [value.name for value in model.graph.outputs], weight_totals(model)

@@ -300,6 +300,30 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
+WRONG_TRELLISES: dict[str, tuple[dict[str, object], str]] = {
+    "flag": ({"trellis": 2}, "trellis must be 0 or 1, it is 2"),
+    "minimums": ({"minimums": 1}, "a trellis has no minimums"),
+    "bits": ({"codes": np.zeros((2, 4, 32), np.uint8)}, "codes of a trellis have 2 to 6 bits, not 1"),
+    "one table": ({"table": np.ones(16, np.float32)}, "table must have the shape \\[2, 16\\], for a trellis of 3 bits"),
+    "entries": ({"table": np.ones((2, 8), np.float32)}, "table must have the shape \\[2, 16\\]"),
+    "entry": ({"table": np.full((2, 16), np.inf, np.float32)}, "entry 0 of the table is no finite number"),
+    "sums": ({"table": np.arange(32, dtype=np.float32).reshape(2, 16) * 5}, "the sums of a trellis must be multiples"),
+    "step": ({"table": np.full((2, 16), 2.0**-17, np.float32)}, "the sums of a trellis must be multiples"),
+    "reach": ({"table": np.repeat(np.float32([[2**16 + 1], [-(2**16)]]), 16, 1)}, "the sums of a trellis must be"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TRELLISES)
+def test_what_a_file_lies_about_a_trellis_is_an_error(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    changes, message = WRONG_TRELLISES[what]
+    case = {**trellis_case(64, 32, 32, 3), "activations": "int8", **changes}
+    monkeypatch.setattr("tests.runtime_ops.products.declare", lambda model: None)
+    with pytest.raises(Exception, match=f"ai.graphopt node 'product': {message}"):
+        kernel.session(MATMUL_TABLE.name, case)
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_what_a_file_lies_about_is_an_error_that_names_the_node(kernel: Kernel, what: str) -> None:
     changes, message = WRONG[what]

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.numerics.formats import Format, format_of
+from graphopt.quantization.rounding.nearest import round_to_nearest
 from tools.bench.parts.problem import Array, Problem
 
 FORMATS = {"fp6": "fp6-e2m3"}
@@ -33,7 +34,7 @@ class Rounded:
 
     def product(self, x: Array) -> npt.NDArray[np.float64]:
         """Return x W^T in float64, [rows, outer]."""
-        W = self.format.decode(self.codes).reshape(*self.scales.shape, self.group)
+        W = self.format.decode(self.codes.T).T.reshape(*self.scales.shape, self.group)
         W *= self.scales[..., None].astype(np.float64)
         y: npt.NDArray[np.float64] = x.astype(np.float64) @ W.reshape(self.codes.shape).T
         return y
@@ -48,5 +49,8 @@ def _round(values: npt.NDArray[np.float32], name: str, group: int) -> Rounded:
     format_ = format_of(FORMATS.get(name, name))
     grouped = values.reshape(len(values), -1, group)
     scales = (np.abs(grouped).max(axis=2) / np.float32(format_.limit)).astype(np.float16)
+    if (format_.joint_columns or 1) > 1:  # its codes go together along the axis of outputs, in graphopt's library
+        matrix = round_to_nearest(values.T, format_, group, "extreme", scale_type=np.float16)
+        return Rounded(matrix.codes.T, matrix.scales.T, format_, group)
     codes = format_.encode(grouped / scales[..., None].astype(np.float32))
     return Rounded(codes.reshape(values.shape), scales, format_, group)

@@ -21,7 +21,7 @@ from tools.bench.parts.onnxruntime_engines import STOP_SPINNING, Bound
 from tools.bench.parts.problem import Array, Problem
 from tools.bench.parts.unavailable import UnavailableError
 
-_FORMATS = ("int4", "fp6", "fp6-e3m2", "int8", "nf4")
+_FORMATS = ("int4", "fp6", "fp6-e3m2", "int8", "nf4", "nl4", "t2", "t3", "t4")
 _MODES = ("int8", "bfloat16", "float32", "int16")
 # Beside int8, which every format has by default: what serves prefill, what is exact, what E3M2 needs to be so.
 _DEFAULTS = {("int4", "bfloat16"), ("int4", "float32"), ("fp6-e3m2", "bfloat16"), ("fp6-e3m2", "int16")}
@@ -122,7 +122,7 @@ def _table(problem: Problem, name: str, mode: str, turned: bool = False) -> Prep
         return [*before, product.node([x, *weight, *neutral], {**attributes, "activations": mode})]
 
     weights = rounded(problem, name, problem.case.group)
-    neutral, attributes = _rest(weights, problem), _attributes(problem)
+    neutral, attributes = _rest(weights, problem), _attributes(problem, weights)
     return _prepared(problem, inputs, make, weights, turned)
 
 
@@ -136,7 +136,7 @@ def _dynamic(problem: Problem, name: str, bits: int, turned: bool) -> Prepared:
         return [product.node([x, *weight, *neutral, *pair], {**attributes, "bits": bits, "clip": 1.0})]
 
     weights = rounded(problem, name, problem.case.group)
-    neutral, attributes = _rest(weights, problem), _attributes(problem)
+    neutral, attributes = _rest(weights, problem), _attributes(problem, weights)
     return _prepared(problem, inputs, make, weights, turned)
 
 
@@ -166,11 +166,12 @@ def _weight_inputs(problem: Problem, name: str) -> dict[str, Array]:
 def _rest(weights: Rounded, problem: Problem) -> list[ir.Value]:
     """Return table, zero points and bias, which all copies share."""
     return [
-        constant("table", weights.format.operands["table"]),
+        constant("table", next(iter(weights.format.operands.values()))),
         constant("zero_points", np.zeros((1, 1, 1), np.float16)),
         constant("bias", np.zeros(1, np.float32)),
     ]
 
 
-def _attributes(problem: Problem) -> dict[str, Any]:
-    return {"rows": problem.case.inner, "columns": problem.case.outer, "group": problem.case.group}
+def _attributes(problem: Problem, weights: Rounded) -> dict[str, Any]:
+    sizes = {"rows": problem.case.inner, "columns": problem.case.outer, "group": problem.case.group}
+    return sizes if weights.format.operator == "Dequantize" else {**sizes, "trellis": 1}
