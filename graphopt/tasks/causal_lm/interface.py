@@ -318,7 +318,8 @@ def _check_pages(inputs: Mapping[str, Port], past: Sequence[str], layers: Sequen
     """Refuse a graph whose caches are not what its layers say."""
     described_ports = {name for layer in layers for name in layer.ports}
     state_ports = {name for name in past if (port := past_port(name)) is not None and port.part in STATES}
-    odd = sorted((described_ports ^ state_ports) | ({*past} - state_ports if described_ports else set()))
+    growing = {name for name in past if (port := past_port(name)) is not None and not port.is_recurrent} - state_ports
+    odd = sorted((described_ports ^ state_ports) | (growing if described_ports else set()))
     odd += [name for name in _LENGTHS if (name in inputs) != bool(described_ports)]
     if odd:
         raise InputError(

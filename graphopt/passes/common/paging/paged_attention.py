@@ -17,10 +17,13 @@ from graphopt.passes.common.nodes import attentions
 from graphopt.passes.common.paging.attention import Meaning, meaning_of
 from graphopt.passes.common.paging.rows import as_rows, read_rows
 from graphopt.passes.common.paging.states import connect, graph_input
-from graphopt.runtime_ops import OPERATORS, bodies_aside
+from graphopt.passes.common.paging.token_masks import mask_by_lengths, masked_recurrences, why_not_by_lengths
+from graphopt.runtime_ops import OPERATORS, bodies_aside, port
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from graphopt.passes.context import Context, Ledger
 
 Page = Literal[16, 32, 64, 128]
@@ -48,6 +51,7 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
     evaluator = MaskEvaluator(model, context)
     meanings = {node: meaning_of(node, evaluator) for node in nodes}
     refusals = {node: meaning for node, meaning in meanings.items() if isinstance(meaning, Fact)}
+    recurrences = masked_recurrences(graph)
     reason: Fact | None = None
     if refusals:
         reason = ONE_KIND(node=next(iter(refusals)).name)
@@ -57,13 +61,14 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
         for node in nodes:
             _drop_guards(evaluator, node, ledger)
         _batch_from_tokens(graph)
-        reason = _other_reader(graph)
+        reason = why_not_by_lengths(recurrences, evaluator) or _other_reader(graph, recurrences)
     if reason is not None:
         for node in nodes:
             ledger.skipped(node, refusals.get(node, reason))
         return
     lengths = [ir.val(name, ir.DataType.INT64, [_rows(graph)]) for name in (PAST_LENGTH, NEW_LENGTH)]
     graph.inputs.extend(lengths)
+    mask_by_lengths(graph, recurrences, graph_input(graph, INPUT_IDS), lengths[1], ledger)
     for node, meaning in meanings.items():
         assert isinstance(meaning, Meaning)
         _rewrite(graph, node, meaning, lengths, page, ledger)
@@ -139,9 +144,13 @@ def _batch_from_tokens(graph: ir.Graph) -> None:
                 node.replace_input_with(0, tokens)
 
 
-def _other_reader(graph: ir.Graph) -> Fact | None:
-    """Return what else than masks and caches of attention reads the inputs that are to go, if anything does."""
-    going = {value for value in graph.inputs if value.name == ATTENTION_MASK or past_port(value) is not None}
+def _other_reader(graph: ir.Graph, recurrences: Collection[ir.Node]) -> Fact | None:
+    """Return what else reads the inputs that are to go than caches and masks of attention, and masks of recurrences."""
+    going = {
+        value
+        for value in graph.inputs
+        if value.name == ATTENTION_MASK or ((cache := past_port(value)) is not None and not cache.is_recurrent)
+    }
     waiting, reached = [value.producer() for value in graph.outputs], set[ir.Node]()
     while waiting:
         node = waiting.pop()
@@ -156,7 +165,10 @@ def _other_reader(graph: ir.Graph) -> Fact | None:
             for value in inside.inputs
         ]
         standard = node.op_type == "Attention" and not node.domain
-        for value in [*(node.inputs[:_MASK] if standard else node.inputs), *inner]:
+        inputs = node.inputs[:_MASK] if standard else node.inputs
+        if node in recurrences:
+            inputs = [value for value in inputs if value is not port(node, "mask")]
+        for value in [*inputs, *inner]:
             if value in going and value is not None:
                 return READ_TOO(op=node.op_type, node=node.name, input=value.name)
             if value is not None:
