@@ -12,9 +12,9 @@ from graphopt.analysis.structure.ports import (
     LOGITS,
     PAST_LENGTHS,
     POSITION_IDS,
+    RECURRENT,
     SCALES,
     STARTS,
-    CachePort,
     genai_pattern,
     past_port,
 )
@@ -23,12 +23,16 @@ from graphopt.graph.diagnostics import Fact, Rule
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from graphopt.analysis.structure.ports import CachePort
     from graphopt.tasks.causal_lm.interface import Interface
 
 GENAI_CONFIG = "genai_config.json"
 
 MOST_REQUESTS, MOST_TOKENS = 16, 512
 """Requests that an engine runs at once, and tokens that it feeds in one call: a long prompt takes several."""
+
+UNBOUNDED = 1 << 20
+"""Tokens of a text, at most, where all states are recurrent and the model states no bound."""
 
 CACHES_IN_PAGES = Rule(
     "genai.caches-in-pages",
@@ -68,18 +72,20 @@ def genai_config(
     sizes = slice(2, 4) if interface.has_shared_pool else slice(1, None, 2)
     caches = [name for name in interface.past if (port := past_port(name)) is not None and port.part in GROWING]
     shapes = {interface.inputs[name].shape[sizes] for name in caches}
-    parts = [part for part in (*GROWING, *SCALES) if CachePort(0, part).past in interface.past]
-    layers = len(interface.past) // max(1, len(parts))
-    numbered_names = {CachePort(layer, part).past for layer in range(layers) for part in parts}
+    ports = [port for name in interface.past if (port := past_port(name)) is not None]
+    parts = [part for part in (*GROWING, *SCALES, *RECURRENT) if any(port.part == part for port in ports)]
+    layers = max((port.layer for port in ports), default=-1) + 1
     if interface.has_pages:
         return CACHES_IN_PAGES()
     if ATTENTION_MASK not in interface.inputs and not interface.has_shared_pool:
         return NO_MASK()
-    if len(shapes) != 1 or set(interface.past) != numbered_names:
+    if len(shapes) > 1 or not _is_numbered(ports, layers) or any(port.part not in parts for port in ports):
         return UNEVEN(layers=layers)
+    if max_positions is None and not caches:
+        max_positions = UNBOUNDED
     if max_positions is None or not eos_token_ids or interface.vocabulary is None:
         return UNKNOWN()
-    ((heads, size),) = shapes
+    heads, size = next(iter(shapes), (1, 1))  # not read where all states are recurrent
     inputs, outputs = _port_names(interface, parts)
     decoder = {
         # onnxruntime-genai passes keys that it does not know to onnxruntime as session entries.
@@ -108,10 +114,19 @@ def genai_config(
     return {"model": model, "search": search, "engine": {"dynamic_batching": batching}}
 
 
+def _is_numbered(ports: Sequence[CachePort], layers: int) -> bool:
+    """Return whether each layer has a state, and those that have keys and values have all parts of these."""
+    growing = {port.part for port in ports} - set(RECURRENT)
+    parts = [{port.part for port in ports if port.layer == layer} for layer in range(layers)]
+    return bool(ports) and all(layer and layer - set(RECURRENT) in (growing, set()) for layer in parts)
+
+
 def _port_names(interface: Interface, parts: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the names of inputs and outputs, by what onnxruntime-genai calls them."""
     patterns = {part: genai_pattern(part) for part in parts}
     input_names = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
     inputs = {name: name for name in input_names if name in interface.inputs}
-    inputs |= {f"past_{part}_names": pattern[0] for part, pattern in patterns.items()}
-    return inputs, {LOGITS: LOGITS} | {f"present_{part}_names": pattern[1] for part, pattern in patterns.items()}
+    kinds = {part: part.removesuffix("_state") for part in parts}
+    inputs |= {f"past_{kinds[part]}_names": pattern[0] for part, pattern in patterns.items()}
+    outputs = {f"present_{kinds[part]}_names": pattern[1] for part, pattern in patterns.items()}
+    return inputs, {LOGITS: LOGITS} | outputs

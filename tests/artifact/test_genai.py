@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from graphopt.artifact import artifact
 from graphopt.artifact.artifact import MODEL
 from graphopt.artifact.genai import GENAI_CONFIG, genai_config
 from graphopt.compile.pipeline import optimize
+from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
+from graphopt.serving.request import Limits
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import Port
 from tests.graphs import canonical, run_pass
@@ -35,6 +38,28 @@ def test_onnxruntime_genai_makes_the_same_greedy_tokens(recipe: str, llama_artif
         generator.generate_next_token()
     ours = generate(load(tmp_path / recipe), [prompt], max_new_tokens=12)[0]
     assert list(generator.get_sequence(0))[len(prompt) :][: len(ours.tokens)] == ours.tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+def test_onnxruntime_genai_carries_recurrent_states(
+    family: str, make_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    optimize(make_artifact(family), "int4-rtn", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / GENAI_CONFIG).read_text())["model"]["decoder"]
+    assert config["inputs"]["past_conv_names"] == "past_key_values.%d.conv_state"
+    assert config["outputs"]["present_recurrent_names"] == "present.%d.recurrent_state"
+    prompt = [5, 17, 101, 43, 250]
+    model = onnxruntime_genai.Model(str(tmp_path / "model"))
+    parameters = onnxruntime_genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=len(prompt) + 12)
+    generator = onnxruntime_genai.Generator(model, parameters)
+    generator.append_tokens(np.array(prompt, np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    ours = generate(load(tmp_path / "model"), [prompt], max_new_tokens=12)[0]
+    assert list(generator.get_sequence(0))[len(prompt) :][: len(ours.tokens)] == ours.tokens
+    with pytest.raises(InputError, match="recurrent states.*Generator"):
+        Limits.of_folder(tmp_path / "model")
 
 
 def test_onnxruntime_genai_needs_no_logits_but_the_last(llama_artifact: Path, tmp_path: Path) -> None:

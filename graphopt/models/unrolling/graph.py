@@ -212,31 +212,33 @@ class _LayerWriter:
             names = [self._layers.scope_in(str(scope), n) for scope in ast.literal_eval(scopes)]
             after.metadata_props[SCOPE] = repr(names)
 
-    def _parts(self) -> list[str]:
-        """Return the parts of a layer's cache in the order of the graph's ports.
+    def _parts(self) -> list[list[str]]:
+        """Return the parts of the state of each traced layer in the order of the graph's ports.
 
         Raises:
             NotUnderstoodError: inputs or outputs are not in the order of the layers.
         """
         past = [port for value in self._graph.inputs if (port := past_port(value))]
         present = [port for value in self._graph.outputs if (port := present_port(value))]
-        parts = [port.part for port in past if port.layer == 0]
-        if not past == present == [CachePort(layer, part) for layer in range(self._layers.count) for part in parts]:
+        parts = [[port.part for port in past if port.layer == layer] for layer in range(self._layers.count)]
+        if not past == present == [CachePort(layer, part) for layer, names in enumerate(parts) for part in names]:
             raise NotUnderstoodError(PORTS())
         return parts
 
-    def _replace_ports(self, parts: list[str]) -> None:
-        """Give the graph the caches of all layers, where those of the traced ones were."""
-        graph, count = self._graph, len(self._plan.kinds)
+    def _replace_ports(self, parts: list[list[str]]) -> None:
+        """Give the graph the states of all layers, where those of the traced ones were."""
+        graph, kinds = self._graph, self._plan.kinds
+        template_of = {kinds[n]: layer for layer, n in enumerate(self._plan.samples)}
         past = {port: value for value in graph.inputs if (port := past_port(value))}
         # What reads the cache of a layer from outside of the layers reads it under its new number.
         for port, value in past.items():
             value.replace_all_uses_with(self._input(value, self._plan.samples[port.layer], port.part))
-        ports = [(n, part) for n in range(count) for part in parts]
-        template = {port.part: value for port, value in past.items()}
+        ports = [(n, part) for n, kind in enumerate(kinds) for part in parts[template_of[kind]]]
         inputs = [value for value in graph.inputs if past_port(value) is None]
         graph.inputs.clear()
-        graph.inputs.extend([*inputs, *(self._input(template[part], n, part) for n, part in ports)])
+        graph.inputs.extend(
+            [*inputs, *(self._input(past[CachePort(template_of[kinds[n]], part)], n, part) for n, part in ports)]
+        )
         outputs = [self._replace_output(value) for value in graph.outputs]
         graph.outputs.clear()
         for n, part in ports:

@@ -93,17 +93,19 @@ def find_layers(model: Any) -> str:
 
 
 def index_attributes(layers: Sequence[Any]) -> set[tuple[str, str]]:
-    """Return those attributes of the layers' modules that say the number of the layer: module and attribute."""
-    names: set[tuple[str, str]] = set()
+    """Return those attributes of the layers' modules that say the number of the layer: module and attribute.
+
+    Layers may hold other modules. What only one layer has counts if an attribute of that name numbers others.
+    """
+    matches: dict[tuple[str, str], list[bool]] = {}
     for number, layer in enumerate(layers):
-        numbers = {
-            (name, attribute)
-            for name, module in layer.named_modules()
-            for attribute, value in vars(module).items()
-            if type(value) is int and value == number
-        }
-        names = numbers if number == 0 else names & numbers
-    return names
+        for name, module in layer.named_modules():
+            for attribute, value in vars(module).items():
+                if type(value) is int:
+                    matches.setdefault((name, attribute), []).append(value == number)
+    names = {key: len(equal) for key, equal in matches.items() if all(equal)}
+    common = {attribute for (_, attribute), count in names.items() if count > 1}
+    return {(module, attribute) for module, attribute in names if attribute in common}
 
 
 def fingerprint(layer: Any, indices: set[tuple[str, str]]) -> str:
@@ -191,5 +193,7 @@ def shorten(model: Any, plan: Plan) -> Iterator[None]:
 
 
 def _number(layer: Any, indices: set[tuple[str, str]], number: int) -> None:
+    modules = dict(layer.named_modules())
     for module, attribute in indices:
-        setattr(layer.get_submodule(module), attribute, number)
+        if module in modules:
+            setattr(modules[module], attribute, number)

@@ -25,6 +25,7 @@ from graphopt.analysis.structure.ports import (
     STARTS,
     STATES,
     CachePort,
+    past_port,
 )
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import Inserter, name_output, shared_constant
@@ -52,6 +53,10 @@ STORED_AS = Rule("serve.stored-as", "its cache cannot be stored so in blocks tha
 TOKEN_SCALES = Rule("serve.rounded", "each token is stored as {storage} with scales of its own")
 NO_BLOCKS = Rule("serve.no-blocks", "a block of all layers takes {block} bytes, and the memory for caches is {memory}")
 OTHER_LAYER = Rule("serve.other-layer", "{node} has to stay, and a graph has one kind of cache")
+RECURRENT_STATES = Rule(
+    "serve.recurrent-states",
+    "{state} belongs to one row: requests that share a row of tokens cannot share it, and blocks do not hold it",
+)
 NO_LAST_LOGITS = Rule("serve.no-last-logits", "logits cannot be made for the last token of each request: {why}")
 
 
@@ -103,8 +108,12 @@ class Serve(Pass):
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Rewrite all caches of the graph, or none."""
-        page_attention(model, context, _PAGE)
         graph, ledger = model.graph, context.ledger
+        states = [value for value in graph.inputs if (port := past_port(value)) is not None and port.is_recurrent]
+        if states:
+            ledger.skipped("graph", RECURRENT_STATES(state=states[0].name))
+            return
+        page_attention(model, context, _PAGE)
         nodes = kv_nodes(graph)
         if not nodes:
             return

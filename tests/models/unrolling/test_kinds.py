@@ -10,7 +10,7 @@ import transformers
 
 from graphopt.models.checkpoint import quiet
 from graphopt.models.trace import sample_of
-from graphopt.models.unrolling.kinds import Plan, plan_layers, shorten
+from graphopt.models.unrolling.kinds import Plan, index_attributes, plan_layers, shorten
 from graphopt.models.unrolling.refusals import NotUnderstoodError
 from graphopt.models.unrolling.skeleton import make_skeleton
 from tests.families import FAMILIES
@@ -113,3 +113,14 @@ def test_a_skeleton_keeps_what_a_model_computes_for_itself() -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     gains = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     assert len({tuple(gain.tolist()) for gain in gains}) == len(gains)
+
+
+def test_the_number_of_a_layer_stands_in_modules_that_not_all_layers_have() -> None:
+    layers = []
+    for number, name in enumerate(["conv", "conv", "attention", "conv"]):
+        layer, part = torch.nn.Module(), torch.nn.Module()
+        part.layer_idx, part.width, part.second = number, 3, 2
+        layer.add_module(name, part)
+        layers.append(layer)
+    # "second" is 2 in the only layer with attention, and numbers no other; "width" is 3 in the last and elsewhere
+    assert index_attributes(layers) == {("conv", "layer_idx"), ("attention", "layer_idx")}

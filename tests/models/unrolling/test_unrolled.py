@@ -10,6 +10,7 @@ import pytest
 
 from graphopt.graph.provenance import SCOPE
 from graphopt.graph.weights import WeightTensor, expression_of
+from graphopt.models.agreement import check_agreement
 from graphopt.models.checkpoint_tensors import Parameter
 from graphopt.models.loading import LoadedModel, weights_of
 from graphopt.models.trace import trace
@@ -45,6 +46,20 @@ def test_a_llama_of_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = diff_of((program, None), (whole, None))
     assert (found.edges, found.ports) == ([], [])
     assert found.equal
+
+
+def test_a_hybrid_has_the_states_of_each_kind_of_layer() -> None:
+    model = make_model("lfm2", 5).eval()  # convolutions in three layers and attention in two: four are traced
+    program, notes = trace_loaded(LoadedModel(model, weights_of(model), lambda: model, []), "lfm2")
+    assert notes == []
+    names = [value.name for value in program.graph.inputs]
+    assert [name for name in names if name and name.startswith("past")] == [
+        f"past_key_values.{layer}.{part}"
+        for layer in range(5)
+        for part in (["key", "value"] if layer % 2 else ["conv_state"])
+    ]
+    # tracing takes the weights out of the model
+    assert check_agreement(lambda: make_model("lfm2", 5).eval(), program).status == "measured"
 
 
 def toy_graph(layers: int, **more: Any) -> ir.Model:

@@ -14,6 +14,8 @@ from graphopt.analysis.structure.paged_caches import kv_nodes, layer_of, layers_
 from graphopt.artifact import artifact
 from graphopt.compile.pipeline import optimize
 from graphopt.graph.weights import new_weight
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.session import load
 from graphopt.passes.recipe import Recipe
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.decoders import decoder
@@ -63,6 +65,43 @@ def test_logits_stay_in_prefill_and_decode_and_ragged_batches(
     for calls, paddings in (([40], [0]), ([14, 1, 1, 1, 1], [0]), ([5, 20, 1, 9], [0, 11, 24, 3])):
         expected, found = (logits_by_calls(opened, calls, paddings) for opened in (before, after))
         assert relative(expected, found) < FLOAT32
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_recurrences_read_what_lengths_say(family: str, make_artifact: MakeArtifact, tmp_path: Path) -> None:
+    model = canonical(make_artifact(family))
+    before = session(model, tmp_path / "before")
+    report = run_pass(model, "page_kv", page=16)
+    assert not report.skips
+    names = [value.name for value in model.graph.inputs]
+    assert "attention_mask" not in names
+    assert {"past_key_values.0.recurrent_state", "past_key_values.1.keys"} <= set(names)
+    after = session(model, tmp_path / "after")
+    for calls, paddings in (([14, 1, 1, 1], [0]), ([5, 20, 1, 9], [0, 11, 24, 3])):
+        expected, logits = (logits_by_calls(opened, calls, paddings) for opened in (before, after))
+        assert relative(expected, logits) < FLOAT32
+    store = load(tmp_path / "after" / "model.onnx", threads=1)
+    decoder, ids = Decoder(store, 1), np.random.default_rng(0).integers(0, VOCABULARY, (1, 24))
+    decoder.step(ids[:, :20])
+    mark = decoder.mark()
+    decoder.step(ids[:, ::-1][:, :4])
+    decoder.roll_back(mark, np.array([22]))
+    assert decoder.tokens.tolist() == [20]
+    assert relative(logits_by_calls(before, [24], [0])[-1], decoder.step(ids[:, 20:])[0, -1]) < FLOAT32
+
+
+def test_a_mask_of_another_meaning_keeps_the_cache(make_artifact: MakeArtifact) -> None:
+    model = canonical(make_artifact("qwen3_next"))
+    node = next(node for node in model.graph if node.op_type == "CausalConv")
+    mask = node.inputs[3]
+    assert mask is not None
+    flipped = ir.node("Sub", [new_weight(model.graph, "one", ir.tensor(np.array(1))), mask])
+    flipped.outputs[0].name = "flipped"
+    model.graph.insert_before(node, flipped)
+    node.replace_input_with(3, flipped.outputs[0])
+    report = run_pass(model, "page_kv")
+    assert [skip.reason.code for skip in report.skips] == ["page_kv.other-mask"]
+    assert "attention_mask" in [value.name for value in model.graph.inputs]
 
 
 def test_transposes_around_heads_vanish(make_artifact: MakeArtifact) -> None:

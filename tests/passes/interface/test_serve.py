@@ -240,3 +240,12 @@ def test_options_that_make_no_sense_are_refused() -> None:
         with pytest.raises(ValidationError):
             Serve.model_validate(wrong)
     assert Serve.model_validate({"memory": "4GB"}).memory == 4_000_000_000
+
+
+def test_recurrent_states_are_not_shared(make_artifact: MakeArtifact) -> None:
+    model = ir.load(make_artifact("qwen3_next") / "model.onnx")
+    inputs = [value.name for value in model.graph.inputs]
+    report = run_pass(model, "serve")
+    assert [skip.reason.code for skip in report.skips] == ["serve.recurrent-states"]
+    assert "past_key_values.0.conv_state belongs to one row" in str(report.skips[0].reason)
+    assert [value.name for value in model.graph.inputs] == inputs
