@@ -31,7 +31,7 @@ GENAI_CONFIG = "genai_config.json"
 MOST_REQUESTS, MOST_TOKENS = 16, 512
 """Requests that an engine runs at once, and tokens that it feeds in one call: a long prompt takes several."""
 
-UNBOUNDED = 1 << 20
+NO_BOUND = 1 << 20
 """Tokens of a text, at most, where all states are recurrent and the model states no bound."""
 
 CACHES_IN_PAGES = Rule(
@@ -82,7 +82,7 @@ def genai_config(
     if len(shapes) > 1 or not _is_numbered(ports, layers) or any(port.part not in parts for port in ports):
         return UNEVEN(layers=layers)
     if max_positions is None and not caches:
-        max_positions = UNBOUNDED
+        max_positions = NO_BOUND
     if max_positions is None or not eos_token_ids or interface.vocabulary is None:
         return UNKNOWN()
     heads, size = next(iter(shapes), (1, 1))  # not read where all states are recurrent

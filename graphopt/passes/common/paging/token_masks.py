@@ -30,8 +30,8 @@ OTHER_MASK = Rule("page_kv.other-mask", "the mask of {node} does not say which o
 def masked_recurrences(graph: ir.Graph) -> list[ir.Node]:
     """Return the nodes of operators with a state that read a mask of their new tokens."""
     nodes = [node for node in graph if node.domain == DOMAIN and node.op_type in OPERATORS]
-    masked = [node for node in nodes if _MASK in OPERATORS[node.op_type].schema.input_names]
-    return [node for node in masked if (mask := port(node, _MASK)) is not None and not mask.is_initializer()]
+    recurrences = [node for node in nodes if _MASK in OPERATORS[node.op_type].schema.input_names]
+    return [node for node in recurrences if (mask := port(node, _MASK)) is not None and not mask.is_initializer()]
 
 
 def why_not_by_lengths(nodes: list[ir.Node], evaluator: MaskEvaluator) -> Fact | None:
@@ -65,13 +65,13 @@ def mask_by_lengths(
         return
     assert tokens.shape is not None
     rows, columns = tokens.shape
-    zero, one, axis = (
+    start, step, axis = (
         shared_constant(graph, f"token_mask.{name}", np.array(number, np.int64))
-        for name, number in (("zero", 0), ("one", 1), ("axis", [1]))
+        for name, number in (("start", 0), ("step", 1), ("axis", [1]))
     )
     count = ir.node("Shape", [tokens], {"start": 1, "end": 2})
     scalar = ir.node("Squeeze", [count.outputs[0]])
-    column = ir.node("Range", [zero, scalar.outputs[0], one])
+    column = ir.node("Range", [start, scalar.outputs[0], step])
     padding = ir.node("Sub", [count.outputs[0], new_length])
     first = ir.node("Unsqueeze", [padding.outputs[0], axis])
     is_token = ir.node("GreaterOrEqual", [column.outputs[0], first.outputs[0]])
