@@ -21,6 +21,7 @@ from graphopt.passes.lift.canonicalize.layouts import store_layouts
 from graphopt.passes.lift.canonicalize.masks import lift_masks
 from graphopt.passes.lift.canonicalize.multi_head import lift_multi_head
 from graphopt.passes.lift.canonicalize.norms import lift_norms
+from graphopt.passes.lift.canonicalize.recurrences import lift_recurrences
 from graphopt.passes.lift.canonicalize.rotary import lift_rotary
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, lift_rotary_tables
 from graphopt.passes.lift.canonicalize.scores import lift_scores
@@ -56,6 +57,9 @@ class Canonicalize(Pass):
         r = RotaryEmbedding(x, Cos(f), Sin(f))
         e = MatMul(a, stack.i)
 
+    A ``Scan`` or ``Loop`` whose step is a linear recurrence (linear attention, state space models, delta rules) becomes
+    ``ai.graphopt::LinearRecurrence``: what its step means is found out by running it.
+
     Also: onnxruntime's own fused ops (``GroupQueryAttention``, ``MultiHeadAttention``, norms with a sum in front,
     ``FastGelu``) become what they fuse, constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without
     reshapes around it, every weight is stored in the layout it is read in, repeated computations are merged. SiLU stays
@@ -80,6 +84,8 @@ def _lift(model: ir.Model, context: Context) -> None:
     raise_opset(model, ledger)
     merge_and_prune(model, ledger)
     state_shapes(model, ledger)
+    if lift_recurrences(model, context):
+        merge_and_prune(model, ledger)
     split_gemm(model, ledger)
     store_layouts(model, ledger)
     drop_idle_reshapes(model, ledger)
