@@ -21,7 +21,7 @@ from graphopt.passes.lift.canonicalize.layouts import store_layouts
 from graphopt.passes.lift.canonicalize.masks import lift_masks
 from graphopt.passes.lift.canonicalize.multi_head import lift_multi_head
 from graphopt.passes.lift.canonicalize.norms import lift_norms
-from graphopt.passes.lift.canonicalize.recurrences import lift_recurrences
+from graphopt.passes.lift.canonicalize.recurrences.lift_recurrences import lift_recurrences
 from graphopt.passes.lift.canonicalize.rotary import lift_rotary
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, lift_rotary_tables
 from graphopt.passes.lift.canonicalize.scores import lift_scores

@@ -5,7 +5,3 @@ of one row each, which tells what it does to a state, and which of its values ar
 betas. What does not depend on the state is computed for all tokens at once in front of the new node
 (:mod:`.sequences`). Then both run on random tokens and must agree.
 """
-
-from graphopt.passes.lift.canonicalize.recurrences.lift_recurrences import lift_recurrences
-
-__all__ = ("lift_recurrences",)

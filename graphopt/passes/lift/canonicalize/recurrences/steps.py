@@ -183,11 +183,11 @@ def _is_length(count: ir.Value | None, tokens: Tokens) -> bool:
     constant = None if count is None else ir.convenience.get_const_tensor(count)
     if constant is not None:
         return isinstance(length, int) and constant.numpy().size == 1 and int(constant.numpy().item()) == length
-    taken = _dim_of(count)
+    dim = _dim_of(count)
     return (
-        taken is not None
+        dim is not None
         and length is not None
-        and taken == length
+        and dim == length
         and (isinstance(length, int) or length.value is not None)
     )
 
