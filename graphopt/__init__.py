@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from graphopt.inference.generation import Completion as Completion
     from graphopt.inference.generation import generate as generate
     from graphopt.inference.generation import stream as stream
+    from graphopt.inference.seq2seq import load_seq2seq as load_seq2seq
     from graphopt.inference.session import Session as Session
     from graphopt.inference.session import load as load
     from graphopt.models.export import export as export
@@ -75,6 +76,7 @@ _HOMES = {
     "load_classifier": "graphopt.inference.classes",
     "load_encoder": "graphopt.inference.embeddings",
     "load_recipe": "graphopt.passes.recipe",
+    "load_seq2seq": "graphopt.inference.seq2seq",
     "optimize": "graphopt.compile.pipeline",
     "presets": "graphopt.passes.recipe",
     "read": "graphopt.artifact.artifact",

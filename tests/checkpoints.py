@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.util.stdlib_text import held_out_text
-from tests.families import HEADS, POSITIONS, TOWERS, VOCABULARY, make_model
+from tests.families import HEADS, POSITIONS, SEQ2SEQ, TOWERS, VOCABULARY, make_model
 
 END_OF_TEXT = "<|endoftext|>"
 # What a checkpoint of the tests, and an export of it, is made by.
@@ -23,6 +23,7 @@ EXPORTS = (
             "models/*",
             "models/unrolling/*",
             "tasks/*",
+            "tasks/seq2seq/*",
         )
     ),
 )
@@ -43,7 +44,7 @@ def write_checkpoint(family: str, folder: Path) -> None:
         model = model.half()
     if family in ("llama", HUB):
         save_tokenizer(folder)
-    if family == "bert" or family in HEADS | TOWERS:
+    if family == "bert" or family in HEADS | TOWERS | SEQ2SEQ:
         save_word_pieces(folder)
     model.save_pretrained(folder)
 

@@ -247,6 +247,57 @@ TOWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+_SEQ2SEQ = {
+    "vocab_size": VOCABULARY,
+    "d_model": HIDDEN,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+}
+
+# Encoder-decoders; as for HEADS.
+SEQ2SEQ: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "t5": ("T5ForConditionalGeneration", "T5Config", {**TOWERS["t5_encoder"][2], "eos_token_id": 3}),
+    # learned positions, norms behind, a bias on the logits; a text begins with the token that ends one
+    "bart": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {**_SEQ2SEQ, "max_position_embeddings": POSITIONS, "decoder_start_token_id": 3},
+    ),
+    # positions that are computed, a text begins with padding
+    "marian": (
+        "MarianMTModel",
+        "MarianConfig",
+        {**_SEQ2SEQ, "max_position_embeddings": POSITIONS, "decoder_start_token_id": 0},
+    ),
+    # a recording behind two convolutions, norms in front
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            **_SEQ2SEQ,
+            "max_source_positions": 50,
+            "max_target_positions": 64,
+            "num_mel_bins": 16,
+            "decoder_start_token_id": 2,
+        },
+    ),
+}
+
+# How their texts are made, as it stands in a checkpoint's generation_config.json.
+_GENERATION: dict[str, dict[str, Any]] = {
+    "bart": {"forced_bos_token_id": 2},
+    "marian": {"bad_words_ids": [[0]]},
+    "whisper": {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7]},
+}
+
+
 def make_model(family: str, layers: int | None = None) -> Any:
     """Return the random-weight transformers model of a family of this module.
 
@@ -257,7 +308,7 @@ def make_model(family: str, layers: int | None = None) -> Any:
     import torch
     import transformers
 
-    heads, without_head = HEADS | TOWERS, FAMILIES | RECURRENT | ENCODERS
+    heads, without_head = HEADS | TOWERS | SEQ2SEQ, FAMILIES | RECURRENT | ENCODERS
     head, config_class, settings = heads[family] if family in heads else ("", *without_head[family])
     if layers is not None:
         counts = {name: layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in settings}
@@ -267,6 +318,8 @@ def make_model(family: str, layers: int | None = None) -> Any:
     auto = transformers.AutoModel if family in ENCODERS else transformers.AutoModelForCausalLM
     config = getattr(transformers, config_class)(**settings)
     model = getattr(transformers, head)(config) if head else auto.from_config(config)
+    for name, value in _GENERATION.get(family, {}).items():
+        setattr(model.generation_config, name, value)
     randomize(model)
     return model
 

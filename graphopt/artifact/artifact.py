@@ -3,6 +3,10 @@
     model.onnx  model.onnx.data  manifest.json  tokenizer.json  config.json  ...
 
 A folder appears whole or not at all: it is written under a temporary name beside its place and renamed.
+
+An artifact of several graphs, such as an encoder-decoder, is a folder of folders: the graph that makes the result lies
+in ``model.onnx``, and each graph that runs before it is an artifact in a folder inside, with a manifest of its own. So
+whatever works on an artifact works on each of them; what works on all of them asks :attr:`Artifact.parts`.
 """
 
 from __future__ import annotations
@@ -65,6 +69,7 @@ class Artifact:
         manifest: how it came to be.
         companions: files to carry along, by name.
         place: the folder or file that it was read from; ``None`` where it was made in memory.
+        parts: the other graphs, by the names of their folders, see the module.
         keep: what must live as long as the model does, such as the temporary folder that its weights lie in.
     """
 
@@ -72,6 +77,7 @@ class Artifact:
     manifest: Manifest
     companions: Mapping[str, Path] = field(default_factory=dict)
     place: Path | None = None
+    parts: Mapping[str, Artifact] = field(default_factory=dict)
     keep: object = None
 
 
@@ -98,14 +104,16 @@ def read(path: str | Path) -> Artifact:
     folder = onnx_file.parent
     companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
     companions |= {file.name: file for file in folder.glob(DENSE_FILES)}
+    parts: dict[str, Artifact] = {}
     if (folder / MANIFEST).is_file() and path.is_dir():
         manifest = read_manifest(folder)
+        parts = {name: read(folder / name) for name in manifest.parts}
         # A file cut between two parts of the protocol still parses.
         check_sizes(folder, manifest, {MODEL, *filter(is_data, manifest.files)})
     else:
         task = task_of(model.graph).name
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task))
-    return Artifact(model, manifest, companions, path)
+    return Artifact(model, manifest, companions, path, parts)
 
 
 def write(
@@ -140,12 +148,7 @@ def write(
     """
     with new_folder(Path(output), overwrite=overwrite, parent=parent) as folder:
         options: dict[str, Any] = {"executor": executor, "on_tensor": on_tensor, "part_size": part_size}
-        save_model(artifact.model, folder / MODEL, DATA, weights=weights, **options)
-        with writing(folder):
-            notes = write_companions(artifact, folder)
-            files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}
-            manifest = artifact.manifest.model_copy(update={"files": files, "notes": notes})
-            _write_manifest(manifest, folder)
+        manifest = _write_into(folder, artifact, weights=weights, **options)
         check = None if examine is None else examine(folder)
         if check is not None:
             manifest = manifest.model_copy(update={"checks": [*manifest.checks, check]})
@@ -154,8 +157,30 @@ def write(
     return manifest
 
 
-def read_weights_from(model: ir.Model, output: Path) -> None:
-    """Let the weights of a model be read from the artifact that it was written to, not from what they were made of."""
+def _write_into(folder: Path, artifact: Artifact, **options: Any) -> Manifest:
+    """Write all graphs of an artifact to an empty folder, and return its manifest."""
+    parts: dict[str, str] = {}
+    for name, part in artifact.parts.items():
+        (folder / name).mkdir()
+        _write_into(folder / name, part, **options)
+        parts[name] = _record_of(folder / name / MANIFEST).sha256
+    save_model(artifact.model, folder / MODEL, DATA, **options)
+    with writing(folder):
+        notes = write_companions(artifact, folder)
+        files = {file.name: _record_of(file) for file in sorted(folder.iterdir()) if file.is_file()}
+        manifest = artifact.manifest.model_copy(update={"files": files, "notes": notes, "parts": parts})
+        _write_manifest(manifest, folder)
+    return manifest
+
+
+def read_weights_from(artifact: Artifact, output: Path) -> None:
+    """Let the weights of an artifact be read from where it was written, not from what they were made of."""
+    for name, part in artifact.parts.items():
+        read_weights_from(part, output / name)
+    _read_weights(artifact.model, output)
+
+
+def _read_weights(model: ir.Model, output: Path) -> None:
     for graph, written_graph in zip(model.graphs(), load(output / MODEL).graphs(), strict=True):
         for name, value in graph.initializers.items():
             value.const_value = written_graph.initializers[name].const_value
@@ -254,7 +279,16 @@ def verify_files(folder: Path) -> None:
                 file=folder / name,
                 remedy="it was changed or damaged; make the artifact again",
             )
-    unlisted_files = sorted({path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST})
+    for name, digest in manifest.parts.items():
+        verify_files(folder / name)
+        if _record_of(folder / name / MANIFEST).sha256 != digest:
+            raise InputError(
+                "a graph of the artifact is not the one that its manifest says: the hash differs",
+                file=folder / name / MANIFEST,
+                remedy="it was changed or damaged; make the artifact again",
+            )
+    names = {*manifest.files, *manifest.parts, MANIFEST}
+    unlisted_files = sorted({path.name for path in folder.iterdir()} - names)
     if unlisted_files:
         raise InputError(
             "its manifest does not list this file", file=folder / unlisted_files[0], remedy="move it out of there"

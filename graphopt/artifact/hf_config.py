@@ -72,6 +72,9 @@ class ModelFacts(BaseModel):
         default_prompt: the name of the prompt of a text whose purpose is not given.
         dense: of an encoder, the layers behind the pooling.
         is_normalized: of an encoder, whether an embedding is divided by its length.
+        decoder_start: of an encoder-decoder, the tokens that its texts begin with.
+        suppressed_tokens: of an encoder-decoder, tokens that no text has.
+        suppressed_at_first: of an encoder-decoder, tokens that are not the first behind the beginning.
         labels: of a classifier, the names of its classes in order.
         are_labels_independent: of a classifier, whether a text may be of several classes at once.
     """
@@ -87,6 +90,9 @@ class ModelFacts(BaseModel):
     dense: list[DenseLayer] = []
     is_normalized: bool = False
     labels: list[str] = []
+    decoder_start: list[int] = []
+    suppressed_tokens: list[int] = []
+    suppressed_at_first: list[int] = []
     are_labels_independent: bool = False
 
 
@@ -244,6 +250,29 @@ def facts_of_classifier(folder: Path) -> ModelFacts:
         update={
             "labels": [str(names[key]) for key in sorted(names, key=int)],
             "are_labels_independent": config.get("problem_type") == "multi_label_classification",
+        }
+    )
+
+
+def facts_of_seq2seq(folder: Path) -> ModelFacts:
+    """Read what an app must know of an encoder-decoder: how a text begins too, and which tokens it never has.
+
+    ``max_positions`` is of the text. T5 has none: its distances are counted in buckets.
+    """
+    config, generation = json_object(folder / "config.json"), json_object(folder / GENERATION_CONFIG)
+    settings = config | generation
+    first = settings.get("decoder_start_token_id", settings.get("bos_token_id"))
+    forced_token = settings.get("forced_bos_token_id")
+    bad_words = settings.get("bad_words_ids") or []
+    positions = config.get("max_target_positions", config.get("max_position_embeddings"))
+    return facts_of_config(folder).model_copy(
+        update={
+            "max_positions": positions,
+            "decoder_start": [token for token in (first, forced_token) if token is not None],
+            "suppressed_tokens": sorted(
+                {*(settings.get("suppress_tokens") or []), *(word[0] for word in bad_words if len(word) == 1)}
+            ),
+            "suppressed_at_first": settings.get("begin_suppress_tokens") or [],
         }
     )
 

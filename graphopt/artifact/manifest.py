@@ -94,6 +94,7 @@ class Manifest(BaseModel):
         session: onnxruntime session entries that the recipe means; a plain session without them uses its defaults.
         versions: packages that made it.
         files: size and hash of every other file of the folder.
+        parts: of an artifact of several graphs, the SHA-256 of the manifest of each other graph, by its folder.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -111,14 +112,15 @@ class Manifest(BaseModel):
     session: dict[str, str] = {}
     versions: dict[str, str] = {}
     files: dict[str, FileRecord] = {}
+    parts: dict[str, str] = {}
 
-    @field_validator("files")
+    @field_validator("files", "parts")
     @classmethod
-    def _of_this_folder(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
-        for name in files:
+    def _of_this_folder(cls, names: dict[str, Any]) -> dict[str, Any]:
+        for name in names:
             if name in ("", ".", "..", MANIFEST) or {"/", "\\", "\0"} & set(name):
                 raise ValueError(f"{name!r} is not the name of another file in this folder")
-        return files
+        return names
 
     def checks_of(self, report: PassReport) -> list[Check]:
         """Return the checks that are about one run of a pass."""

@@ -265,5 +265,15 @@ def report_artifact(folder: Path, manifest: Manifest, show_all: bool, as_json: b
             out.print(skips)
     for line in summary(manifest):
         out.print(escape(line), highlight=False)
+    for name, task in parts_of(manifest, folder).items():
+        out.print(f"{folder / name}: {task}, an artifact of its own", soft_wrap=True)
     out.print(f"written: {folder}", soft_wrap=True)
     return None
+
+
+def parts_of(manifest: Manifest, folder: Path) -> dict[str, str]:
+    """Return what the other graphs of an artifact are, by their folders."""
+    from graphopt.artifact.manifest import read_manifest
+    from graphopt.tasks import TASKS
+
+    return {name: TASKS[read_manifest(folder / name).task].noun for name in manifest.parts}

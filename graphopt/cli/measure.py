@@ -39,7 +39,7 @@ def evaluate(
     model = open_folder(folder, threads=threads)
     show_notes(model.notes)
     task = TASKS[model.manifest.task]
-    if not task.generates:
+    if not task.generates or task.parts:
         if window is not None or stride is not None:
             raise InputError(f"{task.noun} reads no windows", file=folder, remedy="leave out window and stride")
         return task.print_evaluation(model, reference, content, threads, as_json)

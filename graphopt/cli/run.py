@@ -43,6 +43,9 @@ def run(
         list[str] | None,
         typer.Option("--prompt", help="a text to complete, or to embed; several make a batch, or turns of a chat"),
     ] = None,
+    audio: Annotated[
+        list[Path] | None, typer.Option("--audio", help="a WAV file to write down, of a model that reads recordings")
+    ] = None,
     prompt_name: Annotated[
         str | None,
         typer.Option("--prompt-name", help="of an encoder: what texts are embedded for, such as query"),
@@ -94,6 +97,8 @@ def run(
 ) -> None:
     """Complete one or more prompts, or chat, streaming as the model goes; of an encoder, print cosines of embeddings.
 
+    An encoder-decoder reads each prompt, or each recording, and its text is printed.
+
     Of a classifier the classes of each prompt are printed, of a reranker the documents (all prompts but the first) by
     their score for the query (the first).
 
@@ -106,7 +111,7 @@ def run(
     from graphopt.inference.session import open_folder, session_from
     from graphopt.tasks import TASKS
 
-    _check_options(chat, prompt, system, logprobs, as_json)
+    _check_options(chat, prompt or audio, system, logprobs, as_json)
     model = open_folder(folder, threads=threads, device=device)
     show_notes(model.notes)
     task = TASKS[model.manifest.task]
@@ -116,10 +121,17 @@ def run(
             remedy = f"leave out the options of generating: {_GENERATION}"
             raise InputError(f"{task.noun} generates nothing", file=folder, remedy=remedy)
         return task.print_run(model.with_prompt(prompt_name), prompt or [], as_json)
-    session = session_from(model, device=device)
     sampling = _sampling(folder if chat else None, temperature, top_k, top_p, seed)
     grammar = _grammar(json_schema, regex)
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
+    if task.parts:
+        _refuse_beside_sources(chat, speculate)
+        from graphopt.cli.seq2seq import print_texts
+        from graphopt.inference.seq2seq import seq2seq_of
+
+        encoder_decoder = seq2seq_of(model, threads=threads, device=device)
+        return print_texts(encoder_decoder, prompt or [], audio or [], settings, as_json)
+    session = session_from(model, device=device)
     speculation = None if speculate is None else open_speculation(session, speculate, draft_tokens)
     if chat:
         completions: Sequence[dict[str, Any]] = converse(
@@ -132,7 +144,7 @@ def run(
 
 
 def _check_options(
-    chat: bool, prompt: list[str] | None, system: str | None, logprobs: int | None, as_json: bool
+    chat: bool, prompt: Sequence[object] | None, system: str | None, logprobs: int | None, as_json: bool
 ) -> None:
     """Refuse options that say nothing without another one.
 
@@ -145,6 +157,19 @@ def _check_options(
         raise InputError("--system is told before a chat", remedy="add --chat, or leave it out")
     if logprobs is not None and not as_json:
         raise InputError("--logprobs are part of the JSON report", remedy="add --json")
+
+
+def _refuse_beside_sources(chat: bool, speculate: str | None) -> None:
+    """Refuse options that an encoder-decoder has not.
+
+    Raises:
+        InputError: one is given.
+    """
+    if chat or speculate is not None:
+        raise InputError(
+            "an encoder-decoder makes one text of each source, without a chat and without drafts",
+            remedy="leave out --chat and --speculate",
+        )
 
 
 def _sampling(

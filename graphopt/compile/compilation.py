@@ -2,6 +2,10 @@
 
 `optimize`, `verify`, shards, calibrations, searches, imports and `quality --where` each make a :class:`Compilation` and
 run the passes that they need. None of them sets up a context, statistics or checks by hand.
+
+A compilation of an artifact of several graphs owns one compilation for each other graph (:attr:`Compilation.parts`):
+the same recipe without what the graph has not, proofs and a manifest of its own. Graphs meet at their ports only, which
+no pass moves, so each is proved alone. Where one graph is calibrated, those before it run as they came in.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +29,13 @@ from graphopt.graph.weights import check_finite
 from graphopt.graph.weights.evaluator import Evaluator
 from graphopt.graph.weights.work_folder import new_in, statistics_in, store_in
 from graphopt.ort.runner import Runner
+from graphopt.ort.session import run as run_session
 from graphopt.passes.cache.page_kv import PageKV
 from graphopt.passes.context import Statistics, make_context
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quantization.statistics import Calibration
-from graphopt.tasks import TASKS
+from graphopt.tasks import TASKS, task_of
 from graphopt.util.progress import Progress, silent
 from graphopt.verification.equivalence import Verifier, context_tokens_of
 from graphopt.verification.kernels import KernelReport, check_kernels, own_nodes, quantized_products
@@ -39,10 +45,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Executor
 
+    import onnx_ir as ir
+    import onnxruntime
+
     from graphopt.graph.diagnostics import Check, PassReport
     from graphopt.passes.base import Pass
     from graphopt.passes.phases import Phase
-    from graphopt.tasks.ports import IntArray
+    from graphopt.tasks.ports import Array, IntArray
     from graphopt.util.targets import ChosenTarget
 
 
@@ -104,6 +113,8 @@ class Compilation:
         executor: Executor | None = None,
         on_stage: Progress = silent,
     ) -> None:
+        self._part_sessions: dict[str, onnxruntime.InferenceSession] = {}
+        self._statistics_folder = statistics
         self.source = source if isinstance(source, Artifact) else artifacts.read(source)
         self._work = work
         self._file = None if isinstance(source, Artifact) else source
@@ -124,7 +135,9 @@ class Compilation:
             return texts_of(self.source.companions, self.recipe.calibration, positions)
 
         folder = Path(statistics or statistics_in(work))
-        self.calibration = Calibration(folder, texts, runner if run else None, on_stage=on_stage)
+        self.calibration = Calibration(
+            folder, texts, runner if run else None, feeds=self._feeds_of_text, on_stage=on_stage
+        )
         self.statistics = Statistics(self.calibration)
         task = TASKS[self.source.manifest.task]
         self.context = make_context(task, self.recipe.target, runner, self.statistics, positions)
@@ -141,6 +154,43 @@ class Compilation:
         compilation = cls(source, Recipe(name="pages", steps=steps, activations="float32"), work=work)
         compilation.apply_unchecked(compilation.of_phases("importing", "lift", "cache"))
         return compilation
+
+    @cached_property
+    def parts(self) -> dict[str, Compilation]:
+        """The compilations of the other graphs, by the names of their folders."""
+        parts: dict[str, Compilation] = {}
+        for name, part in self.source.parts.items():
+            work = self._work / name
+            work.mkdir(exist_ok=True)
+            parts[name] = Compilation(
+                part,
+                self._recipe_of(part),
+                work=work,
+                run=self._may_run,
+                statistics=self._statistics_folder,
+                executor=self._executor,
+                on_stage=self._on_stage,
+            )
+        return parts
+
+    def _recipe_of(self, part: Artifact) -> Recipe:
+        """Return the recipe for another graph: without steps for caches where it has none."""
+        steps = self.recipe_for_target.steps
+        if not TASKS[part.manifest.task].caches:
+            steps = tuple(step for step in steps if step.phase() != "cache")
+        return self.recipe_for_target.model_copy(update={"steps": steps})
+
+    def _feeds_of_text(self, graph: ir.Graph, ids: IntArray) -> dict[str, Array]:
+        """Return what to feed for a text; an encoder in front of the graph reads the same text."""
+        feeds = dict(task_of(graph).text_feeds(graph, ids))
+        for name, part in self.source.parts.items():
+            if name not in self._part_sessions:
+                with self.context.runner.open_model(part.model) as session:
+                    self._part_sessions[name] = session
+            session, inputs = self._part_sessions[name], TASKS[part.manifest.task].text_feeds(part.model.graph, ids)
+            outputs = [port.name for port in session.get_outputs()]
+            feeds |= dict(zip(outputs, run_session(session, outputs, inputs), strict=True))
+        return feeds
 
     def _refuse_caches(self) -> None:
         """Refuse steps for caches of keys and values where models of this kind have none."""

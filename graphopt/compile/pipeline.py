@@ -143,7 +143,7 @@ def optimize(
             examine=examine,
             part_size=part_size,
         )
-        artifacts.read_weights_from(result.model, output)
+        artifacts.read_weights_from(result, output)
     return result
 
 
@@ -169,7 +169,8 @@ def compile_fusible(
     try:
         return compile_model(compilation, on_stage)
     except UnfusedError as error:
-        weights = _weights_of(error.products, compilation.model.graph)
+        graphs = [part.model.graph for part in (compilation, *compilation.parts.values())]
+        weights = sorted(weight for graph in graphs for weight in _weights_of(error.products, graph))
         if not weights:
             raise
         on_stage(f"once more, {', '.join(weights)} in floats: onnxruntime does not fuse such a product")
@@ -195,6 +196,7 @@ def compile_model(compilation: Compilation, on_stage: Progress = silent) -> Arti
         InputError: the model cannot be used, or a pass cannot work on it.
         VerificationError: a check failed.
     """
+    parts = {name: compile_model(part, on_stage) for name, part in compilation.parts.items()}
     total = len(compilation.passes) + 3
     recipe = compilation.recipe.self_contained(compilation.statistics)
     on_stage("reading the weights", 0, total)
@@ -212,7 +214,9 @@ def compile_model(compilation: Compilation, on_stage: Progress = silent) -> Arti
             on_stage("reading the graph that onnxruntime runs", total - 1, total)
             kernels = compilation.check_kernels(verifier)
             checks.append(kernels.check)
-    return compilation.artifact(recipe, checks, kernels)
+    result = compilation.artifact(recipe, checks, kernels)
+    result.parts = parts
+    return result
 
 
 def _refuse_without_output(work: str | Path | None, requirement: Requirement | None) -> None:

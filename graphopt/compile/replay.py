@@ -74,7 +74,12 @@ def verify(
     """
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         replay = Replay(Path(before), Path(after), Path(folder), statistics, run=run, on_stage=on_stage)
-        return Proof(checks=replay.checks())
+        names = replay.confirm_parts()
+        checks = replay.checks()
+    for name in names:
+        proof = verify(Path(before) / name, Path(after) / name, run=run, statistics=statistics, on_stage=on_stage)
+        checks += [check.model_copy(update={"after": f"{name}: {check.after}"}) for check in proof.checks]
+    return Proof(checks=checks)
 
 
 class Replay:
@@ -129,6 +134,22 @@ class Replay:
                 file=self._file,
                 remedy="give the artifact that it was made from as BEFORE",
             )
+
+    def confirm_parts(self) -> list[str]:
+        """Return the names of the other graphs of the artifact.
+
+        Raises:
+            VerificationError: the model before has others.
+        """
+        names, names_before = sorted(self._after.parts), sorted(self._before.parts)
+        if names != names_before:
+            raise VerificationError(
+                f"it has the graphs {', '.join(names) or 'of one model'}, and the model before has "
+                f"{', '.join(names_before) or 'no other'}",
+                file=self._file,
+                remedy="give the artifact that it was made from as BEFORE",
+            )
+        return names
 
     def checks(self) -> list[Check]:
         """Return what was found, check by check.

@@ -26,6 +26,7 @@ LEFT_OUT = {
     "versions.*": "which packages were installed",
     "passes.*.seconds": "how long a pass took",
     "files.*": "sizes and hashes, which were compared with the files",
+    "parts.*": "the other graphs, each of which is verified with its own manifest",
     "checks of quality": "what was measured on text before the artifact was written",
 }
 """Fields that are not compared, as patterns of their names, and why."""

@@ -102,6 +102,12 @@ def evaluate_shard(
     recipe = recipe.self_contained(Statistics())
     with workers(jobs) as executor:
         compilation = Compilation(model, recipe, work=folder, run=False, statistics=statistics, executor=executor)
+        if compilation.source.parts:
+            raise InputError(
+                "the artifact is made of several graphs, and shares are of one",
+                file=model,
+                remedy="leave out --shard",
+            )
         request = Request(model=str(Path(model).absolute()), recipe=recipe.model_dump(mode="json"), shards=shards)
         _agree(folder / _REQUEST, request)
         for run in compilation.apply(compilation.before_phase("lower")):

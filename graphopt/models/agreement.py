@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from graphopt.analysis.structure.ports import INPUT_IDS
 from graphopt.errors import GraphoptError, MissingDependencyError, VerificationError
 from graphopt.graph.diagnostics import Check, Fact, Rule, Status
 from graphopt.graph.weights.data_file import save_model
 from graphopt.models.checkpoint import import_export_packages, quiet
 from graphopt.ort.runner import Runner
-from graphopt.ort.session import import_onnxruntime
+from graphopt.ort.session import import_onnxruntime, run
 from graphopt.tasks import Probe, Task, task_of
+from graphopt.tasks.seq2seq import SEQ2SEQ
+from graphopt.tasks.seq2seq.encoder import DECODER_INPUT_IDS
 from graphopt.util.memory import available_memory
 from graphopt.verification.equivalence import TOLERANCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     import onnx_ir as ir
+    import onnxruntime
 
     from graphopt.tasks.base import Floats
+    from graphopt.tasks.ports import Array
+
+T = TypeVar("T")
+
+MAIN = ""
+"""The name of the graph of a model that makes its result."""
 
 AGREES = Rule("agreement.ran", "{tokens} in onnxruntime, in one call without a cache in torch")
 NO_MEMORY = Rule("agreement.no-memory", "no memory to run a model of {size_gb:.1f} GB beside torch's copy")
@@ -31,14 +43,14 @@ NOT_REQUESTED = Rule("agreement.skipped", "it was not asked for")
 NO_RUNTIME = Rule("agreement.no-onnxruntime", "{error}")
 
 
-def check_agreement(load: Callable[[], Any], program: ir.Model) -> Check:
-    """Run ``program`` in onnxruntime, with padding and any cache, and a model in torch on the same random tokens.
+def check_agreement(load: Callable[[], Any], programs: Mapping[str, ir.Model]) -> Check:
+    """Run the graphs of a model in onnxruntime, with padding and any cache, and torch on the same random tokens.
 
     One runs after the other, so that memory holds one of them at a time.
 
     Args:
         load: returns the model of transformers, with its weights.
-        program: the graph that was exported from it.
+        programs: the graphs that were exported from it, the last as :data:`MAIN`; what the others make goes there.
 
     Returns:
         The largest difference of what its task compares, relative to the largest number, or why there is none.
@@ -50,25 +62,25 @@ def check_agreement(load: Callable[[], Any], program: ir.Model) -> Check:
         import_onnxruntime()
     except MissingDependencyError as error:
         return not_covered(NO_RUNTIME(error=str(error)))
-    size = sum(value.const_value.nbytes for value in program.graph.initializers.values() if value.const_value)
+    weights = (value.const_value for program in programs.values() for value in program.graph.initializers.values())
+    size = sum(weight.nbytes for weight in weights if weight)
     if 2 * size > available_memory():
         return not_covered(NO_MEMORY(size_gb=size / 1e9))
+    program = programs[MAIN]
     task = task_of(program.graph)
-    probe = task.probe(program.graph)
-    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        path = Path(folder) / "model.onnx"
-        save_model(program, path, "model.onnx.data")
-        try:
-            output = probe.run(Runner().open(path))
-        except GraphoptError:
-            raise
-        except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
-            raise VerificationError(
-                f"onnxruntime cannot run the exported graph: {error}; nothing was written",
-                remedy="please report it: the exporter of transformers writes what onnxruntime does not take",
-            ) from error
+    feeds: dict[str, Array] = {}
+    outputs: dict[str, Array] = {}
+    for name, part in programs.items():
+        if name != MAIN:
+            feeds |= task_of(part.graph).probe(part.graph).feeds
+            with _open(part) as session:
+                names = [port.name for port in session.get_outputs()]
+                outputs |= dict(zip(names, _run(functools.partial(run, session, names, feeds)), strict=True))
+    probe = task.probe(program.graph) if not outputs else SEQ2SEQ.probe_behind(program.graph, feeds, outputs)
+    with _open(program) as session:
+        output = _run(lambda: probe.run(session))
     model = load()
-    reference = _forward(model, task, probe)
+    reference = _forward(model, task, probe, feeds)
     difference = float(np.abs(output - reference).max() / np.abs(reference).max())
     if not difference <= TOLERANCE:
         raise VerificationError(
@@ -80,6 +92,26 @@ def check_agreement(load: Callable[[], Any], program: ir.Model) -> Check:
     return _check("measured", AGREES(tokens=probe.tokens), largest_change=difference)
 
 
+@contextlib.contextmanager
+def _open(program: ir.Model) -> Iterator[onnxruntime.InferenceSession]:
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+        path = Path(folder) / "model.onnx"
+        save_model(program, path, "model.onnx.data")
+        yield _run(lambda: Runner().open(path))
+
+
+def _run(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except GraphoptError:
+        raise
+    except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
+        raise VerificationError(
+            f"onnxruntime cannot run the exported graph: {error}; nothing was written",
+            remedy="please report it: the exporter of transformers writes what onnxruntime does not take",
+        ) from error
+
+
 def not_covered(reason: Fact) -> Check:
     """Return the check that did not run, for a reason."""
     return _check("not covered", reason)
@@ -89,11 +121,12 @@ def _check(status: Status, reason: Fact, **figures: float) -> Check:
     return Check(name="agrees with transformers", after="export", status=status, reason=reason, figures=figures)
 
 
-def _forward(model: Any, task: Task, probe: Probe) -> Floats:
+def _forward(model: Any, task: Task, probe: Probe, source: Mapping[str, Array]) -> Floats:
     """Return what torch computes for the real tokens, float64 [tokens, width], in one forward without a cache."""
     torch, _ = import_export_packages()
     options = {"use_cache": False} if task.caches else {}
+    feeds = probe.feeds if not source else {**source, DECODER_INPUT_IDS: probe.feeds[INPUT_IDS]}
     with torch.no_grad(), quiet():
-        output = model(**{name: torch.from_numpy(array) for name, array in probe.feeds.items()}, **options)
+        output = model(**{name: torch.from_numpy(array) for name, array in feeds.items()}, **options)
     numbers: Floats = task.framework_output(output)[probe.real].astype(np.float64)
     return numbers

@@ -180,10 +180,11 @@ def check_config(config: Any, source: str) -> None:
     if task_of_config(config) is None:
         architectures = ", ".join(getattr(config, "architectures", None) or ()) or type(config).__name__
         raise InputError(
-            f"{architectures} is not a causal language model, and not an encoder",
+            f"{architectures} is not a causal language model, an encoder or an encoder-decoder",
             file=source,
             remedy="graphopt takes decoder-only models, those that transformers loads with AutoModelForCausalLM, and "
-            "encoders such as BERT, alone or with a head for classes of texts or tokens or for questions",
+            "encoders such as BERT, alone or with a head for classes of texts or tokens or for questions, and "
+            "encoder-decoders that make texts, such as T5 and Whisper",
         )
 
 

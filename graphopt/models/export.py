@@ -16,12 +16,14 @@ from graphopt.artifact.hf_config import dense_files, facts_of
 from graphopt.artifact.manifest import Manifest, Source, installed_versions
 from graphopt.compile.importing import import_artifact
 from graphopt.errors import InputError
-from graphopt.models.agreement import NOT_REQUESTED, check_agreement, not_covered
+from graphopt.models.agreement import MAIN, NOT_REQUESTED, check_agreement, not_covered
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
-from graphopt.tasks import task_of
+from graphopt.tasks import TASKS, task_of
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from graphopt.graph.diagnostics import Fact
     from graphopt.models.loading import LoadedModel
 
@@ -178,30 +180,40 @@ def _trace_checkpoint(
     notes: list[Fact],
     options: _Options,
 ) -> Artifact:
+    from graphopt.models.trace import task_of_model
     from graphopt.models.unrolling import trace_loaded
 
-    options.say("tracing it into one ONNX graph")
-    program, trace_notes = trace_loaded(checkpoint, origin.name)
-    notes += [*checkpoint.notes, *trace_notes]
+    main = task_of_model(checkpoint.model)
+    class_name, facts = type(checkpoint.model).__name__, facts_of(facts_from, main.name)
+    programs: dict[str, ir.Model] = {}
+    for name, task in [*((name, TASKS[part]) for name, part in main.parts.items()), (MAIN, main)]:
+        options.say(f"tracing it into {'one ONNX graph' if not main.parts else f'ONNX: {task.noun}'}")
+        programs[name], trace_notes = trace_loaded(checkpoint, origin.name, task)
+        notes += [note for note in (*checkpoint.notes, *trace_notes) if note not in notes]
     if options.run and options.weights:
         options.say("running it against transformers")
-        check = check_agreement(checkpoint.runnable, program)
+        check = check_agreement(checkpoint.runnable, programs)
     else:
         check = not_covered(NOT_REQUESTED())
-    task, class_name = task_of(program.graph), type(checkpoint.model).__name__
-    facts = facts_of(facts_from, task.name)
-    if task.auto_class == "AutoModel" and facts.architecture not in (None, class_name):
+    program = programs.pop(MAIN)
+    if main.auto_class == "AutoModel" and facts.architecture not in (None, class_name):
         notes.append(NO_HEAD(architecture=facts.architecture, model=class_name))
     manifest = Manifest(
         source=origin,
-        task=task.name,
+        task=main.name,
         model=facts,
         checks=[check],
         weights=weight_totals(program),
         notes=notes,
         versions=installed_versions("torch", "transformers"),
     )
-    return Artifact(program, manifest, companions)
+
+    def part_of(name: str, model: ir.Model) -> Artifact:
+        update = {"task": main.parts[name], "weights": weight_totals(model)}
+        return Artifact(model, manifest.model_copy(update=update), companions)
+
+    parts = {name: part_of(name, model) for name, model in programs.items()}
+    return Artifact(program, manifest, companions, parts=parts)
 
 
 def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict[str, Path], list[Fact]]:

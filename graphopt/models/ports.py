@@ -14,22 +14,26 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
+    ENCODER_MASK,
+    INPUT_FEATURES,
     INPUT_IDS,
     POSITION_IDS,
     TOKEN_TYPE_IDS,
     exported_name,
+    is_cross_port,
     past_port,
 )
 from graphopt.graph.weights import new_weight
 from graphopt.models.states import other_input
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
-BATCH, LENGTH, PAST, KEYS = "batch", "length", "past", "past + length"
+BATCH, LENGTH, PAST, KEYS, SOURCE = "batch", "length", "past", "past + length", "source"
 """Names of the dimensions that vary."""
 
-_FIRST_INPUTS = (INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
+DECODER_INPUT_IDS = "decoder_input_ids"
+_FIRST_INPUTS = (INPUT_FEATURES, INPUT_IDS, ATTENTION_MASK, ENCODER_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
 
 
 def name_ports(graph: ir.Graph) -> None:
@@ -41,12 +45,54 @@ def name_ports(graph: ir.Graph) -> None:
     Raises:
         InputError: the graph keeps a state that is neither a key-value cache nor a recurrent state.
     """
+    if any(value.name == DECODER_INPUT_IDS for value in graph.inputs):
+        _split_encoder_from_decoder(graph)
     _drop_constant_states(graph)
     _drop_unused(graph)
     _rename(graph)
     _name_dimensions(graph)
     _read_first(graph)
     _repeat_positions(graph)
+
+
+def _split_encoder_from_decoder(graph: ir.Graph) -> None:
+    """Keep one half of an encoder-decoder: what makes keys and values of the source, or what makes the text.
+
+    A graph with a past is the decoder: what it was given of the source passes through it, and that is dropped. One
+    without a past is the first run of the whole model: all but the keys and values of the source is dropped.
+    """
+    is_decoder = any(exported_name(value.name or "") is not None for value in graph.inputs)
+    if is_decoder:
+        _drop_outputs(graph, {value for value in graph.outputs if _is_input(value)})
+        names = {ATTENTION_MASK: ENCODER_MASK, DECODER_INPUT_IDS: INPUT_IDS}
+    else:
+        other_outputs = {value for value in graph.outputs if not is_cross_port(exported_name(value.name or "") or "")}
+        _drop_outputs(graph, other_outputs)
+        names = {}
+    for value in list(graph.inputs):
+        if not value.uses():
+            graph.inputs.remove(value)
+        value.name = names.get(value.name or "", value.name)
+
+
+def _is_input(output: ir.Value) -> bool:
+    producer = output.producer()
+    origin = None if producer is None or producer.op_type != "Identity" else producer.inputs[0]
+    return origin is not None and origin.is_graph_input()
+
+
+def _drop_outputs(graph: ir.Graph, outputs: Collection[ir.Value]) -> None:
+    """Drop outputs of ``graph``, and nodes and weights that only they need; sizes are read from other inputs."""
+    remaining = [value for value in graph.outputs if value not in outputs]
+    graph.outputs.clear()
+    graph.outputs.extend(remaining)
+    for node in reversed(list(graph)):
+        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]
+    _read_first(graph)
 
 
 def _drop_constant_states(graph: ir.Graph) -> None:
@@ -88,9 +134,11 @@ def _name_dimensions(graph: ir.Graph) -> None:
     names: dict[str, str] = {}
     has_caches = any(past_port(value) is not None for value in graph.inputs)
     for value in graph.inputs:
-        port = past_port(value)
-        columns = KEYS if has_caches and value.name == ATTENTION_MASK else LENGTH
+        port, name = past_port(value), value.name or ""
+        columns = {ATTENTION_MASK: KEYS if has_caches else LENGTH, ENCODER_MASK: SOURCE}.get(name, LENGTH)
         meaning = {0: BATCH} if port else {0: BATCH, 1: columns}
+        if is_cross_port(name):
+            meaning = {0: BATCH, 2: SOURCE}
         if port is not None and port.grows:
             meaning[2] = PAST
         for axis, dimension in enumerate(value.shape or ()):

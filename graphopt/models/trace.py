@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import onnx_ir as ir
-    import torch
 
 OPSET = 23
 """The first opset with ``Attention``, ``RMSNormalization`` and ``RotaryEmbedding``."""
@@ -31,12 +30,13 @@ _CACHE_AXES = (0, 2)
 _FLAGS = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")
 
 
-def trace(model: Any, source: str) -> ir.Model:
+def trace(model: Any, source: str, task: Task | None = None) -> ir.Model:
     """Trace ``model`` into one graph: any batch, any number of tokens; a causal one with any past, also an empty one.
 
     Args:
         model: as from :func:`load_model`.
         source: where it came from, for messages.
+        task: of the graph, where the model has several; by default that of its configuration.
 
     Returns:
         A graph of opset 23 with the inputs and outputs of its task, see :mod:`graphopt.tasks`.
@@ -45,26 +45,27 @@ def trace(model: Any, source: str) -> ir.Model:
         InputError: the exporter fails on it, or a causal language model keeps no state.
         MissingDependencyError: a package that the exporter needs is missing or too old.
     """
-    program = export_graph(model, source)
+    task = task or task_of_model(model)
+    program = export_graph(model, source, task)
     name_ports(program.graph)
-    finish(program, model, source)
+    finish(program, model, source, task)
     return program
 
 
-def finish(program: ir.Model, model: Any, source: str) -> None:
+def finish(program: ir.Model, model: Any, source: str, task: Task) -> None:
     """Give nodes and weights of a graph their names, and check that its ports are those of its task.
 
     Args:
         program: what :func:`export_graph` made, with ports that have their names.
         model: the model that it was made of.
         source: where it came from, for messages.
+        task: of the graph.
 
     Raises:
         InputError: a causal language model keeps no state.
     """
     weights = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     name_parts(program, {name: tuple(tensor.shape) for name, tensor in weights})
-    task = _task_of(model)
     port_names = {framework: name for name, framework in task.framework_names.items()}
     for value in program.graph.outputs:
         value.name = port_names.get(value.name or "", value.name)
@@ -78,7 +79,7 @@ def finish(program: ir.Model, model: Any, source: str) -> None:
     declare(program)
 
 
-def export_graph(model: Any, source: str) -> ir.Model:
+def export_graph(model: Any, source: str, task: Task) -> ir.Model:
     """Return what transformers' exporter makes of ``model``, with the names that it gives.
 
     Raises:
@@ -96,7 +97,7 @@ def export_graph(model: Any, source: str) -> ir.Model:
             # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.
             no_fake_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
             with recurrences_as_nodes(), no_fake_cache, _without_stack_traces(), _without_other_families():
-                part, inputs = _task_of(model).export_parts(model, source)
+                part, inputs = task.export_parts(model, source)
                 shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
                 config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
                 program: ir.Model = exporter.export(part, inputs, config=config).program
@@ -144,12 +145,8 @@ def _without_other_families() -> Iterator[None]:
         patches_by_backend.update(before)
 
 
-def sample_of(model: Any) -> dict[str, torch.Tensor]:
-    """Return tokens to run ``model`` on, by name: two prompts, one of which is padded."""
-    return _task_of(model).sample(model)
-
-
-def _task_of(model: Any) -> Task:
+def task_of_model(model: Any) -> Task:
+    """Return what kind of model ``model`` is; of several graphs, the task of the main one."""
     return TASKS[task_of_config(model.config) or CAUSAL_LM.name]
 
 

@@ -15,7 +15,7 @@ from graphopt.inference import kernel_choice
 from graphopt.models import agreement, export, loading
 from graphopt.models.unrolling import refusals
 from graphopt.passes import PASSES
-from graphopt.quality import answers, classes, losses
+from graphopt.quality import answers, classes, losses, seq2seq
 from graphopt.verification import kernels, notes
 from graphopt.verification.certificate import checker
 
@@ -41,6 +41,7 @@ DECLARE_RULES = (
     loading,
     classes,
     losses,
+    seq2seq,
     notes,
     pipeline,
     replay,

@@ -95,6 +95,8 @@ class Task(abc.ABC):
 
     Attributes:
         name: what manifests call it.
+        parts: the tasks of the other graphs of an artifact of this kind, by the names of their folders. The part runs
+            first, and those of its outputs that are inputs of the graph by name go there.
         noun: what messages call such a model, with its article.
         quantity: what is compared before and after a pass, for reports.
         output: the graph output that holds it.
@@ -105,6 +107,7 @@ class Task(abc.ABC):
         framework_names: what transformers calls outputs that have another name in the graph, by that name.
     """
 
+    parts: ClassVar[Mapping[str, str]] = {}
     name: ClassVar[str]
     noun: ClassVar[str]
     quantity: ClassVar[str]

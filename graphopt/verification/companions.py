@@ -31,7 +31,10 @@ def confirm_companions(artifact: Artifact, folder: Path) -> list[Fact]:
         notes = write_companions(artifact, Path(temporary))
         new_files = {file.name: file.read_bytes() for file in Path(temporary).iterdir()}
     # files of weights are compared with the tensors that lie in them
-    stored_names = {file.name for file in folder.iterdir() if not is_data(file.name)} - {MODEL, MANIFEST}
+    stored_names = {file.name for file in folder.iterdir() if file.is_file() and not is_data(file.name)} - {
+        MODEL,
+        MANIFEST,
+    }
     for name in sorted(new_files.keys() | stored_names):
         if name not in new_files:
             raise VerificationError(

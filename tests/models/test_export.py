@@ -275,10 +275,10 @@ def test_folder_without_configuration(clean: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-        {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
+        {"model_type": "t5", "architectures": ["T5ForSequenceClassification"], "is_encoder_decoder": True},
+        {"model_type": "bert", "architectures": ["BertForMultipleChoice"]},
         {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
-        {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+        {"model_type": "llama", "architectures": ["LlamaForNothing"]},
     ],
 )
 def test_not_a_causal_language_model(config: dict[str, Any], clean: Path, tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_truncated_checkpoint(llama_folder: Path, clean: Path, tmp_path: Path) -
 def test_wrongly_exported_graph_is_refused(
     llama_folder: Path, llama_artifact: Path, clean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(loaded: Any, source: str) -> tuple[ir.Model, list[Any]]:
+    def wrong(loaded: Any, source: str, task: Any) -> tuple[ir.Model, list[Any]]:
         program = ir.load(llama_artifact / MODEL)
         gain = program.graph.initializers["model.layers.0.input_layernorm.weight"]
         gain.const_value = ir.tensor(gain.const_value.numpy() * np.float32(1.01))

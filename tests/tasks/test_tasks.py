@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, CachePort, exported_name, past_port, present_port
+from graphopt.analysis.structure.ports import (
+    ATTENTION_MASK,
+    CachePort,
+    exported_name,
+    is_cross_port,
+    past_port,
+    present_port,
+)
 from graphopt.errors import InputError
 from graphopt.tasks import TASKS, task_of, task_of_ports
 from graphopt.tasks.encoder import EncoderInterface, cosines, vocabulary_of
@@ -26,6 +33,8 @@ INT64, FLOAT = np.dtype(np.int64), np.dtype(np.float32)
         (["input_ids"], ["start_logits", "end_logits"], "question_answering"),
         # The body of a language model without its head: it has caches, so it is no encoder.
         (["input_ids", "past_key_values.0.key"], ["last_hidden_state", "present.0.key"], "causal_lm"),
+        (["input_ids", "cross_key_values.0.key"], ["logits", "present.0.key"], "seq2seq"),
+        (["input_features"], ["cross_key_values.0.key", "cross_key_values.0.value"], "seq2seq_encoder"),
         (["pixels"], ["boxes"], "causal_lm"),
     ],
 )
@@ -91,6 +100,14 @@ def test_names_of_caches_are_read_back_as_they_are_written() -> None:
     assert exported_name("input.past_key_values.layers.3.keys") == "past_key_values.3.key"
     assert exported_name("output.past_key_values.layers.3.values") == "present.3.value"
     assert exported_name("attention_mask") is None
+    cross = "past_key_values.cross_attention_cache.layers.3.keys"
+    assert exported_name(f"input.{cross}") == exported_name(f"output.{cross}") == "cross_key_values.3.key"
+    own = "output.past_key_values.self_attention_cache.layers.3.values"
+    assert (exported_name(own), is_cross_port("cross_key_values.3.key"), is_cross_port(own)) == (
+        "present.3.value",
+        True,
+        False,
+    )
     assert set(TASKS) == {
         "causal_lm",
         "classifier",
@@ -98,5 +115,7 @@ def test_names_of_caches_are_read_back_as_they_are_written() -> None:
         "logits_classifier",
         "logits_token_classifier",
         "question_answering",
+        "seq2seq",
+        "seq2seq_encoder",
         "token_classifier",
     }

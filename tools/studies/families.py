@@ -28,7 +28,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.diagnostics import PassReport
 from graphopt.models.checkpoint import quiet
 from graphopt.models.loading import LoadedModel, weights_of
-from graphopt.models.trace import sample_of, trace
+from graphopt.models.trace import task_of_model, trace
 from graphopt.models.unrolling import trace_loaded
 from graphopt.models.unrolling.kinds import plan_layers
 from graphopt.models.unrolling.refusals import NotUnderstoodError
@@ -169,7 +169,7 @@ def compare_unrolled(layers: int) -> None:
         loaded = LoadedModel(model, weights_of(model), lambda: None, [])
         try:
             with quiet():
-                chosen = plan_layers(other, sample_of(other)).samples
+                chosen = plan_layers(other, task_of_model(other).sample(other)).samples
             traced = ", ".join(map(str, chosen))
         except NotUnderstoodError as error:
             traced = sentence(error.reason)

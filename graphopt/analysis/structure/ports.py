@@ -22,6 +22,7 @@ INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "positi
 TOKEN_TYPE_IDS = "token_type_ids"
 PAST_LENGTH, NEW_LENGTH = "past_length", "new_length"
 STARTS, PAST_LENGTHS, BLOCK_TABLE = "cumulative_sequence_lengths", "past_sequence_lengths", "block_table"
+ENCODER_MASK, INPUT_FEATURES = "encoder_attention_mask", "input_features"
 LOGITS, HIDDEN, POOLER_OUTPUT = "logits", "last_hidden_state", "pooler_output"
 
 POOL = "ai.graphopt.pool"
@@ -45,9 +46,12 @@ RECURRENT = ("conv_state", "recurrent_state")
 _PAST, _PRESENT = "past_key_values", "present"
 _RECURRENT = rf"(?:{'|'.join(RECURRENT)})(?:_\d+)?"
 _NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join((*GROWING, *SCALES, *STATES))}|{_RECURRENT})")
+# Keys and values of the text that a decoder looks back at: an output of the encoder, and an input of the decoder.
+_CROSS = "cross_key_values"
+_CROSS_NAME = re.compile(rf"{_CROSS}\.(\d+)\.({'|'.join(GROWING)})")
 # How transformers' exporter names caches; it names the side only where both sides have the name.
 _EXPORTER_NAME = re.compile(
-    r"(?:(input|output)\.)?(?:past_key_values|cache_params)\.layers\.(\d+)\."
+    r"(?:(input|output)\.)?(?:past_key_values|cache_params)\.(?:(?:self|(cross))_attention_cache\.)?layers\.(\d+)\."
     rf"(?:(key|value)s|({'|'.join(RECURRENT)})s\.(\d+))"
 )
 
@@ -95,17 +99,25 @@ def present_port(value: ir.Value | str | None) -> CachePort | None:
     return _port(value, _PRESENT)
 
 
+def is_cross_port(name: str) -> bool:
+    """Return whether a port holds keys or values of cross-attention, which an encoder makes and a decoder reads."""
+    return _CROSS_NAME.fullmatch(name) is not None
+
+
 def exported_name(name: str) -> str | None:
     """Return our name of a cache that transformers' exporter calls ``name``; ``None`` if it names no cache.
 
     ``input.past_key_values.layers.0.keys`` is ``past_key_values.0.key``, with ``output`` it is ``present.0.key``;
-    ``layers.0.conv_states.0`` ends in ``0.conv_state``.
+    ``layers.0.conv_states.0`` ends in ``0.conv_state``. Those of cross-attention are ``cross_key_values.0.key`` on both
+    sides.
     """
     match = _EXPORTER_NAME.fullmatch(name)
     if match is None:
         return None
-    number = int(match[5] or 0)
-    port = CachePort(int(match[2]), match[3] or match[4] + (f"_{number}" if number else ""))
+    if match[2] is not None:
+        return f"{_CROSS}.{match[3]}.{match[4]}"
+    number = int(match[6] or 0)
+    port = CachePort(int(match[3]), match[4] or match[5] + (f"_{number}" if number else ""))
     return port.present if match[1] == "output" else port.past
 
 

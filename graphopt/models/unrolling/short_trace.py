@@ -10,7 +10,7 @@ from graphopt.models.checkpoint import quiet
 from graphopt.models.checkpoint_tensors import Parameter
 from graphopt.models.ports import name_ports
 from graphopt.models.recurrence import recurrences_as_nodes
-from graphopt.models.trace import export_graph, finish, sample_of, trace
+from graphopt.models.trace import export_graph, finish, task_of_model, trace
 from graphopt.models.unrolling.graph import unroll
 from graphopt.models.unrolling.kinds import plan_layers, shorten
 from graphopt.models.unrolling.refusals import FEW_LAYERS, NotUnderstoodError
@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from graphopt.models.loading import LoadedModel
+    from graphopt.tasks import Task
 
 ALL_TRACED = Rule("unroll.all-traced", "every layer was traced: {why}")
 WITH_WEIGHTS = Rule("unroll.with-weights", "every layer was traced, with all weights in memory: {why}")
 
 
-def trace_loaded(checkpoint: LoadedModel, source: str) -> tuple[ir.Model, list[Fact]]:
+def trace_loaded(checkpoint: LoadedModel, source: str, task: Task | None = None) -> tuple[ir.Model, list[Fact]]:
     """Trace a model by two of its layers of each kind, and bind its weights; where that does not serve, all of it.
 
     Args:
         checkpoint: the model and its weights by name; the model's parameters are replaced.
         source: where it came from, for messages.
+        task: of the graph, where the model has several; by default that of its configuration.
 
     Returns:
         A graph of opset 23 with the inputs and outputs of its task, and which short ways were not taken, with reasons.
@@ -43,19 +45,20 @@ def trace_loaded(checkpoint: LoadedModel, source: str) -> tuple[ir.Model, list[F
         MissingDependencyError: a package that the exporter needs is missing or too old.
     """
     try:
-        program, reason = trace_skeleton(checkpoint.model, source)
+        program, reason = trace_skeleton(checkpoint.model, source, task)
     except NotUnderstoodError as error:
-        return trace(checkpoint.runnable(), source), [WITH_WEIGHTS(why=error.reason)]
+        return trace(checkpoint.runnable(), source, task), [WITH_WEIGHTS(why=error.reason)]
     bind(program, checkpoint.weights)
     return program, [] if reason is None else [ALL_TRACED(why=reason)]
 
 
-def trace_skeleton(model: Any, source: str) -> tuple[ir.Model, Fact | None]:
+def trace_skeleton(model: Any, source: str, task: Task | None = None) -> tuple[ir.Model, Fact | None]:
     """Trace a model without its weights.
 
     Args:
         model: a model of transformers, whose parameters may be lazy or on the device ``meta``. They are replaced.
         source: where it came from, for messages.
+        task: of the graph, where the model has several; by default that of its configuration.
 
     Returns:
         A graph as :func:`graphopt.models.trace.trace` makes it, whose constants are expressions over
@@ -65,18 +68,19 @@ def trace_skeleton(model: Any, source: str) -> tuple[ir.Model, Fact | None]:
         InputError: the exporter fails on it, or a causal language model has no key-value cache.
         NotUnderstoodError: the exporter computes with parameters in a way that is not known.
     """
+    task = task or task_of_model(model)
     make_skeleton(model)
     try:
         with quiet(), recurrences_as_nodes():
-            short_plan = plan_layers(model, sample_of(model))
+            short_plan = plan_layers(model, task.sample(model))
         with shorten(model, short_plan):
-            program = _export(model, source)
+            program = _export(model, source, task)
         unroll(program, short_plan)
         reason = None
     except NotUnderstoodError as error:
-        program = _export(model, source)
+        program = _export(model, source, task)
         reason = None if error.reason.code == FEW_LAYERS.code else error.reason
-    finish(program, model, source)
+    finish(program, model, source, task)
     return program, reason
 
 
@@ -104,9 +108,9 @@ def bind(program: ir.Model, weights: Mapping[str, Expression]) -> None:
         value.const_value = WeightTensor(expression.replacing(bound), value.name)
 
 
-def _export(model: Any, source: str) -> ir.Model:
+def _export(model: Any, source: str, task: Task) -> ir.Model:
     """Return a graph of all layers that ``model`` has now, its constants as expressions."""
-    program = export_graph(model, source)
+    program = export_graph(model, source, task)
     relations = Relations(model)
     for value in program.graph.initializers.values():
         expression = relations.expression_of(value)

@@ -49,6 +49,7 @@ class Calibration:
         folder: where statistics are kept. A folder that lasts serves every recipe that asks for the same.
         texts: returns the tokens of each text, int64 [length]; called only where nothing is kept yet.
         runner: runs the parts of the model; ``None`` where no model may be run.
+        feeds: returns the inputs of a graph for tokens [batch, length]; by default its task says.
         limit: bytes that the sums of one piece may take.
         on_stage: called for each piece and text.
 
@@ -62,11 +63,12 @@ class Calibration:
         texts: Callable[[], Sequence[IntArray]],
         runner: Runner | None,
         *,
+        feeds: Callable[[ir.Graph, IntArray], Mapping[str, Array]] | None = None,
         limit: int = PIECE_BYTES,
         on_stage: Progress = silent,
     ) -> None:
         self.folder, self._texts, self._runner = folder.absolute(), texts, runner
-        self._limit, self._on_stage = limit, on_stage
+        self._limit, self._on_stage, self._feeds = limit, on_stage, feeds
         self._spare: list[Doubles] = []
         self.statistics: dict[str, InputStatistics] = {}
 
@@ -114,7 +116,7 @@ class Calibration:
         pieces = pieces_of(model.graph, values, self._limit)
         folder.mkdir(parents=True, exist_ok=True)
         statistics: dict[str, InputStatistics] = {}
-        feeds_of_text = task_of(model.graph).text_feeds
+        feeds_of_text = self._feeds or task_of(model.graph).text_feeds
         numbers = {value: number for number, value in enumerate(values)}
         for number, piece in enumerate(pieces):
             piece_index = read_index(folder / f"piece-{number}.json")

@@ -19,6 +19,10 @@ behind the other, ``cumulative_sequence_lengths`` int32 [batch + 1], ``past_sequ
 ``block_table`` int32 [batch, blocks], and per layer N ``past_key_values.N.key`` and ``.value`` [blocks, tokens of a
 block, KV heads, head size], which come back in the same shape; of blocks of integers also ``.key_scale`` and
 ``.value_scale`` [blocks, tokens of a block, KV heads]. Its logits are [batch, vocabulary].
+
+A decoder with cross-attention, see :mod:`graphopt.tasks.seq2seq`, has besides what its encoder made of the source:
+``cross_key_values.N.key`` and ``.value`` [batch, heads, source, head size] and ``encoder_attention_mask`` [batch,
+source]. They are inputs only.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from graphopt.analysis.structure.paged_caches import PagedLayer, layers_from_met
 from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     BLOCK_TABLE,
+    ENCODER_MASK,
     HIDDEN,
     INPUT_IDS,
     LOGITS,
@@ -43,6 +48,7 @@ from graphopt.analysis.structure.ports import (
     POSITION_IDS,
     STARTS,
     STATES,
+    is_cross_port,
     past_port,
 )
 from graphopt.analysis.structure.products import last_positions
@@ -132,6 +138,11 @@ class Interface:
     def has_shared_pool(self) -> bool:
         """Whether rows share a pool of blocks, and their tokens stand one behind the other."""
         return BLOCK_TABLE in self.inputs
+
+    @property
+    def source(self) -> tuple[str, ...]:
+        """The inputs that hold what an encoder made of the source; none of a model without one."""
+        return tuple(name for name in self.inputs if is_source_port(name))
 
     @property
     def takes_padding(self) -> bool:
@@ -261,6 +272,11 @@ def _fixed_sizes(port: Port) -> list[int]:
     return sizes
 
 
+def is_source_port(name: str) -> bool:
+    """Return whether an input holds what an encoder made of the source, which stays the same for all steps."""
+    return name == ENCODER_MASK or is_cross_port(name)
+
+
 def new_lengths(mask: IntArray) -> IntArray:
     """Return how many of the columns of ``mask`` [batch, length] are tokens, int64 [batch]: the last ones of each row.
 
@@ -304,7 +320,7 @@ def _check_names(
                 tensor=name,
                 remedy=f"it has {', '.join(ports)}; export it with `graphopt export`, or rename it",
             )
-    unknown = [name for name in inputs if name not in _INPUTS and name not in past]
+    unknown = [name for name in inputs if name not in _INPUTS and name not in past and not is_source_port(name)]
     if unknown:
         raise InputError(
             "the graph has an input that graphopt does not know how to feed",

@@ -95,12 +95,17 @@ class CausalProbe:
         token_logits: npt.NDArray[Any] = logits[self.comparison_mask] if logits.shape[1] == LENGTH else logits
         return token_logits.reshape(-1, logits.shape[-1]).astype(np.float64)
 
+    def constant_feeds(self, rows: slice) -> dict[str, Array]:
+        """Return inputs of some rows that are the same in all calls: none."""
+        del rows
+        return {}
+
     def _run_rows(self, session: onnxruntime.InferenceSession, interface: Interface, rows: slice) -> npt.NDArray[Any]:
         """Return the logits [batch, columns, vocabulary] of some rows."""
         ids, mask = self.input_ids[rows], self.attention_mask[rows]
         past, outputs = interface.empty_past(len(ids), ids.shape[1]), []
         for start, end, is_compared in self.calls:
-            feeds = interface.feeds(ids[:, start:end], mask[:, :end], past)
+            feeds = interface.feeds(ids[:, start:end], mask[:, :end], past) | self.constant_feeds(rows)
             logits, *present = run(session, [LOGITS, *interface.present], feeds)
             past = dict(zip(interface.past, present, strict=True))
             if is_compared:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, LOGITS
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, LOGITS, is_cross_port
 from graphopt.tasks.base import Call, Task, classes_of, random_padding, upper
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
@@ -38,7 +38,8 @@ class CausalLM(Task):
 
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`Task`."""
-        return INPUT_IDS in inputs and LOGITS in outputs and class_rank(inputs, outputs) is None
+        is_alone = class_rank(inputs, outputs) is None and not any(map(is_cross_port, inputs))
+        return INPUT_IDS in inputs and LOGITS in outputs and is_alone
 
     def check(self, graph: ir.Graph) -> None:
         """See :class:`Task`."""
@@ -94,8 +95,9 @@ class CausalLM(Task):
         upper("graphopt.models.states:confirm_caches")(inputs, source)
         return module, inputs
 
-    def why_no_genai(self) -> None:
+    def why_no_genai(self) -> Fact | None:
         """See :class:`Task`: where a graph cannot be run there, its ports say so."""
+        return None
 
     def measure_quality(self, reference: Any, artifact: Path, **reading: Any) -> dict[str, float]:
         """Compare logits on text."""

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from graphopt.models.checkpoint import quiet
-from graphopt.models.trace import sample_of
+from graphopt.models.trace import task_of_model
 from graphopt.models.unrolling.kinds import Plan, index_attributes, plan_layers, shorten
 from graphopt.models.unrolling.refusals import NotUnderstoodError
 from graphopt.models.unrolling.skeleton import make_skeleton
@@ -29,7 +29,7 @@ def skeleton(family: str, layers: int = LAYERS, **settings: Any) -> Any:
 
 def plan_of(model: Any) -> Plan:
     with quiet():
-        return plan_layers(model, sample_of(model))
+        return plan_layers(model, task_of_model(model).sample(model))
 
 
 def why_not(model: Any) -> str:

@@ -1,0 +1,77 @@
+"""What ``run`` and ``eval`` do with an encoder-decoder: texts of texts, and of recordings."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from graphopt.cli.classes import print_table
+from graphopt.cli.console import out, print_json
+from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from graphopt.inference.decoding.continuation import Settings
+    from graphopt.inference.seq2seq import Seq2SeqSession
+    from graphopt.inference.session import OpenModel
+
+
+def print_texts(
+    session: Seq2SeqSession, texts: Sequence[str], recordings: Sequence[Path], settings: Settings, as_json: bool
+) -> None:
+    """Print the text that a model makes of each text or recording, streaming where there is one.
+
+    Raises:
+        InputError: there is none; or see :meth:`Seq2SeqSession.encode` and
+            :func:`graphopt.inference.recordings.features_of_files`.
+    """
+    from graphopt.inference.seq2seq import complete, steps
+
+    names: list[str] = [str(file) for file in recordings] if session.reads_recordings else list(texts)
+    if not names:
+        option = "--audio FILE" if session.reads_recordings else "--prompt TEXT"
+        raise InputError("there is no source", remedy=f"give {option}")
+    if session.reads_recordings:
+        from graphopt.inference.recordings import features_of_files
+
+        source = session.source_of_recordings(features_of_files(session.decoder.file.parent, recordings))
+    else:
+        source = session.source_of_texts(*session.encode(texts))
+    if not as_json and len(names) == 1:
+        for step in steps(session, source, settings):
+            sys.stdout.write(step.texts[0])
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        return None
+    completions = complete(session, source, settings)
+    rows: list[dict[str, Any]] = [
+        {"source": name, **completion.model_dump()} for name, completion in zip(names, completions, strict=True)
+    ]
+    if as_json:
+        return print_json(rows)
+    for row in rows:
+        out.rule(f"{row['source']} ({row['stopped']})")
+        out.print(row["text"] or "", markup=False, highlight=False)
+    return None
+
+
+def print_text_agreement(model: OpenModel, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
+    """Print how close the logits of texts behind sources are to those of ``reference``.
+
+    Raises:
+        InputError: there is no reference, or see :func:`graphopt.quality.seq2seq.text_agreement`.
+    """
+    from graphopt.inference.seq2seq import load_seq2seq, seq2seq_of
+    from graphopt.quality.seq2seq import text_agreement
+
+    if reference is None:
+        raise InputError(
+            "an encoder-decoder is compared with another one, and no reference was given",
+            file=model.file,
+            remedy="graphopt eval FOLDER --reference FLOAT_EXPORT --text FILE",
+        )
+    lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+    figures = text_agreement(seq2seq_of(model, threads=threads), load_seq2seq(reference, threads=threads), lines)
+    return print_json(figures) if as_json else print_table([figures], tuple(figures))
