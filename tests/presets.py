@@ -40,6 +40,7 @@ def distinct() -> dict[str, Recipe]:
 def _shape(step: Pass) -> dict[str, Any]:
     """Return the options of a step with each format as whether onnxruntime has a product for it."""
     options = step.model_dump()
+    options.pop("roles", None)
     for role in ("linear", "lm_head"):
         if options.get(role):
             options[role] = options[role]["format"] in STANDARD

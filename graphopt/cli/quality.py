@@ -91,18 +91,26 @@ def table(
     text: Texts = None,
     tokens: Tokens = 4096,
     window: Window = 512,
+    exercises: Annotated[
+        int, typer.Option(min=0, help="of each kind that models complete, judged by exact match; 0 for none")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Make a model by several recipes, and print bytes, bits, quality and the time of reading the text for each."""
+    """Make a model by several recipes, and print bytes, bits, quality and the time of reading the text for each.
+
+    With exercises, the first row of figures is that of the model itself.
+    """
     from graphopt.artifact.manifest import read_manifest
     from graphopt.compile.pipeline import optimize
     from graphopt.passes.recipe import load_recipe
+    from graphopt.quality.exact_match import exact_matches
     from graphopt.quality.judge import quality_figures
     from graphopt.report.console_table import ConsoleTable, figure_columns
     from graphopt.report.tables import quality_table, size_text
 
     texts = None if text is None else [read_text(text)]
     rows, sizes = [], []
+    reference = exact_matches(model, exercises) if exercises else {}
     with tempfile.TemporaryDirectory(prefix="graphopt-table-") as temporary, progress() as say:
         for name in recipes:
             recipe = load_recipe(name)
@@ -114,13 +122,21 @@ def table(
                 model, folder, manifest.task, texts=texts, tokens=tokens, window=window, on_stage=say
             )
             bits = manifest.weights.bits_per_weight if manifest.weights else 0.0
+            if exercises:
+                say(f"exercises of {name}")
+                figures |= exact_matches(folder, exercises)
             rows.append((recipe.name, figures))
             sizes.append((sum(file.stat().st_size for file in folder.iterdir()), bits, seconds))
     if as_json:
         keys = ("bytes", "bits_per_weight", "seconds_to_make")
         return print_json(
             [
-                {"recipe": name, **dict(zip(keys, size, strict=True)), **figures}
+                {
+                    "recipe": name,
+                    **dict(zip(keys, size, strict=True)),
+                    **figures,
+                    **{f"reference_{kind}": share for kind, share in reference.items()},
+                }
                 for (name, figures), size in zip(rows, sizes, strict=True)
             ]
         )
@@ -128,4 +144,4 @@ def table(
     for (name, _), (size, bits, seconds) in zip(rows, sizes, strict=True):
         artifacts.add_row(name, size_text(size), f"{bits:.2f}", f"{seconds:.1f}")
     out.print(artifacts)
-    return out.print(quality_table(rows))
+    return out.print(quality_table([*([(model.name, reference)] if reference else []), *rows]))

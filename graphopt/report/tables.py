@@ -147,7 +147,8 @@ def quality_table(rows: Sequence[tuple[str, Mapping[str, float]]]) -> ConsoleTab
     table = ConsoleTable(["model", *figure_columns(*labels)])
     for label, figures in rows:
         cells = [form.format(figures[name]) if name in figures else "" for name, (_, form) in columns.items()]
-        table.add_row(label, *cells, verdict_of(figures))
+        has_verdict = bool({"tokens", "cosine_mean"} & set(figures))
+        table.add_row(label, *cells, verdict_of(figures) if has_verdict else "")
     return table
 
 
@@ -160,6 +161,10 @@ _FIGURES = {
     "kl_largest": ("largest", "{:.2f}"),
     "same_first_choice": ("same", "{:.1%}"),
     "cosine_mean": ("cosine", "{:.5f}"),
+    "exact_copy": ("copy", "{:.0%}"),
+    "exact_lookup": ("lookup", "{:.0%}"),
+    "exact_arithmetic": ("sums", "{:.0%}"),
+    "exact_json": ("JSON", "{:.0%}"),
 }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import onnx_ir as ir
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
+from graphopt.analysis.structure.folding import fold
 from graphopt.analysis.structure.products import (
     is_thin,
     linear_nodes,
@@ -16,13 +18,21 @@ from graphopt.analysis.structure.products import (
     router_nodes,
     token_lookups,
 )
+from graphopt.analysis.structure.roles import roles_of
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import drop
 from graphopt.graph.weights import new_weight, weight_of
 from graphopt.numerics.formats import Format, format_of
 from graphopt.passes.base import Pass
 from graphopt.passes.common.branches import put_beside
-from graphopt.passes.common.formats import Activations, EmbeddingFormat, LinearFormat, check_names, fused_group
+from graphopt.passes.common.formats import (
+    Activations,
+    EmbeddingFormat,
+    LinearFormat,
+    ProductRole,
+    check_names,
+    fused_group,
+)
 from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.common.logical_codes import dequantize, set_type
 from graphopt.passes.common.tables import STORAGE, quantize_table
@@ -104,6 +114,8 @@ class QuantizeWeights(Pass):
         lm_head: format of the matrix that makes the logits.
         matrices: formats of single matrices by the names of their weights, in place of ``linear`` and ``lm_head``;
             ``graphopt search`` writes them.
+        roles: formats of matrices by what they are for, such as ``down_proj``, in place of ``linear``; see
+            :mod:`graphopt.analysis.structure.roles`.
         tied: whether a token embedding that is the transposed lm_head is looked up in the codes of the lm_head, so that
             both are stored once. ``embedding`` must not be ``None``; its format is then that of the lm_head.
         scale: how scales are chosen, see :func:`graphopt.quantization.rounding.round_to_nearest`.
@@ -128,6 +140,7 @@ class QuantizeWeights(Pass):
     embedding: EmbeddingFormat | None = EmbeddingFormat()
     lm_head: LinearFormat | None = LinearFormat(format="int8", group=128)
     matrices: dict[str, LinearFormat | None] = Field(default={})
+    roles: dict[ProductRole, LinearFormat | None] = Field(default={})
     tied: bool = True
     scale: Scale = "least_squares"
     rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST
@@ -144,10 +157,12 @@ class QuantizeWeights(Pass):
         products: dict[ir.Node, LinearFormat] = {}
         options = self
         check_names(options.matrices, [weight_of(node, 1) for node in linear_nodes(graph)])
+        of_roles: Mapping[str, LinearFormat | None] = {str(role): choice for role, choice in self.roles.items()}
+        roles = roles_of(graph, fold(graph)) if of_roles else defaultdict(str)
         for node in linear_nodes(graph):
             weight = weight_of(node, 1)
             assert weight is not None
-            default_format = options.lm_head if node in lm_heads else options.linear
+            default_format = options.lm_head if node in lm_heads else of_roles.get(roles[node], options.linear)
             format_choice = options.matrices.get(weight.name or "", default_format)
             if node in routers - lm_heads:
                 ledger.skipped(node, ROUTER())

@@ -38,6 +38,23 @@ def _check_format(name: str | tuple[float, ...]) -> str | tuple[float, ...]:
 Activations = Literal["float32", "bfloat16", "int8", "int16"]
 
 
+ProductRole = Literal[
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qk_proj",
+    "qv_proj",
+    "kv_proj",
+    "qkv_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "down_proj",
+]
+"""What a product of a layer is for, as :mod:`graphopt.analysis.structure.roles` tells."""
+
+
 class LinearFormat(Options):
     """A number format for matrices, and how many rows share a scale (``None``: all of a column).
 

@@ -190,6 +190,15 @@ def test_weights_of_a_pinned_basis_read_it_rotated(tmp_path: Path) -> None:
     assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
 
 
+def test_the_lm_head_can_be_spared(tmp_path: Path) -> None:
+    model = residual_model(observed=True, gains=False)
+    before = logits(model, tmp_path / "before")
+    report = rotate(model, weight_inputs="hadamard", spare_lm_head=True)
+    assert hadamards(model) == ["norm0.out", "sigmoid0.out", "norm1.out", "sigmoid1.out"]
+    assert any("leaves what the lm_head reads" in str(skip.reason) for skip in report.skips)
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
+
+
 def test_twice_is_once_and_one_more_free_rotation(llama_canonical: ir.Model, tmp_path: Path) -> None:
     from graphopt.verification.certificate.checker import check
     from graphopt.verification.equivalence import Verifier

@@ -71,7 +71,7 @@ def test_trellises_are_stored_at_their_size_and_run_in_their_kernels(
     (check,) = [check for check in made.manifest.checks if check.after == "quantize_weights"]
     assert 1e-3 < check.figures["largest_change"] < 1
     operators = [node.op_type for node in onnx.load(tmp_path / MODEL, load_external_data=False).graph.node]
-    assert operators.count("MatMulTable") == len(TRELLIS_OF) == 3
+    assert operators.count("MatMulTable") == len(TRELLIS_OF) == 4
     assert "DequantizeTrellis" not in operators
     check_sizes(shipped_artifact, tmp_path, TRELLIS_OF)
 

@@ -16,7 +16,7 @@ from graphopt.analysis.structure.product_codes import dequantize_of, rounding_of
 from graphopt.graph import provenance
 from graphopt.numerics.formats import FORMATS, format_of
 from graphopt.ort.session import ACCURACY_LEVEL, open_session
-from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeights
+from graphopt.passes.codes.quantize_weights import STORAGE, EmbeddingFormat, LinearFormat, QuantizeWeights
 from graphopt.passes.lower.lower import Lower
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.float16_scales import fits_half
@@ -291,6 +291,25 @@ def test_new_nodes_know_where_they_come_from() -> None:
 def test_options_that_cannot_run_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         LinearFormat(**bad)  # type: ignore[arg-type]
+
+
+def test_formats_by_role_stand_between_those_of_all_and_of_one(llama_canonical: ir.Model) -> None:
+    one = next(name for name in llama_canonical.graph.initializers if name.endswith("layers.1.mlp.down_proj.weight"))
+    step = QuantizeWeights(
+        linear=LinearFormat(format="nl3", group=None),
+        roles={"down_proj": LinearFormat(format="nl5", group=None), "v_proj": None},
+        matrices={one: LinearFormat(format="nl4", group=None)},
+    )
+    report = step(llama_canonical).report  # type: ignore[attr-defined]
+    formats = {
+        change.where: change.what.figures["format"] for change in report.changes if change.what.code == STORAGE.code
+    }
+    chosen = {where: format for where, format in formats.items() if "layers." in where}
+    assert {format for where, format in chosen.items() if "down_proj" in where} == {"nl5", "nl4"}
+    assert {format for where, format in chosen.items() if "down_proj" not in where} == {"nl3"}
+    assert not [where for where in chosen if "v_proj" in where]
+    with pytest.raises(ValidationError, match="q_proj"):
+        QuantizeWeights(roles={"donw_proj": LinearFormat()})  # type: ignore[dict-item]
 
 
 def test_an_embedding_of_4_bits_is_refused() -> None:

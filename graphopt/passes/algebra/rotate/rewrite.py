@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from graphopt.analysis.bases.axes import Basis
+from graphopt.analysis.structure.products import lm_head_nodes
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.numerics.rotations.claims import Claims, RotationClaim, TensorClaim
 from graphopt.passes.algebra.rotate.fused import Fuser
@@ -32,6 +33,7 @@ class Work:
 
     def __init__(self, graph: ir.Graph, ledger: Ledger) -> None:
         self.graph, self._ledger, self._fuser = graph, ledger, Fuser()
+        self.lm_heads = lm_head_nodes(graph)
         self._rotations: dict[str, RotationClaim] = {}
         self._tensors: list[TensorClaim] = []
 

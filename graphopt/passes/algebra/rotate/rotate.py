@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
+from graphopt.analysis.bases.axes import Basis
 from graphopt.analysis.bases.pins import ROTATED_ONLINE
 from graphopt.analysis.bases.search import find_bases
 from graphopt.graph.diagnostics import Effect, Fact, Rule
@@ -18,7 +19,7 @@ from graphopt.passes.base import Pass
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from graphopt.analysis.bases.axes import Basis, Role
+    from graphopt.analysis.bases.axes import Role
     from graphopt.passes.context import Context
 
 STAYS = Rule("rotate.stays", "{why}", also=["role", "width"])
@@ -26,6 +27,7 @@ WIDTH_UNKNOWN = Rule("rotate.width-unknown", "its width is not known before run 
 NEVER_READ = Rule("rotate.never-read", "no weight reads it, so a rotation could not be undone")
 NEVER_WRITTEN = Rule("rotate.never-written", "no weight writes it, so it cannot be rotated without cost")
 NOT_ASKED = Rule("rotate.not-asked", "the recipe leaves {role} bases as they are")
+LM_HEAD = Rule("rotate.lm-head", "the recipe leaves what the lm_head reads as it is")
 
 Kind = Literal["hadamard", "random"]
 
@@ -60,6 +62,8 @@ class Rotate(Pass):
             Hadamard at run time, without one it costs nothing.
         weight_inputs: a Hadamard at run time in front of every weight that still reads unrotated coordinates: the down
             projection behind its nonlinearity, above all.
+        spare_lm_head: leave what the lm_head reads as it is, even with ``weight_inputs``: a token embedding that is
+            tied to it stays so.
         seed: what signs and random rotations are drawn from.
     """
 
@@ -72,6 +76,7 @@ class Rotate(Pass):
     value: Kind | None = "hadamard"
     query_key: Literal["hadamard"] | None = None
     weight_inputs: Literal["hadamard"] | None = None
+    spare_lm_head: bool = False
     seed: int = 0
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
@@ -101,6 +106,10 @@ class Rotate(Pass):
             work.fuse(basis, rotation_for(basis.width, kind, _seed(self.seed, number)))
             return None
         rotation = HadamardRotation(basis.width, None)
+        readers = [site for site in basis.readers if site.node not in work.lm_heads]
+        if self.weight_inputs and self.spare_lm_head and len(readers) < len(basis.readers):
+            rest = Basis(basis.name, basis.width, [], readers=readers)
+            return (work.rotate_readers(rest, rotation) if readers else None) or LM_HEAD()
         reason = next((pin.reason for pin in basis.pins if pin.side == "observed"), None)
         if reason is None:
             values = places_behind_makers(work.graph, basis) if self._is_online(basis, kind) else basis.pins[0].reason
