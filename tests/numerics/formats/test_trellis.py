@@ -74,7 +74,9 @@ def test_tiles_do_not_touch_one_another(format: TrellisFormat) -> None:
         np.testing.assert_array_equal(format.decode(codes)[:, tile], format.decode(codes[:, tile]))
 
 
-@pytest.mark.parametrize(("name", "scalar", "most"), [("t2", 0.1175, 0.85), ("t3", 0.0345, 0.9), ("t4", 0.0095, 0.9), ("t5", 0.0025, 0.9)])
+@pytest.mark.parametrize(
+    ("name", "scalar", "most"), [("t2", 0.1175, 0.85), ("t3", 0.0345, 0.9), ("t4", 0.0095, 0.9), ("t5", 0.0025, 0.9)]
+)
 def test_normal_numbers_err_less_than_with_the_best_table_of_as_many_bits(
     name: str, scalar: float, most: float
 ) -> None:
