@@ -116,9 +116,9 @@ def exercises(kind: str, count: int, seed: int = 0) -> Iterator[Exercise]:
     """
     text = _Text(seed)
     for _ in range(count):
-        *solved, (question, answer) = KINDS[kind](text)
-        examples = "".join(f"{example} {solution}\n\n" for example, solution in solved)
-        yield Exercise(examples + question, answer)
+        *examples, (question, answer) = KINDS[kind](text)
+        beginning = "".join(f"{example} {solution}\n\n" for example, solution in examples)
+        yield Exercise(beginning + question, answer)
 
 
 def is_exact(kind: str, completion: str, answer: str) -> bool:

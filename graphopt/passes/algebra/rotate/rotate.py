@@ -108,8 +108,8 @@ class Rotate(Pass):
         rotation = HadamardRotation(basis.width, None)
         readers = [site for site in basis.readers if site.node not in work.lm_heads]
         if self.weight_inputs and self.spare_lm_head and len(readers) < len(basis.readers):
-            rest = Basis(basis.name, basis.width, [], readers=readers)
-            return (work.rotate_readers(rest, rotation) if readers else None) or LM_HEAD()
+            other_readers = Basis(basis.name, basis.width, [], readers=readers)
+            return (work.rotate_readers(other_readers, rotation) if readers else None) or LM_HEAD()
         reason = next((pin.reason for pin in basis.pins if pin.side == "observed"), None)
         if reason is None:
             values = places_behind_makers(work.graph, basis) if self._is_online(basis, kind) else basis.pins[0].reason
