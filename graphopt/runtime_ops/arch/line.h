@@ -62,7 +62,8 @@ GRAPHOPT_FORCE_INLINE void store_line(void* to, const L& line) {
 
 template <typename T>
 inline Line<T> all_lanes(T value) {
-  return by_parts<Line<T>>([&](size_t) { return typename Line<T>::Part{} + value; });
+  // taking off 0 leaves every number as it is, which adding 0 does not do to -0: the compiler has nothing to compute
+  return by_parts<Line<T>>([&](size_t) { return value - typename Line<T>::Part{}; });
 }
 
 inline Floats operator+(const Floats& a, const Floats& b) {

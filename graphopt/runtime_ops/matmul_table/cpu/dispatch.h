@@ -80,6 +80,13 @@ void multiply_panels_of_small_m(const Weights& weights, const Rounded& rounded, 
   }
 }
 
+// Widths up to this one are those of panels of few rows: without it, rows that need a wider panel would be left out.
+template <size_t... Width>
+constexpr bool is_width(size_t width, std::index_sequence<Width...>) {
+  return ((width == Width) || ...);
+}
+static_assert(kSmallM == 0 || is_width(kSmallM, Widths()));
+
 // Small M for integers; `gemm` multiplies what has no kernel of its own here.
 template <typename Gemm>
 void small_m_of_integers(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end,
