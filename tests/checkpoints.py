@@ -46,6 +46,11 @@ def write_checkpoint(family: str, folder: Path) -> None:
         save_tokenizer(folder)
     if family == "bert" or family in HEADS | TOWERS | SEQ2SEQ:
         save_word_pieces(folder)
+    if family == "whisper":
+        from transformers import WhisperFeatureExtractor
+
+        # One second at once: 100 frames, of which the second convolution leaves 50.
+        WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(folder)
     model.save_pretrained(folder)
 
 

@@ -294,7 +294,14 @@ SEQ2SEQ: dict[str, tuple[str, str, dict[str, Any]]] = {
 _GENERATION: dict[str, dict[str, Any]] = {
     "bart": {"forced_bos_token_id": 2},
     "marian": {"bad_words_ids": [[0]]},
-    "whisper": {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7]},
+    "whisper": {
+        "suppress_tokens": [5, 6],
+        "begin_suppress_tokens": [7],
+        "lang_to_id": {"<|en|>": 10, "<|de|>": 11, "<|fr|>": 12},
+        "task_to_id": {"transcribe": 13, "translate": 14},
+        "no_timestamps_token_id": 15,
+        "is_multilingual": True,
+    },
 }
 
 

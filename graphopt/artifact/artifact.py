@@ -24,7 +24,7 @@ from graphopt.analysis.structure.contrib import state_caches
 from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.analysis.structure.ports import HIDDEN, POOL
 from graphopt.artifact.genai import GENAI_CONFIG, genai_config
-from graphopt.artifact.hf_config import DENSE_FILES, facts_of
+from graphopt.artifact.hf_config import DENSE_FILES, PREPROCESSOR, facts_of
 from graphopt.artifact.manifest import MANIFEST, FileRecord, Manifest, Source, read_manifest
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Check, Fact, Rule
@@ -51,6 +51,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "config.json",
     "generation_config.json",
+    PREPROCESSOR,
     HEADS,
 )
 """Files of a Hugging Face folder that an artifact carries along unchanged, where they exist; a recipe leaves heads that

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 GENERATION_CONFIG = "generation_config.json"
 """Where transformers keeps which tokens end a text, and how its maker recommends to draw them."""
 
+PREPROCESSOR = "preprocessor_config.json"
+"""Where transformers keeps how a recording becomes features."""
+
 SENTENCES = "sentence_bert_config.json"
 """Where sentence-transformers keeps how long a text may be."""
 
@@ -73,6 +76,8 @@ class ModelFacts(BaseModel):
         dense: of an encoder, the layers behind the pooling.
         is_normalized: of an encoder, whether an embedding is divided by its length.
         decoder_start: of an encoder-decoder, the tokens that its texts begin with.
+        languages: of an encoder-decoder that finds out the language of its source, the token of each by its name.
+        decoder_task: the tokens behind that of the language.
         suppressed_tokens: of an encoder-decoder, tokens that no text has.
         suppressed_at_first: of an encoder-decoder, tokens that are not the first behind the beginning.
         labels: of a classifier, the names of its classes in order.
@@ -91,6 +96,8 @@ class ModelFacts(BaseModel):
     is_normalized: bool = False
     labels: list[str] = []
     decoder_start: list[int] = []
+    languages: dict[str, int] = {}
+    decoder_task: list[int] = []
     suppressed_tokens: list[int] = []
     suppressed_at_first: list[int] = []
     are_labels_independent: bool = False
@@ -262,13 +269,21 @@ def facts_of_seq2seq(folder: Path) -> ModelFacts:
     config, generation = json_object(folder / "config.json"), json_object(folder / GENERATION_CONFIG)
     settings = config | generation
     first = settings.get("decoder_start_token_id", settings.get("bos_token_id"))
-    forced_token = settings.get("forced_bos_token_id")
+    languages = settings.get("lang_to_id") or {}
+    # Whisper's: what to do, and that no times are written.
+    task = [settings.get("task_to_id", {}).get("transcribe"), settings.get("no_timestamps_token_id")]
+    forced_tokens = [settings.get("forced_bos_token_id")]
+    if not languages:
+        forced_tokens += [token for _, token in sorted(settings.get("forced_decoder_ids") or [])]
+        forced_tokens += [token for token in task if token not in forced_tokens]
     bad_words = settings.get("bad_words_ids") or []
     positions = config.get("max_target_positions", config.get("max_position_embeddings"))
     return facts_of_config(folder).model_copy(
         update={
             "max_positions": positions,
-            "decoder_start": [token for token in (first, forced_token) if token is not None],
+            "decoder_start": [token for token in (first, *forced_tokens) if token is not None],
+            "languages": {name.strip("<|>"): token for name, token in languages.items()},
+            "decoder_task": [token for token in task if token is not None] if languages else [],
             "suppressed_tokens": sorted(
                 {*(settings.get("suppress_tokens") or []), *(word[0] for word in bad_words if len(word) == 1)}
             ),

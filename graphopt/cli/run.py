@@ -46,6 +46,9 @@ def run(
     audio: Annotated[
         list[Path] | None, typer.Option("--audio", help="a WAV file to write down, of a model that reads recordings")
     ] = None,
+    language: Annotated[
+        str | None, typer.Option("--language", help="of --audio, such as en; by default the model finds out")
+    ] = None,
     prompt_name: Annotated[
         str | None,
         typer.Option("--prompt-name", help="of an encoder: what texts are embedded for, such as query"),
@@ -115,6 +118,8 @@ def run(
     model = open_folder(folder, threads=threads, device=device)
     show_notes(model.notes)
     task = TASKS[model.manifest.task]
+    if (audio or language) and not task.parts:
+        raise InputError(f"{task.noun} reads no recordings", file=folder, remedy="leave out --audio and --language")
     if not task.generates:
         options = (max_new_tokens, stop or None, json_schema, regex, logprobs, speculate, temperature, top_k, top_p)
         if chat or seed or any(option is not None for option in options):
@@ -130,7 +135,7 @@ def run(
         from graphopt.inference.seq2seq import seq2seq_of
 
         encoder_decoder = seq2seq_of(model, threads=threads, device=device)
-        return print_texts(encoder_decoder, prompt or [], audio or [], settings, as_json)
+        return print_texts(encoder_decoder, prompt or [], audio or [], settings, language=language, as_json=as_json)
     session = session_from(model, device=device)
     speculation = None if speculate is None else open_speculation(session, speculate, draft_tokens)
     if chat:

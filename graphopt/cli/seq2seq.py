@@ -19,9 +19,23 @@ if TYPE_CHECKING:
 
 
 def print_texts(
-    session: Seq2SeqSession, texts: Sequence[str], recordings: Sequence[Path], settings: Settings, as_json: bool
+    session: Seq2SeqSession,
+    texts: Sequence[str],
+    recordings: Sequence[Path],
+    settings: Settings,
+    *,
+    language: str | None,
+    as_json: bool,
 ) -> None:
     """Print the text that a model makes of each text or recording, streaming where there is one.
+
+    Args:
+        session: the model.
+        texts: texts to read.
+        recordings: WAV files to write down.
+        settings: how tokens are chosen, and when a text ends.
+        language: of the sources, where the model knows several.
+        as_json: whether to print JSON.
 
     Raises:
         InputError: there is none; or see :meth:`Seq2SeqSession.encode` and
@@ -30,6 +44,11 @@ def print_texts(
     from graphopt.inference.seq2seq import complete, steps
 
     names: list[str] = [str(file) for file in recordings] if session.reads_recordings else list(texts)
+    if session.reads_recordings and texts:
+        remedy = "leave out --prompt"
+        raise InputError("the model reads recordings, and no texts", file=session.encoder.file, remedy=remedy)
+    if recordings and not session.reads_recordings:
+        raise InputError("the model reads texts", file=session.encoder.file, remedy="leave out --audio")
     if not names:
         option = "--audio FILE" if session.reads_recordings else "--prompt TEXT"
         raise InputError("there is no source", remedy=f"give {option}")
@@ -40,12 +59,12 @@ def print_texts(
     else:
         source = session.source_of_texts(*session.encode(texts))
     if not as_json and len(names) == 1:
-        for step in steps(session, source, settings):
+        for step in steps(session, source, settings, language):
             sys.stdout.write(step.texts[0])
             sys.stdout.flush()
         sys.stdout.write("\n")
         return None
-    completions = complete(session, source, settings)
+    completions = complete(session, source, settings, language)
     rows: list[dict[str, Any]] = [
         {"source": name, **completion.model_dump()} for name, completion in zip(names, completions, strict=True)
     ]

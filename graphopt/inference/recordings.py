@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graphopt.artifact.hf_config import PREPROCESSOR
 from graphopt.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
-
-PREPROCESSOR = "preprocessor_config.json"
-"""Where transformers keeps how a recording becomes features."""
 
 # Bytes of a sample, its type, and what is subtracted: samples of one byte have no sign.
 _SAMPLES = {1: ("u1", 128), 2: ("<i2", 0), 4: ("<i4", 0)}
@@ -27,7 +25,7 @@ def features_of_files(folder: Path, files: Sequence[Path]) -> npt.NDArray[np.flo
     """Return the features of recordings, float32 [recordings, bands, frames].
 
     Args:
-        folder: of the model, with its :data:`PREPROCESSOR`.
+        folder: of the model, with its ``preprocessor_config.json``.
         files: WAV files of as many samples a second as the model was trained with.
 
     Raises:

@@ -6,8 +6,9 @@ stay where they are: a step reads them, and appends to the keys and values of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,16 +26,17 @@ from graphopt.tasks.seq2seq import SEQ2SEQ
 from graphopt.tasks.seq2seq.encoder import recordings_port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
-
-    import onnxruntime
 
     from graphopt.inference.decoding.continuation import Continuation, Settings
     from graphopt.inference.decoding.decoder import Logits
     from graphopt.inference.generation import Step
     from graphopt.tasks.ports import Array, IntArray
     from graphopt.util.targets import Device
+
+Source = Mapping[str, Any]
+"""What the decoder reads of a batch of sources: values of onnxruntime by input name."""
 
 _ENCODER = "encoder"
 
@@ -58,7 +60,11 @@ class Seq2SeqSession:
 
     @property
     def beginning(self) -> list[int]:
-        """The tokens that a text begins with."""
+        """The tokens that a text begins with, in front of that of the language where there is one.
+
+        Raises:
+            InputError: the configuration does not say.
+        """
         tokens = self.decoder.manifest.model.decoder_start
         if not tokens:
             raise InputError(
@@ -67,6 +73,34 @@ class Seq2SeqSession:
                 remedy="set decoder_start_token_id in its generation_config.json, and export it again",
             )
         return tokens
+
+    def beginnings(self, source: Source, language: str | None = None) -> list[list[int]]:
+        """Return the tokens that the text of each source begins with.
+
+        Args:
+            source: as from :meth:`source_of_texts` or :meth:`source_of_recordings`.
+            language: of the sources, such as ``en``; ``None``: the model finds out, where it knows several.
+
+        Raises:
+            InputError: the model does not know the language, or no language; or see :attr:`beginning`.
+        """
+        facts, batch = self.decoder.manifest.model, _batch_of(source)
+        if language is not None and language not in facts.languages:
+            raise InputError(
+                f"the model does not know the language {language}",
+                file=self.decoder.file.parent,
+                remedy=f"it knows {', '.join(facts.languages)}" if facts.languages else "leave it out",
+            )
+        if not facts.languages:
+            return [self.beginning] * batch
+        if language is not None:
+            chosen_tokens = [facts.languages[language]] * batch
+        else:
+            tokens = np.array(sorted(facts.languages.values()))
+            decoder = SourceDecoder(self.decoder, source, batch)
+            logits = decoder.step(np.array([self.beginning] * batch, np.int64))[:, -1]
+            chosen_tokens = tokens[logits[:, tokens].argmax(-1)].tolist()
+        return [[*self.beginning, token, *facts.decoder_task] for token in chosen_tokens]
 
     def encode(self, texts: Sequence[str]) -> tuple[IntArray, IntArray]:
         """Return tokens and mask of texts to read, int64 [batch, length], padded at the end.
@@ -92,7 +126,7 @@ class Seq2SeqSession:
             ids[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
         return ids.astype(np.int64), mask.astype(np.int64)
 
-    def source_of_texts(self, ids: IntArray, mask: IntArray) -> dict[str, onnxruntime.OrtValue]:
+    def source_of_texts(self, ids: IntArray, mask: IntArray) -> dict[str, Any]:
         """Run the encoder once, and return what the decoder reads of texts [batch, length], by input name.
 
         Raises:
@@ -105,7 +139,7 @@ class Seq2SeqSession:
             source[ENCODER_MASK] = ort_value(mask)
         return source
 
-    def source_of_recordings(self, features: Array) -> dict[str, onnxruntime.OrtValue]:
+    def source_of_recordings(self, features: Array) -> dict[str, Any]:
         """Run the encoder once on recordings [batch, bands, frames], as :meth:`source_of_texts` does on texts.
 
         Raises:
@@ -121,7 +155,7 @@ class Seq2SeqSession:
             )
         return self._run_encoder({INPUT_FEATURES: features.astype(port.dtype or np.float32)})
 
-    def _run_encoder(self, feeds: Mapping[str, Array]) -> dict[str, onnxruntime.OrtValue]:
+    def _run_encoder(self, feeds: Mapping[str, Array]) -> dict[str, Any]:
         inference = self.encoder.inference
         names = [port.name for port in inference.get_outputs()]
         binding = inference.io_binding()
@@ -146,9 +180,7 @@ class SourceDecoder(Decoder):
         room: as for :class:`Decoder`.
     """
 
-    def __init__(
-        self, session: Session, source: Mapping[str, onnxruntime.OrtValue], batch: int, *, room: int = 0
-    ) -> None:
+    def __init__(self, session: Session, source: Source, batch: int, *, room: int = 0) -> None:
         super().__init__(session, batch, room=room)
         self._facts = session.manifest.model
         for name, value in source.items():
@@ -166,44 +198,43 @@ class SourceDecoder(Decoder):
 
 
 def complete(
-    session: Seq2SeqSession, source: Mapping[str, onnxruntime.OrtValue], settings: Settings
+    session: Seq2SeqSession, source: Source, settings: Settings, language: str | None = None
 ) -> list[Completion]:
     """Return the text of each source, see :func:`steps`."""
-    rows = _rows(session, source, settings)
+    rows = _rows(session, source, settings, language)
     for _ in _generate(session, source, rows):
         pass
     return [Completion.from_row(row) for row in rows]
 
 
-def steps(session: Seq2SeqSession, source: Mapping[str, onnxruntime.OrtValue], settings: Settings) -> Iterator[Step]:
+def steps(session: Seq2SeqSession, source: Source, settings: Settings, language: str | None = None) -> Iterator[Step]:
     """Make the texts of sources step by step.
 
     Args:
         session: the model.
         source: as from :meth:`Seq2SeqSession.source_of_texts` or :meth:`Seq2SeqSession.source_of_recordings`.
         settings: how tokens are chosen, and when a text ends.
+        language: of the sources, see :meth:`Seq2SeqSession.beginnings`.
 
     Raises:
         InputError: see :func:`graphopt.inference.decoding.continuation.start`; or the configuration does not say how a
             text begins.
     """
-    return _generate(session, source, _rows(session, source, settings))
+    return _generate(session, source, _rows(session, source, settings, language))
 
 
-def _rows(
-    session: Seq2SeqSession, source: Mapping[str, onnxruntime.OrtValue], settings: Settings
-) -> list[Continuation]:
-    batch = next(value.shape()[0] for value in source.values())
-    beginning = session.beginning
+def _rows(session: Seq2SeqSession, source: Source, settings: Settings, language: str | None) -> list[Continuation]:
     return [
         start(session.decoder, beginning, settings, name=f"source {number + 1}", occurrence=number)
-        for number in range(batch)
+        for number, beginning in enumerate(session.beginnings(source, language))
     ]
 
 
-def _generate(
-    session: Seq2SeqSession, source: Mapping[str, onnxruntime.OrtValue], rows: Sequence[Continuation]
-) -> Iterator[Step]:
+def _batch_of(source: Source) -> int:
+    return next(int(value.shape()[0]) for value in source.values())
+
+
+def _generate(session: Seq2SeqSession, source: Source, rows: Sequence[Continuation]) -> Iterator[Step]:
     decoder = SourceDecoder(session.decoder, source, len(rows), room=room_for(rows))
     return run(decoder, rows, np.array([row.prompt for row in rows], np.int64))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphopt.artifact.hf_config import MODULES, POOLING, PROMPTS, SENTENCES, modules_of
+from graphopt.artifact.hf_config import MODULES, POOLING, PREPROCESSOR, PROMPTS, SENTENCES, modules_of
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.models.lazy_tensors import lazy_tensors
@@ -232,9 +232,9 @@ def _settings_file(source: str, name: str) -> Path | None:
 
 
 def _save_settings(source: str, folder: Path) -> None:
-    """Copy what sentence-transformers says of a model on the hub, where it says something."""
+    """Copy what sentence-transformers says of a model on the hub, and how sound becomes features, where it says so."""
     modules = _settings_file(source, MODULES)
-    names = [POOLING, SENTENCES, MODULES, PROMPTS]
+    names = [POOLING, SENTENCES, MODULES, PROMPTS, PREPROCESSOR]
     names += [] if modules is None else [name for module in modules_of(modules) for name in module.files]
     for name in dict.fromkeys(names):
         file = _settings_file(source, name)

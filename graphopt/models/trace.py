@@ -160,7 +160,11 @@ def _varying(torch: Any, value: Any) -> Any:
     register = importlib.import_module("transformers.exporters.exporter_dynamo").register_pytree_node
     register(type(value))
     leaves, _ = torch.utils._pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)
-    growing = {id(getattr(layer, part, None)) for layer in value.layers for part in ("keys", "values")}
+    caches = [getattr(value, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    layers = [layer for cache in (value, *caches) for layer in getattr(cache, "layers", ())]
+    if not layers:
+        return [_varying(torch, leaf) for leaf in leaves]
+    growing = {id(getattr(layer, part, None)) for layer in layers for part in ("keys", "values")}
     return [
         dict.fromkeys(
             _CACHE_AXES if id(leaf) in growing else (0,) if leaf.is_floating_point() else range(leaf.dim()), vary
