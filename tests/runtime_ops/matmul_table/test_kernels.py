@@ -26,7 +26,7 @@ from tests.pairwise import pairwise
 from tests.runtime_ops.matmul_dynamic.bound import bound as dynamic_bound
 from tests.runtime_ops.matmul_table.bound import bound
 from tests.runtime_ops.matmul_table.test_op import of_float32
-from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
+from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load, trellis_of
 from tests.runtime_ops.products import Case, any_case, as_bytes, case_of, model_of, run_body, trellis_case
 
 pytestmark = needs_library
@@ -251,6 +251,17 @@ def test_frozen_vectors(kernel: Kernel, frozen: dict) -> None:
             assert kernel(MATMUL_TABLE.name, {**case, "activations": activations}, isa).tolist() == frozen["y"]
 
 
+@pytest.mark.parametrize("frozen", load("matmul_table", "trellis1.json"), ids=lambda frozen: str(frozen["rows"]))
+def test_frozen_trellises(kernel: Kernel, frozen: dict) -> None:
+    case = {**trellis_of(frozen), "activations": "float32"}
+    if case["group"] % 16 and case["group"] != case["rows"]:
+        with pytest.raises(Exception, match="group must be a multiple of 16"):
+            kernel(MATMUL_TABLE.name, case)
+        return
+    for isa in here():
+        assert kernel(MATMUL_TABLE.name, case, isa).tolist() == frozen["W"]
+
+
 @pytest.mark.parametrize("isa", ["", "scalar"])
 @pytest.mark.parametrize("scale_type", [np.float16, np.float32])
 def test_minimums_give_the_weight_of_the_definition_to_the_last_bit(kernel: Kernel, isa: str, scale_type: type) -> None:
@@ -280,6 +291,18 @@ def test_dynamic(kernel: Kernel, bits: int, clip: float, weight_bits: int, order
             assert (np.abs(y - expected) <= 2 * limit).all()
         if orders == (1, 1):  # nothing but float32 sums is between kernel and body: no code of x can be another
             assert np.abs(results[0] - run_body(MATMUL_DYNAMIC.name, case)).max() <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_dynamic_of_a_trellis_is_of_its_bytes(kernel: Kernel, bits: int) -> None:
+    for count, activation_bits in ((1, 8), (5, 4), (14, 8)):
+        case = trellis_case(96, 37, 96, bits, leading=(count,))
+        case |= {"left": hadamard(12), "right": hadamard(8), "bits": activation_bits, "clip": 0.9}
+        expected = kernel(MATMUL_DYNAMIC.name, as_bytes(case))
+        for isa in here():
+            assert np.array_equal(kernel(MATMUL_DYNAMIC.name, case, isa), expected)
+    by_body = run_body(MATMUL_DYNAMIC.name, case)
+    assert np.abs(by_body - expected).max() <= 2 * dynamic_bound(**as_bytes(case)).max()
 
 
 WRONG: dict[str, tuple[dict[str, object], str]] = {

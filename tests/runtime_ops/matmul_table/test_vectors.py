@@ -21,8 +21,18 @@ from graphopt.runtime_ops.matmul_table.spec.packing import pack, tile, unpack
 from tests.runtime_ops.products import Case, run_body
 
 
-def load(op: str) -> list[dict[str, Any]]:
-    return json.loads(files("graphopt.runtime_ops").joinpath(op, "vectors", "version1.json").read_text())
+def load(op: str, file: str = "version1.json") -> list[dict[str, Any]]:
+    return json.loads(files("graphopt.runtime_ops").joinpath(op, "vectors", file).read_text())
+
+
+def trellis_of(frozen: dict[str, Any]) -> Case:
+    """The weight of a frozen trellis, times a unit matrix: its numbers have few bits, so y is the weight."""
+    types = {"codes": np.uint8, "scales": np.float16, "tables": np.float32}
+    codes, scales, table = (np.array(frozen[name], dtype) for name, dtype in types.items())
+    sizes = {name: frozen[name] for name in ("rows", "columns", "group")}
+    absent = {"zero_points": np.zeros((1, 1, 1), np.float16), "bias": np.zeros(1, np.float32)}
+    x = np.eye(sizes["rows"], dtype=np.float32)
+    return {"x": x, "codes": codes, "scales": scales, "table": table, **absent, **sizes, "trellis": 1}
 
 
 def inputs_of(frozen: dict[str, Any]) -> tuple[Case, np.ndarray]:
@@ -56,6 +66,13 @@ def test_matmul_table(frozen: dict[str, Any]) -> None:
         assert reference(**case, activations=activations).tolist() == frozen["y"]
     assert run_body("MatMulTable", {**case, "activations": "float32"}).tolist() == frozen["y"]
     assert run_body("MatMulTable", {**case, "activations": "int8"}).tolist() == frozen["y"]
+
+
+@pytest.mark.parametrize("frozen", load("matmul_table", "trellis1.json"), ids=lambda frozen: str(frozen["rows"]))
+def test_trellises(frozen: dict[str, Any]) -> None:
+    case = {**trellis_of(frozen), "activations": "float32"}
+    assert reference(**case).tolist() == frozen["W"]
+    assert run_body("MatMulTable", case).tolist() == frozen["W"]
 
 
 @pytest.mark.parametrize("frozen", load("matmul_dynamic"), ids=lambda frozen: f"{frozen['activation_bits']} bits")
