@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from graphopt.graph.weights import weight_of
-from graphopt.runtime_ops import DOMAIN, signature_of
+from graphopt.runtime_ops import DOMAIN, port, port_at, signature_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 LAST_POSITIONS = "last_{}"
 """Name of the dimension of logits that are of up to so many of the last positions of a call."""
+
+_GATES = ("decay", "beta")
 
 THIN = 8
 """Rows or columns up to which a matrix is a branch of few directions: codes of it would save nothing."""
@@ -91,6 +93,50 @@ def router_nodes(graph: ir.Graph) -> set[ir.Node]:
     return _products_behind(floats)
 
 
+def gate_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """Return the products that make nothing but decays and step sizes of recurrences, such as Mamba's ``dt_proj``.
+
+    Of a gate of two thin matrices both are such products.
+    """
+    recurrences = [node for node in graph if (node.domain, node.op_type) == (DOMAIN, "LinearRecurrence")]
+    values = [value for node in recurrences for name in _GATES if (value := port(node, name)) is not None]
+    gates: set[ir.Node] = set()
+    waiting = list(_products_behind(values))
+    while waiting:
+        node = waiting.pop()
+        if node not in gates and _reaches_gates_only(node, gates):
+            gates.add(node)
+            first = node.inputs[0].producer() if node.inputs[0] is not None else None
+            waiting += [first] if first is not None and _is_product(first) else []
+    return gates
+
+
+def _reaches_gates_only(product: ir.Node, gates: set[ir.Node]) -> bool:
+    """Return whether all that is computed of a product ends in gates of recurrences, or in products that are gates."""
+    waiting = list(product.outputs)
+    reached: set[ir.Value] = set()
+    while waiting:
+        value = waiting.pop()
+        if value in reached:
+            continue
+        reached.add(value)
+        if value.is_graph_output():
+            return False
+        for node, index in value.uses():
+            input_port = port_at(node, index) if node.domain == DOMAIN else None
+            if input_port is not None and input_port.name in _GATES:
+                continue
+            if node.domain or (_is_product(node) and node not in gates):
+                return False
+            waiting += [] if node in gates else node.outputs
+    return True
+
+
+def _is_product(node: ir.Node) -> bool:
+    signature = signature_of(node)
+    return node.op_type == "MatMul" or (signature is not None and signature.is_product)
+
+
 def _products_behind(values: list[ir.Value]) -> set[ir.Node]:
     products: set[ir.Node] = set()
     waiting = [value.producer() for value in values]
@@ -98,8 +144,7 @@ def _products_behind(values: list[ir.Value]) -> set[ir.Node]:
         node = waiting.pop()
         if node is None:
             continue
-        signature = signature_of(node)
-        if node.op_type == "MatMul" or (signature is not None and signature.is_product):
+        if _is_product(node):
             products.add(node)
         else:
             waiting.extend(value.producer() for value in node.inputs if value is not None)

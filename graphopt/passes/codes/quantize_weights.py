@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from graphopt.analysis.structure.folding import fold
 from graphopt.analysis.structure.products import (
+    gate_nodes,
     is_thin,
     linear_nodes,
     lm_head_nodes,
@@ -59,6 +60,10 @@ STATISTICS = Rule(
     "the inputs of {products} products were collected on {tokens} tokens, with the digest {text}; theirs is {digest}",
 )
 ROUTER = Rule("quantize_weights.router", "it chooses experts: its few columns stay in floating point")
+GATE = Rule(
+    "quantize_weights.gate",
+    "it makes decays or step sizes of a recurrence, whose errors add up over tokens; `matrices` may name it",
+)
 THIN = Rule("quantize_weights.thin", "a branch of few directions: codes of it would save nothing")
 LEFT_IN_FLOATS = Rule("quantize_weights.left", "the recipe leaves it in floating point")
 NOT_TOKENS = Rule("quantize_weights.not-tokens", "a table that is not looked up by input_ids")
@@ -89,7 +94,8 @@ class QuantizeWeights(Pass):
     first form is fused by onnxruntime when it loads the model; of the second, a step looks up codes, so that it
     dequantizes the rows it reads and not the whole table; the third says what x is rounded to, once for all products
     that read x. Scales of matrices are rounded to float16 where all of a matrix are normal numbers there, and codes are
-    chosen for what is stored. A product that chooses experts is left as it is.
+    chosen for what is stored. A product that chooses experts is left as it is, and so is one that makes nothing but
+    decays and step sizes of recurrences unless ``matrices`` names it.
 
     With ``low_rank`` a branch in floats makes up for a part of the error (LQER, Zhang et al. 2024)::
 
@@ -152,26 +158,10 @@ class QuantizeWeights(Pass):
         """Quantize what the options name; say why anything else with weights stays."""
         ledger = context.ledger
         graph = model.graph
-        lm_heads, routers, tokens = lm_head_nodes(graph), router_nodes(graph), set(token_lookups(graph))
+        lm_heads, tokens = lm_head_nodes(graph), set(token_lookups(graph))
         tied = tied_lookups(graph) if self.tied and self.embedding is not None else {}
-        products: dict[ir.Node, LinearFormat] = {}
         options = self
-        check_names(options.matrices, [weight_of(node, 1) for node in linear_nodes(graph)])
-        of_roles: Mapping[str, LinearFormat | None] = {str(role): choice for role, choice in self.roles.items()}
-        roles = roles_of(graph, fold(graph)) if of_roles else defaultdict(str)
-        for node in linear_nodes(graph):
-            weight = weight_of(node, 1)
-            assert weight is not None
-            default_format = options.lm_head if node in lm_heads else of_roles.get(roles[node], options.linear)
-            format_choice = options.matrices.get(weight.name or "", default_format)
-            if node in routers - lm_heads:
-                ledger.skipped(node, ROUTER())
-            elif format_choice is None:
-                ledger.skipped(node, LEFT_IN_FLOATS())
-            elif is_thin(weight):
-                ledger.skipped(node, THIN())
-            else:
-                products[node] = format_choice
+        products = self._formats_of_products(graph, ledger)
         statistics: Mapping[ir.Node, InputStatistics] = {}
         if (self.rounding.needs is not None or self.low_rank) and products:
             statistics = context.statistics.inputs(model, products)
@@ -191,6 +181,30 @@ class QuantizeWeights(Pass):
             matrix = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
             if matrix is not None and node not in remaining:
                 ledger.skipped(node, NO_MATRIX(op_type=node.op_type, shape=[str(dim) for dim in matrix.shape or ()]))
+
+    def _formats_of_products(self, graph: ir.Graph, ledger: Ledger) -> dict[ir.Node, LinearFormat]:
+        """Return the format of each product that gets codes; say why others do not."""
+        lm_heads, routers, gates = lm_head_nodes(graph), router_nodes(graph), gate_nodes(graph)
+        check_names(self.matrices, [weight_of(node, 1) for node in linear_nodes(graph)])
+        of_roles: Mapping[str, LinearFormat | None] = {str(role): choice for role, choice in self.roles.items()}
+        roles = roles_of(graph, fold(graph)) if of_roles else defaultdict(str)
+        products: dict[ir.Node, LinearFormat] = {}
+        for node in linear_nodes(graph):
+            weight = weight_of(node, 1)
+            assert weight is not None
+            default_format = self.lm_head if node in lm_heads else of_roles.get(roles[node], self.linear)
+            format_choice = self.matrices.get(weight.name or "", default_format)
+            if node in routers - lm_heads:
+                ledger.skipped(node, ROUTER())
+            elif format_choice is None:
+                ledger.skipped(node, LEFT_IN_FLOATS())
+            elif node in gates and weight.name not in self.matrices:
+                ledger.skipped(node, GATE())
+            elif is_thin(weight):
+                ledger.skipped(node, THIN())
+            else:
+                products[node] = format_choice
+        return products
 
     def ensures(self, model: ir.Model) -> None:
         """Promise also that no original weight is left in the file beside its codes."""
