@@ -5,6 +5,7 @@ run). The learning-rate schedule follows the processor's time, not the step coun
 to on any machine, and may be stopped for a while.
 
     python tools/train/stdlib_lm.py --minutes 75 -o graphopt/models/stdlib_lm
+    python tools/train/stdlib_lm.py --minutes 15 -o stdlib_hybrid --dtype float32 --batch-tokens 4096 --hybrid
     python tools/train/stdlib_lm.py --minutes 17 -o stdlib_lm_draft --dtype float32 \
         --batch-tokens 4096 --sibling-of graphopt/models/stdlib_lm
 
@@ -27,7 +28,14 @@ from typing import Annotated, Literal
 import torch
 import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from graphopt.util.stdlib_text import HELD_OUT, held_out_text, training_texts
 
@@ -58,16 +66,19 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a Llama with heads of 64 and a tied embedding."""
+    """The size of a Llama, or of a hybrid with gated DeltaNet, with heads of 64 and a tied embedding."""
 
     hidden: int
     inner: int
     layers: int
     heads: int
     key_value_heads: int
+    is_hybrid: bool = False
 
-    def model(self) -> LlamaForCausalLM:
+    def model(self) -> PreTrainedModel:
         """Return an untrained model of this shape."""
+        if self.is_hybrid:
+            return self._hybrid()
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=VOCABULARY,
@@ -87,9 +98,38 @@ class Shape:
             )
         )
 
+    def _hybrid(self) -> PreTrainedModel:
+        """Return a Qwen3-Next without experts: gated DeltaNet in three layers of four, attention in the fourth."""
+        return Qwen3NextForCausalLM(
+            Qwen3NextConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=self.hidden,
+                intermediate_size=self.inner,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.key_value_heads,
+                head_dim=64,
+                linear_num_key_heads=self.heads // 2,
+                linear_num_value_heads=self.heads,
+                linear_key_head_dim=64,
+                linear_value_head_dim=64,
+                layer_types=[
+                    "linear_attention" if (layer + 1) % 4 else "full_attention" for layer in range(self.layers)
+                ],
+                mlp_only_layers=list(range(self.layers + 1)),
+                max_position_embeddings=CONTEXT,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+                tie_word_embeddings=True,
+                bos_token_id=0,
+                eos_token_id=0,
+                attn_implementation="eager",  # type: ignore[call-arg]
+            )
+        )
+
 
 # The widths of their MLPs are 20 * 2^5 and 5 * 2^6: there are Hadamard matrices of both.
 SHIPPED = Shape(hidden=256, inner=640, layers=6, heads=4, key_value_heads=2)
+HYBRID = Shape(hidden=256, inner=640, layers=4, heads=4, key_value_heads=2, is_hybrid=True)
 SIBLING = Shape(hidden=128, inner=320, layers=3, heads=2, key_value_heads=1)
 
 
@@ -103,7 +143,7 @@ def context_length(progress: float) -> int:
     return CONTEXT // 2 if progress < 0.8 else CONTEXT
 
 
-def bits_per_byte(model: LlamaForCausalLM, ids: torch.Tensor, size: int) -> float:
+def bits_per_byte(model: PreTrainedModel, ids: torch.Tensor, size: int) -> float:
     """Return the bits that ``model`` needs per byte of a text of ``size`` bytes, in windows that overlap by half."""
     stride, nats = CONTEXT // 2, 0.0
     model.eval()
@@ -121,7 +161,7 @@ def bits_per_byte(model: LlamaForCausalLM, ids: torch.Tensor, size: int) -> floa
 
 
 def loss_of(
-    model: LlamaForCausalLM, windows: torch.Tensor, teacher: LlamaForCausalLM | None, dtype: torch.dtype
+    model: PreTrainedModel, windows: torch.Tensor, teacher: PreTrainedModel | None, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the mean cross entropy in nats of ``windows``, int64 ``[batch, length + 1]``.
 
@@ -144,12 +184,13 @@ def main(
     checkpoint_minutes: Annotated[float, typer.Option(help="how often to save and judge")] = 10.0,
     sibling_of: Annotated[Path | None, typer.Option(help="train the sibling of the model in this folder")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="of products; see what is faster")] = "bfloat16",
+    hybrid: Annotated[bool, typer.Option(help="gated DeltaNet in three layers of four")] = False,
 ) -> None:
     """Train, judge on the held-out modules against ``xz -9e``, and save."""
     torch.manual_seed(seed)
     texts = list(training_texts().values())
     if sibling_of is None:
-        shape, teacher, tokenizer = SHIPPED, None, train_tokenizer(texts)
+        shape, teacher, tokenizer = HYBRID if hybrid else SHIPPED, None, train_tokenizer(texts)
     else:
         shape, teacher = SIBLING, LlamaForCausalLM.from_pretrained(sibling_of, dtype=torch.float32).eval()
         tokenizer = Tokenizer.from_file(str(sibling_of / "tokenizer.json"))
@@ -164,7 +205,7 @@ def main(
     print(f"{len(ids):,} training tokens, {len(held_out_ids):,} held out, {parameters:,} parameters, xz {xz:.3f}")
 
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]  # and taps of convolutions
     optimizers = [
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95),
         torch.optim.AdamW(others, lr=0.006, betas=(0.9, 0.95), weight_decay=0.0),
@@ -213,7 +254,7 @@ def main(
 
 
 def save(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokenizer: Tokenizer,
     output: Path,
     shape: Shape,
@@ -239,10 +280,11 @@ def save(
         if sibling_of is None
         else f"It drafts for `{sibling_of.name}`, whose tokenizer it has and whose chances of the next token it learnt."
     )
+    kind = "Gated DeltaNet in three layers of four (Qwen3-Next)" if shape.is_hybrid else "A Llama"
     (output / "README.md").write_text(
         f"""# {output.name}
 
-A Llama of {parameters:,} parameters ({shape.layers} layers, {shape.hidden} wide, {shape.heads} query and
+{kind} of {parameters:,} parameters ({shape.layers} layers, {shape.hidden} wide, {shape.heads} query and
 {shape.key_value_heads} KV heads of 64, SwiGLU of width {shape.inner}, tied embedding of {VOCABULARY} byte-level BPE
 tokens, {CONTEXT} positions), trained from scratch by `tools/train/stdlib_lm.py` on the source text of the standard
 library of Python {platform.python_version()} (PSF License). {taught}

@@ -114,12 +114,12 @@ def gate_nodes(graph: ir.Graph) -> set[ir.Node]:
 def _reaches_gates_only(product: ir.Node, gates: set[ir.Node]) -> bool:
     """Return whether all that is computed of a product ends in gates of recurrences, or in products that are gates."""
     waiting = list(product.outputs)
-    reached: set[ir.Value] = set()
+    values: set[ir.Value] = set()
     while waiting:
         value = waiting.pop()
-        if value in reached:
+        if value in values:
             continue
-        reached.add(value)
+        values.add(value)
         if value.is_graph_output():
             return False
         for node, index in value.uses():

@@ -130,6 +130,8 @@ class Conversation:
         try:
             with closing(run(decoder, [row], ids, is_halted=is_halted, drafts=drafts)) as steps:
                 for step in steps:
+                    if decoder.tokens[0] == len(row.prompt):
+                        decoder.keep()  # a template may write what follows in another way next time
                     if step.texts[0]:
                         yield step.texts[0]
         except GeneratorExit:
@@ -155,6 +157,7 @@ class Conversation:
             prefix = next(
                 (index for index, (old, new) in enumerate(pairs) if old != new), min(length, len(row.prompt) - 1)
             )
+            prefix = self._decoder.nearest(prefix)
             try:
                 if prefix < length:
                     self._decoder.rewind(prefix)

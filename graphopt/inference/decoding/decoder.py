@@ -199,6 +199,11 @@ class Decoder:
         self.states.rewind(tokens_before, lengths)
         self._rows = rows
 
+    def nearest(self, length: int) -> int:
+        """Return the most tokens up to ``length`` that :meth:`rewind` can leave to every row."""
+        tokens = self._rows.tokens
+        return int(self.states.nearest(tokens, np.full_like(tokens, length)).min())
+
     def keep(self) -> None:
         """Let :meth:`rewind` come back to where the rows are now, also where states are recurrent."""
         self.states.keep(self.tokens)

@@ -189,6 +189,12 @@ class RecurrentStates(_StepStates):
         shorter = [entry for entry in self._checkpoints if (entry[0] <= lengths).all()]
         self._checkpoints = deque(shorter, maxlen=_CHECKPOINTS)
 
+    def nearest(self, tokens: IntArray, lengths: IntArray) -> IntArray:
+        """See :class:`StateStore`."""
+        candidates = [np.zeros_like(tokens), tokens, *(count for count, _ in self._checkpoints)]
+        nearest: IntArray = np.max([np.where(count <= lengths, count, 0) for count in candidates], axis=0)
+        return nearest
+
     def mark(self, tokens: IntArray) -> Mark:
         """See :class:`StateStore`."""
         return Mark(tokens, [self._values])

@@ -64,6 +64,12 @@ class HybridStates(StateStore):
         for store in reversed(self._stores):
             store.rewind(tokens, lengths)
 
+    def nearest(self, tokens: IntArray, lengths: IntArray) -> IntArray:
+        """See :class:`StateStore`."""
+        for store in reversed(self._stores):
+            lengths = store.nearest(tokens, lengths)
+        return lengths
+
     def room_for_drafts(self, tokens: IntArray) -> IntArray:
         """See :class:`StateStore`."""
         room: IntArray = np.minimum.reduce([store.room_for_drafts(tokens) for store in self._stores])

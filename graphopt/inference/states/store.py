@@ -120,6 +120,10 @@ class StateStore(ABC):
     def keep(self, tokens: IntArray) -> None:  # noqa: B027, most states need not do anything
         """Let :meth:`rewind` come back to where rows have so many tokens, int64 [batch]; most states always can."""
 
+    def nearest(self, tokens: IntArray, lengths: IntArray) -> IntArray:
+        """Return the most tokens up to ``lengths`` that :meth:`rewind` can leave to each row, int64 [batch]."""
+        return np.minimum(tokens, lengths)
+
     def room_for_drafts(self, tokens: IntArray) -> IntArray:
         """Return how many tokens behind the next one of each row :meth:`roll_back` can take back, int64 [batch]."""
         return np.full(len(tokens), _NO_LIMIT, np.int64)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import graphopt
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.inference.conversation.conversation import Conversation, chat
-from graphopt.inference.conversation.template import ChatTemplate
+from graphopt.inference.conversation.template import TEMPLATE, ChatTemplate
 from graphopt.inference.decoding.continuation import Settings
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.decoding.proposers import Lookup
@@ -21,6 +23,7 @@ from graphopt.inference.decoding.sampling import Sampling
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import generate
 from graphopt.inference.session import Session, load
+from tests.checkpoints import save_tokenizer
 from tests.inference.conversation.conftest import PYTHON
 
 SHORT = Settings(max_new_tokens=12)
@@ -111,6 +114,29 @@ def test_a_template_that_rewrites_a_reply_rewinds_the_cache(
     assert conversation.fed_tokens + len(first.prompt) >= len(second.prompt)
     # float32 caches, rewound: nothing is rounded
     assert generate(session, [second.prompt], max_new_tokens=12)[0].tokens == second.tokens
+
+
+def test_recurrent_states_go_back_to_the_end_of_the_prompt(
+    make_artifact: Callable[[str], Path], tmp_path: Path, fed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(make_artifact("qwen3_next"), tmp_path / "model")
+    save_tokenizer(folder)
+    (folder / TEMPLATE).write_text(PYTHON)
+    session = load(folder, threads=1)
+    use_template(monkeypatch, source=PYTHON.replace("{{ message.content }}\n\n", "pass\n\n"))
+    conversation = Conversation(session, settings=SHORT)
+    first = conversation.reply("a stack of names")
+    fed.clear()
+    second = conversation.reply("its top")
+    assert second.prompt[: len(first.prompt)] == first.prompt
+    assert conversation.fed_tokens == fed[0] == len(second.prompt) - len(first.prompt)
+    assert generate(session, [second.prompt], max_new_tokens=12)[0].tokens == second.tokens
+    fed.clear()
+    other = Conversation(session, settings=SHORT)
+    other.reply("a queue")
+    other._tokens, other._text = [1, *other._tokens[1:]], ""  # as if it had begun in another way
+    assert other.reply("its end").prompt == other._tokens[: -len(other.last.tokens)]  # type: ignore[union-attr]
+    assert other.fed_tokens == len(other.last.prompt)  # type: ignore[union-attr]
 
 
 def test_a_stop_string_is_not_part_of_the_conversation(session: Session) -> None:

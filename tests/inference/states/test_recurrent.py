@@ -76,6 +76,14 @@ def test_rewinding_goes_to_where_it_was_kept_and_to_the_beginning(session: Sessi
         decoder.rewind(8)  # it was kept in a text that is gone
 
 
+def test_the_nearest_length_that_a_text_can_be_rewound_to(session: Session) -> None:
+    decoder = Decoder(session, 1)
+    decoder.step(IDS[:1, :8])
+    decoder.keep()
+    decoder.step(IDS[:1, 8:13])
+    assert [decoder.nearest(length) for length in (13, 12, 8, 7, 0)] == [13, 8, 8, 0, 0]
+
+
 def test_rows_continue_from_copies(session: Session, expected: np.ndarray) -> None:
     decoder = Decoder(session, 2)
     decoder.step(IDS[:, :8])
