@@ -49,8 +49,7 @@ def write_checkpoint(family: str, folder: Path) -> None:
     if family == "whisper":
         from transformers import WhisperFeatureExtractor
 
-        # One second at once: 100 frames, of which the second convolution leaves 50.
-        WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(folder)
+        WhisperFeatureExtractor(feature_size=16).save_pretrained(folder)
     model.save_pretrained(folder)
 
 

@@ -282,7 +282,7 @@ SEQ2SEQ: dict[str, tuple[str, str, dict[str, Any]]] = {
         "WhisperConfig",
         {
             **_SEQ2SEQ,
-            "max_source_positions": 50,
+            "max_source_positions": 1500,
             "max_target_positions": 64,
             "num_mel_bins": 16,
             "decoder_start_token_id": 2,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from graphopt.analysis.structure.contrib import state_caches
 from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.analysis.structure.ports import HIDDEN, POOL
-from graphopt.artifact.genai import GENAI_CONFIG, genai_config
+from graphopt.artifact.genai import GENAI_CONFIG, genai_config, genai_speech_config
 from graphopt.artifact.hf_config import DENSE_FILES, PREPROCESSOR, facts_of
 from graphopt.artifact.manifest import MANIFEST, FileRecord, Manifest, Source, read_manifest
 from graphopt.errors import InputError
@@ -302,17 +302,9 @@ def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
     for name, source in artifact.companions.items():
         if name != HEADS or used:
             shutil.copyfile(source, folder / name)
-    facts, why_not = artifact.manifest.model, TASKS[artifact.manifest.task].why_no_genai()
+    why_not = TASKS[artifact.manifest.task].why_no_genai()
     try:
-        config = why_not or genai_config(
-            Interface.of_graph(artifact.model.graph),
-            MODEL,
-            max_positions=facts.max_positions,
-            bos_token_id=facts.bos_token_id,
-            eos_token_ids=facts.eos_token_ids,
-            session={**artifact.manifest.session, **_library_beside(artifact.model, folder)},
-            pool=json.loads(artifact.model.metadata_props.get(POOL, "null")),
-        )
+        config = why_not or _genai_config(artifact, folder)
     except InputError as error:
         config = INTERFACE_REFUSED(error=error.what)
     notes = [note for note in artifact.manifest.notes if note.code != NO_GENAI_CONFIG.code]
@@ -320,6 +312,20 @@ def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
         return [*notes, NO_GENAI_CONFIG(why=config)]
     (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return notes
+
+
+def _genai_config(artifact: Artifact, folder: Path) -> dict[str, Any] | Fact:
+    """Return the configuration by which onnxruntime-genai runs an artifact, or why there is none."""
+    facts, interface = artifact.manifest.model, Interface.of_graph(artifact.model.graph)
+    options: dict[str, Any] = {
+        "max_positions": facts.max_positions,
+        "bos_token_id": facts.bos_token_id,
+        "eos_token_ids": facts.eos_token_ids,
+        "session": {**artifact.manifest.session, **_library_beside(artifact.model, folder)},
+    }
+    for name, part in artifact.parts.items():  # there is one, the encoder
+        return genai_speech_config(interface, MODEL, part.model.graph, f"{name}/{MODEL}", **options)
+    return genai_config(interface, MODEL, pool=json.loads(artifact.model.metadata_props.get(POOL, "null")), **options)
 
 
 def _library_beside(model: ir.Model, folder: Path) -> dict[str, str]:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     BLOCK_TABLE,
+    ENCODER_STATES,
     GROWING,
+    INPUT_FEATURES,
     INPUT_IDS,
     LOGITS,
     PAST_LENGTHS,
@@ -15,6 +17,7 @@ from graphopt.analysis.structure.ports import (
     RECURRENT,
     SCALES,
     STARTS,
+    genai_cross_pattern,
     genai_pattern,
     past_port,
 )
@@ -22,6 +25,8 @@ from graphopt.graph.diagnostics import Fact, Rule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import onnx_ir as ir
 
     from graphopt.analysis.structure.ports import CachePort
     from graphopt.tasks.causal_lm.interface import Interface
@@ -31,6 +36,8 @@ GENAI_CONFIG = "genai_config.json"
 MOST_REQUESTS, MOST_TOKENS = 16, 512
 """Requests that an engine runs at once, and tokens that it feeds in one call: a long prompt takes several."""
 
+_FRAMES = 3000
+
 NO_BOUND = 1 << 20
 """Tokens of a text, at most, where all states are recurrent and the model states no bound."""
 
@@ -38,6 +45,8 @@ CACHES_IN_PAGES = Rule(
     "genai.caches-in-pages",
     "its caches lie in pages that the caller allocates; --set lower.caches=growing leaves them as they are for ort-cpu",
 )
+TEXT_SOURCE = Rule("genai.text-source", "onnxruntime-genai runs no encoder-decoder with a text as its source")
+FRAMES = Rule("genai.frames", "onnxruntime-genai takes recordings of 3000 frames, and the encoder takes {frames}")
 NO_MASK = Rule("genai.no-mask", "the graph has no attention_mask input")
 UNEVEN = Rule(
     "genai.layers-differ", "its layers differ in KV heads or head size, or are not numbered from 0", also=["layers"]
@@ -112,6 +121,86 @@ def genai_config(
         return {"model": model, "search": search}
     batching = {**pool, "max_batch_size": MOST_REQUESTS, "max_scheduled_tokens": MOST_TOKENS}
     return {"model": model, "search": search, "engine": {"dynamic_batching": batching}}
+
+
+def genai_speech_config(
+    interface: Interface,
+    model_file: str,
+    encoder: ir.Graph,
+    encoder_file: str,
+    *,
+    max_positions: int | None,
+    bos_token_id: int | None,
+    eos_token_ids: list[int],
+    session: Mapping[str, str],
+) -> dict[str, Any] | Fact:
+    """Return the configuration of an encoder-decoder, or why onnxruntime-genai cannot run its graphs.
+
+    Args:
+        interface: names and shapes of the decoder.
+        model_file: name of its ``.onnx`` file in the folder.
+        encoder: the graph that reads the source.
+        encoder_file: its file, relative to the folder.
+        max_positions: as for :func:`genai_config`, and so are the others.
+        bos_token_id: see there.
+        eos_token_ids: see there.
+        session: see there.
+    """
+    inputs = {value.name: value for value in encoder.inputs}
+    outputs = {value.name: value for value in encoder.outputs}
+    features, states = inputs.get(INPUT_FEATURES), outputs.get(ENCODER_STATES)
+    if features is None or states is None or features.shape is None or states.shape is None:
+        return TEXT_SOURCE()
+    if features.shape[-1] != _FRAMES:
+        return FRAMES(frames=str(features.shape[-1]))
+    if interface.has_pages:
+        return CACHES_IN_PAGES()
+    if max_positions is None or not eos_token_ids or interface.vocabulary is None:
+        return UNKNOWN()
+    _, heads, _, size = interface.inputs[interface.past[0]].shape
+    graph = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": [], **session},
+        "head_size": size,
+        "hidden_size": int(str(states.shape[-1])),
+        "num_attention_heads": heads,
+        "num_hidden_layers": len(interface.past) // len(GROWING),
+        "num_key_value_heads": heads,
+    }
+    own, cross = [genai_pattern(part) for part in GROWING], [genai_cross_pattern(part) for part in GROWING]
+    decoder = {
+        **graph,
+        "filename": model_file,
+        "inputs": {
+            "input_ids": INPUT_IDS,
+            "past_key_names": own[0][0],
+            "past_value_names": own[1][0],
+            "cross_past_key_names": cross[0],
+            "cross_past_value_names": cross[1],
+        },
+        "outputs": {"logits": LOGITS, "present_key_names": own[0][1], "present_value_names": own[1][1]},
+    }
+    reader = {
+        **graph,
+        "filename": encoder_file,
+        "inputs": {"audio_features": INPUT_FEATURES},
+        "outputs": {
+            "encoder_hidden_states": ENCODER_STATES,
+            "cross_present_key_names": cross[0],
+            "cross_present_value_names": cross[1],
+        },
+    }
+    model = {
+        "type": "whisper",
+        "bos_token_id": eos_token_ids[0] if bos_token_id is None else bos_token_id,
+        "eos_token_id": eos_token_ids[0],
+        "pad_token_id": eos_token_ids[0],
+        "context_length": max_positions,
+        "vocab_size": interface.vocabulary,
+        "decoder": decoder,
+        "encoder": reader,
+    }
+    search = {"do_sample": False, "max_length": max_positions, "num_beams": 1, "past_present_share_buffer": False}
+    return {"model": model, "search": search}
 
 
 def _is_numbered(ports: Sequence[CachePort], layers: int) -> bool:

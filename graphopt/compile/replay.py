@@ -214,6 +214,7 @@ class Replay:
             checks = [*checks, report.check]
             kernels = recorded_kernels(report, stored_manifest.precision, compilation.model, compilation.recipe, file)
         artifact = compilation.artifact(compilation.recipe, checks, kernels)
+        artifact.parts = self._after.parts
         manifest = artifact.manifest.model_copy(update={"notes": confirm_companions(artifact, self._file)})
         confirm_manifest(manifest, stored_manifest, file, self._before.manifest)
 

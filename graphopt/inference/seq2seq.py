@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphopt.analysis.structure.ports import ENCODER_MASK, INPUT_FEATURES
+from graphopt.analysis.structure.ports import ENCODER_MASK, INPUT_FEATURES, is_cross_port
 from graphopt.artifact.tokens import TOKENIZER
 from graphopt.errors import InputError
 from graphopt.inference.decoding.continuation import start
@@ -157,7 +157,7 @@ class Seq2SeqSession:
 
     def _run_encoder(self, feeds: Mapping[str, Array]) -> dict[str, Any]:
         inference = self.encoder.inference
-        names = [port.name for port in inference.get_outputs()]
+        names = [port.name for port in inference.get_outputs() if is_cross_port(port.name)]
         binding = inference.io_binding()
         for name, array in feeds.items():
             binding.bind_ortvalue_input(name, ort_value(np.ascontiguousarray(array)))

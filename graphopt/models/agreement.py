@@ -74,7 +74,8 @@ def check_agreement(load: Callable[[], Any], programs: Mapping[str, ir.Model]) -
         if name != MAIN:
             feeds |= task_of(part.graph).probe(part.graph).feeds
             with _open(part) as session:
-                names = [port.name for port in session.get_outputs()]
+                inputs = {value.name for value in program.graph.inputs}
+                names = [port.name for port in session.get_outputs() if port.name in inputs]
                 outputs |= dict(zip(names, _run(functools.partial(run, session, names, feeds)), strict=True))
     probe = task.probe(program.graph) if not outputs else SEQ2SEQ.probe_behind(program.graph, feeds, outputs)
     with _open(program) as session:

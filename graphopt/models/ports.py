@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     ENCODER_MASK,
+    ENCODER_STATES,
     INPUT_FEATURES,
     INPUT_IDS,
     POSITION_IDS,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 BATCH, LENGTH, PAST, KEYS, SOURCE = "batch", "length", "past", "past + length", "source"
 """Names of the dimensions that vary."""
 
+_LAST_STATES = "encoder_last_hidden_state"
 DECODER_INPUT_IDS = "decoder_input_ids"
 _FIRST_INPUTS = (INPUT_FEATURES, INPUT_IDS, ATTENTION_MASK, ENCODER_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
 
@@ -66,8 +68,15 @@ def _split_encoder_from_decoder(graph: ir.Graph) -> None:
         _drop_outputs(graph, {value for value in graph.outputs if _is_input(value)})
         names = {ATTENTION_MASK: ENCODER_MASK, DECODER_INPUT_IDS: INPUT_IDS}
     else:
-        other_outputs = {value for value in graph.outputs if not is_cross_port(exported_name(value.name or "") or "")}
-        _drop_outputs(graph, other_outputs)
+        outputs = {value for value in graph.outputs if is_cross_port(exported_name(value.name or "") or "")}
+        if any(value.name == INPUT_FEATURES for value in graph.inputs):
+            # onnxruntime-genai, which runs such models, wants the last states too.
+            states = next(value for value in graph.outputs if value.name == _LAST_STATES)
+            graph.outputs.remove(states)
+            graph.outputs.append(states)
+            states.name = ENCODER_STATES
+            outputs.add(states)
+        _drop_outputs(graph, set(graph.outputs) - outputs)
         names = {}
     for value in list(graph.inputs):
         if not value.uses():

@@ -15,8 +15,9 @@ from graphopt.artifact.manifest import read_manifest
 from graphopt.compile.replay import verify
 from graphopt.errors import InputError
 from graphopt.inference.decoding.continuation import Settings
+from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.recordings import features_of_files, read_wav
-from graphopt.inference.seq2seq import complete
+from graphopt.inference.seq2seq import SourceDecoder, complete
 from tests.cli.test_embeddings import call
 
 RATE = 16000
@@ -51,7 +52,7 @@ def test_features_are_those_of_transformers(folder: Path, tmp_path: Path) -> Non
     features = features_of_files(folder, files)
     extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
     expected = extractor([tone(440), tone(1000)], sampling_rate=RATE, return_tensors="np")["input_features"]
-    assert features.shape == (2, 16, 100)
+    assert features.shape == (2, 16, 3000)
     # Samples have 16 bits, and features are logarithms with a floor eight powers of ten below the peak.
     assert np.abs(features - expected).mean() < 0.02
 
@@ -92,8 +93,36 @@ def test_a_recording_becomes_the_text_that_torch_writes(
     assert [completion.prompt for completion in chosen] == [[2, 11, 13, 15]] * 2
     with pytest.raises(InputError, match=r"does not know the language xx.*it knows de, en, fr"):
         complete(session, session.source_of_recordings(features), Settings(3), language="xx")
-    with pytest.raises(InputError, match=r"a recording has the shape \[16, 99\], and the encoder takes \[16, 100\]"):
-        session.source_of_recordings(features[:, :, :99])
+    with pytest.raises(InputError, match=r"a recording has the shape \[16, 2999\], and the encoder takes \[16, 3000\]"):
+        session.source_of_recordings(features[:, :, :2999])
+
+
+def test_genai_writes_the_same_text(folder: Path, tmp_path: Path) -> None:
+    import onnxruntime_genai as og
+
+    artifact = tmp_path / "out"
+    graphopt.optimize(folder, "rotate", artifact)
+    features = features_of_files(folder, [write_wav(tmp_path / "a.wav", tone(440))])
+    session = graphopt.load_seq2seq(artifact)
+    source = session.source_of_recordings(features)
+    decoder = SourceDecoder(session.decoder, source, 1)
+    beginning = ids = [2, 10, 13, 15]
+    logits = Decoder.step(decoder, np.array([ids]))
+    while len(ids) < 16 and ids[-1] != 3:  # genai suppresses no token
+        ids = [*ids, int(logits[0, -1].argmax())]
+        logits = Decoder.step(decoder, np.array([ids[-1:]]))
+    model = og.Model(str(artifact))
+    options = og.GeneratorParams(model)
+    options.set_search_options(max_length=16, do_sample=False)
+    generator, tensors = og.Generator(model, options), og.NamedTensors()
+    tensors["input_features"] = features
+    generator.set_inputs(tensors)
+    generator.append_tokens(np.array([beginning], np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    made = [int(token) for token in generator.get_sequence(0)]
+    assert made == ids[: len(made)]
+    assert len(made) > len(beginning)
 
 
 def test_both_graphs_are_optimized_run_and_verified(
@@ -129,8 +158,8 @@ def test_recordings_that_cannot_be_read_are_refused(
         np.testing.assert_allclose(samples, tone(440), atol=1 / 128)
     with pytest.raises(InputError, match=r"16 bits and 8000 samples a second, and the model takes 16000.*ffmpeg"):
         features_of_files(folder, [write_wav(tmp_path / "slow.wav", tone(440), rate=8000)])
-    with pytest.raises(InputError, match=r"the recording has 2\.0 seconds, the model reads 1 at once"):
-        features_of_files(folder, [write_wav(tmp_path / "long.wav", tone(440, 2))])
+    with pytest.raises(InputError, match=r"the recording has 31\.0 seconds, the model reads 30 at once"):
+        features_of_files(folder, [write_wav(tmp_path / "long.wav", tone(440, 31))])
     with pytest.raises(InputError, match="the recording is empty"):
         features_of_files(folder, [write_wav(tmp_path / "empty.wav", np.zeros(0))])
     (tmp_path / "text.wav").write_text("no sound")

@@ -22,7 +22,7 @@ INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "positi
 TOKEN_TYPE_IDS = "token_type_ids"
 PAST_LENGTH, NEW_LENGTH = "past_length", "new_length"
 STARTS, PAST_LENGTHS, BLOCK_TABLE = "cumulative_sequence_lengths", "past_sequence_lengths", "block_table"
-ENCODER_MASK, INPUT_FEATURES = "encoder_attention_mask", "input_features"
+ENCODER_MASK, INPUT_FEATURES, ENCODER_STATES = "encoder_attention_mask", "input_features", "encoder_hidden_states"
 LOGITS, HIDDEN, POOLER_OUTPUT = "logits", "last_hidden_state", "pooler_output"
 
 POOL = "ai.graphopt.pool"
@@ -97,6 +97,11 @@ def past_port(value: ir.Value | str | None) -> CachePort | None:
 def present_port(value: ir.Value | str | None) -> CachePort | None:
     """Return which cache an output called so gives back, or ``None``."""
     return _port(value, _PRESENT)
+
+
+def genai_cross_pattern(part: str) -> str:
+    """Return the port of a part of cross-attention for all layers, with ``%d`` for N as onnxruntime-genai writes it."""
+    return f"{_CROSS}.%d.{part}"
 
 
 def is_cross_port(name: str) -> bool:

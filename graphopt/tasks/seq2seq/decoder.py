@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from graphopt.analysis.structure.ports import ATTENTION_MASK, ENCODER_MASK, is_cross_port
-from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.tasks.base import BATCH, PADDING, Call, classes_of, random_padding, upper
 from graphopt.tasks.causal_lm import CausalLM
 from graphopt.tasks.causal_lm.interface import Interface
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
 
     import onnx_ir as ir
 
+    from graphopt.graph.diagnostics import Fact
     from graphopt.tasks.ports import Array, IntArray
-
-NO_LAYOUT = Rule("seq2seq.no-genai", "onnxruntime-genai runs no encoder-decoder with a text as its source")
 
 _SOURCE = 7
 """Columns of the source of a probe, unlike any number of tokens."""
@@ -128,10 +126,6 @@ class Seq2Seq(CausalLM):
     def facts(self, folder: Path) -> Any:
         """See :class:`graphopt.tasks.base.Task`; how a text begins, and which tokens it never has."""
         return upper("graphopt.artifact.hf_config:facts_of_seq2seq")(folder)
-
-    def why_no_genai(self) -> Fact | None:
-        """See :class:`graphopt.tasks.base.Task`."""
-        return NO_LAYOUT()
 
     def measure_quality(self, reference: Any, artifact: Path, **reading: Any) -> dict[str, float]:
         """Compare logits of texts behind sources."""

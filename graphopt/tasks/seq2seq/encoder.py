@@ -2,8 +2,8 @@
 
 Inputs: ``input_ids`` and ``attention_mask`` int64 [batch, length] of a text, or ``input_features`` [batch, bands,
 frames] of a recording. Outputs: for each layer N of the decoder ``cross_key_values.N.key`` and ``.value`` [batch,
-heads, length, head size]. They are computed once for a source. The last hidden states stay inside, so that their basis
-is free.
+heads, length, head size]. They are computed once for a source. The last hidden states of a text stay inside, so that
+their basis is free; those of a recording are the output ``encoder_hidden_states``, which onnxruntime-genai wants.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_FEATURES, is_cross_port
+from graphopt.analysis.structure.ports import ATTENTION_MASK, ENCODER_STATES, INPUT_FEATURES, is_cross_port
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.ort.session import run
@@ -45,7 +45,8 @@ class SourceProbe(EncoderProbe):
 
     def run(self, session: onnxruntime.InferenceSession) -> Floats:
         """Return keys and values of the columns that are no padding, [columns, layers x heads x head size x 2]."""
-        outputs = run(session, [port.name for port in session.get_outputs()], self.feeds)
+        names = [port.name for port in session.get_outputs() if is_cross_port(port.name)]
+        outputs = run(session, names, self.feeds)
         real = self.real if ATTENTION_MASK in self.feeds else np.ones((BATCH, outputs[0].shape[2]), bool)
         columns = [array.transpose(0, 2, 1, 3)[real].reshape(real.sum(), -1) for array in outputs]
         states: Floats = np.concatenate(columns, axis=-1).astype(np.float64)
@@ -63,7 +64,9 @@ class Seq2SeqEncoder(Encoder):
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`graphopt.tasks.base.Task`."""
         del inputs
-        return bool(outputs) and all(map(is_cross_port, outputs))
+        return any(map(is_cross_port, outputs)) and all(
+            is_cross_port(name) or name == ENCODER_STATES for name in outputs
+        )
 
     def takes_config(self, config: Any, transformers: Any) -> bool:
         """Take none: the configuration is of the whole model."""
