@@ -166,18 +166,18 @@ def genai_speech_config(
         "num_hidden_layers": len(interface.past) // len(GROWING),
         "num_key_value_heads": heads,
     }
-    own, cross = [genai_pattern(part) for part in GROWING], [genai_cross_pattern(part) for part in GROWING]
+    cache_names, cross = [genai_pattern(part) for part in GROWING], [genai_cross_pattern(part) for part in GROWING]
     decoder = {
         **graph,
         "filename": model_file,
         "inputs": {
             "input_ids": INPUT_IDS,
-            "past_key_names": own[0][0],
-            "past_value_names": own[1][0],
+            "past_key_names": cache_names[0][0],
+            "past_value_names": cache_names[1][0],
             "cross_past_key_names": cross[0],
             "cross_past_value_names": cross[1],
         },
-        "outputs": {"logits": LOGITS, "present_key_names": own[0][1], "present_value_names": own[1][1]},
+        "outputs": {"logits": LOGITS, "present_key_names": cache_names[0][1], "present_value_names": cache_names[1][1]},
     }
     reader = {
         **graph,
