@@ -30,9 +30,10 @@ void gemv(const Weights& weights, const Rounded& rounded, float* y, size_t first
   choose_bits(weights.bits, [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
     choose_decoder<kBits>(weights.table, rounded.kind, [&](const auto& decoder) {
-      using Decoder = std::remove_const_t<std::remove_reference_t<decltype(decoder)>>;
-      if (!shifts(weights, rounded)) return multiply_gemv<kBits, false>(weights, rounded, decoder, y, first, end);
-      if constexpr (Decoder::kIntegers) return multiply_gemv<kBits, true>(weights, rounded, decoder, y, first, end);
+      using Source = CodeSource<kBits, std::remove_const_t<std::remove_reference_t<decltype(decoder)>>>;
+      const Source source{decoder};
+      if (!shifts(weights, rounded)) return multiply_gemv<kBits, false>(weights, rounded, source, y, first, end);
+      if constexpr (Source::kIntegers) return multiply_gemv<kBits, true>(weights, rounded, source, y, first, end);
       gemm(weights, rounded, y, first, end);
     });
   });
@@ -40,7 +41,12 @@ void gemv(const Weights& weights, const Rounded& rounded, float* y, size_t first
 
 template <size_t GemvRows = kGemvRows, size_t SmallM = kSmallM>
 void small_m(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
-  if (weights.table.is_trellis) return small_m_of_trellis(weights, rounded, y, first, end);
+  if (weights.table.is_trellis) {
+    if constexpr (GemvRows > 0) {
+      if (rounded.form == Words::kFloats) return gemv_of_trellis(weights, rounded, y, first, end);
+    }
+    return small_m_of_trellis(weights, rounded, y, first, end);
+  }
   if constexpr (GemvRows > 0) {
     if (rounded.form == Words::kFloats) return gemv(weights, rounded, y, first, end);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "matmul_table/cpu/dispatch.h"
+#include "matmul_table/cpu/gemv.h"
 
 namespace graphopt {
 namespace {
@@ -213,10 +214,16 @@ inline void gemm_of_trellis(const Weights& weights, const Rounded& rounded, floa
   });
 }
 
-// A few rows of integers; of floats through a block, and so is a last tile of fewer columns.
+// The end of tiles that have all columns; what comes behind goes through a block.
+inline size_t end_of_whole(const Weights& weights, size_t end) {
+  const size_t whole = weights.columns / kColumns;
+  return whole < end ? whole : end;
+}
+
+// A few rows of integers.
 inline void small_m_of_trellis(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
   if (rounded.form != Words::kBytes) return gemm_of_trellis(weights, rounded, y, first, end);
-  const size_t whole = weights.columns / kColumns < end ? weights.columns / kColumns : end;
+  const size_t whole = end_of_whole(weights, end);
   choose_trellis_bits(weights.bits, [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
     choose_width(rounded.width(0), [&](auto width) {
@@ -228,6 +235,40 @@ inline void small_m_of_trellis(const Weights& weights, const Rounded& rounded, f
         gemm_of_trellis(weights, rounded, y, first, whole);
       }
     }, Widths());
+  });
+  if (whole < end) gemm_of_trellis(weights, rounded, y, whole, end);
+}
+
+// The lines of a unit, whose bytes become floats; see CodeSource.
+template <int Bits>
+struct TrellisSource {
+  struct Unit {
+    Bytes lines[kUnitLines];
+  };
+  const TrellisLines<Bits>& lines;
+  float step;
+
+  float unit() const { return step; }
+  GRAPHOPT_FORCE_INLINE Unit read(const uint8_t* unit) const {
+    Unit bytes;
+    lines(unit, [&](auto j, const Bytes& line) __attribute__((always_inline)) { bytes.lines[decltype(j)::value] = line; });
+    return bytes;
+  }
+  template <size_t J>
+  GRAPHOPT_FORCE_INLINE Rows rows(const Unit& unit) const {
+    return rows_of_bytes<true>(unit.lines[J]);
+  }
+};
+
+// One row of floats; zero points beside a trellis are rare, and go through a block.
+inline void gemv_of_trellis(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
+  if (shifts(weights, rounded)) return gemm_of_trellis(weights, rounded, y, first, end);
+  const size_t whole = end_of_whole(weights, end);
+  choose_trellis_bits(weights.bits, [&](auto bits) {
+    constexpr int kBits = decltype(bits)::value;
+    const TrellisLines<kBits> lines(weights.table, true);
+    const TrellisSource<kBits> source{lines, static_cast<float>(weights.table.step)};
+    multiply_gemv<kBits, false>(weights, rounded, source, y, first, whole);
   });
   if (whole < end) gemm_of_trellis(weights, rounded, y, whole, end);
 }
