@@ -1,4 +1,4 @@
-"""Commands that only read: ``bases``, ``diff``, ``explain``, ``inspect``, ``passes``, ``recipes``."""
+"""Commands that only read: ``bases``, ``diff``, ``explain``, ``families``, ``inspect``, ``passes``, ``recipes``."""
 
 from __future__ import annotations
 
@@ -208,6 +208,23 @@ def passes(as_json: Json = False) -> None:
     for entry in entries:
         out.print(f"[bold]{entry['name']}[/bold] ({entry['effect']})")
         out.print(entry["doc"] + "\n", markup=False, highlight=False, soft_wrap=True)
+    return None
+
+
+@command("families")
+def families(as_json: Json = False) -> None:
+    """List the families of models that are known to enter, by what mixes tokens in their layers; others may too."""
+    from dataclasses import asdict
+
+    from graphopt.models.families import KNOWN
+    from graphopt.report.console_table import ConsoleTable
+
+    if as_json:
+        return print_json([asdict(group) for group in KNOWN])
+    table = ConsoleTable(["layers", "states", "families"])
+    for group in KNOWN:
+        table.add_row(group.kind, ", ".join(group.states), ", ".join(group.families))
+    out.print(table)
     return None
 
 

@@ -1,0 +1,55 @@
+"""Which families of transformers are known to enter: those that tests export, and those that were tried by a tool.
+
+Nothing asks this table whether a model may enter: a family that is not here is exported like any other, and refused
+only for what its graph has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FamilyGroup:
+    """Families that carry the same from token to token.
+
+    Attributes:
+        kind: what mixes tokens in their layers.
+        states: the ports of a layer, as in ``past_key_values.N.key``; empty where there are none.
+        families: as transformers calls them (``model_type``).
+    """
+
+    kind: str
+    states: tuple[str, ...]
+    families: tuple[str, ...]
+
+
+_ATTENTION, _RECURRENCE = ("key", "value"), ("conv_state", "recurrent_state")
+
+KNOWN = (
+    FamilyGroup(
+        "attention",
+        _ATTENTION,
+        (
+            "cohere", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2",
+            "opt", "phi3", "qwen2", "qwen3", "stablelm",
+        ),
+    ),
+    FamilyGroup("attention and experts", _ATTENTION, ("gpt_oss", "mixtral", "qwen2_moe")),
+    FamilyGroup("latent attention", _ATTENTION, ("deepseek_v2", "deepseek_v3")),
+    FamilyGroup(
+        "gated delta rule and attention", (*_RECURRENCE, *_ATTENTION), ("olmo_hybrid", "qwen3_5_text", "qwen3_next")
+    ),
+    FamilyGroup("SSD", _RECURRENCE, ("mamba2",)),
+    FamilyGroup("SSD and attention", (*_RECURRENCE, *_ATTENTION), ("falcon_h1", "granitemoehybrid")),
+    FamilyGroup("selective scan", _RECURRENCE, ("mamba",)),
+    FamilyGroup("short convolutions and attention", ("conv_state", *_ATTENTION), ("lfm2",)),
+    FamilyGroup(
+        "attention to both sides",
+        (),
+        (
+            "bert", "clip_text_model", "distilbert", "eurobert", "modernbert", "mpnet", "nomic_bert", "roberta", "t5",
+        ),
+    ),
+)  # fmt: skip
+"""Groups of families, those that are most alike beside one another."""
