@@ -216,13 +216,13 @@ def families(as_json: Json = False) -> None:
     """List the families of models that are known to enter, by what mixes tokens in their layers; others may too."""
     from dataclasses import asdict
 
-    from graphopt.models.families import KNOWN
+    from graphopt.models.families import FAMILY_GROUPS
     from graphopt.report.console_table import ConsoleTable
 
     if as_json:
-        return print_json([asdict(group) for group in KNOWN])
+        return print_json([asdict(group) for group in FAMILY_GROUPS])
     table = ConsoleTable(["layers", "states", "families"])
-    for group in KNOWN:
+    for group in FAMILY_GROUPS:
         table.add_row(group.kind, ", ".join(group.states), ", ".join(group.families))
     out.print(table)
     return None

@@ -26,7 +26,7 @@ class FamilyGroup:
 
 _ATTENTION, _RECURRENCE = ("key", "value"), ("conv_state", "recurrent_state")
 
-KNOWN = (
+FAMILY_GROUPS = (
     FamilyGroup(
         "attention",
         _ATTENTION,

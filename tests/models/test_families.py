@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from graphopt.analysis.structure.ports import GROWING, RECURRENT
 from graphopt.cli.entry import app
-from graphopt.models.families import KNOWN
+from graphopt.models.families import FAMILY_GROUPS
 from tests import families
 
 
@@ -17,16 +17,16 @@ def test_what_tests_export_is_listed() -> None:
     configs = [config for config, _ in (families.FAMILIES | families.RECURRENT | families.ENCODERS).values()]
     configs += [config for _, config, _ in (families.HEADS | families.TOWERS).values()]
     exported = {getattr(transformers, config).model_type for config in configs}
-    listed = [name for group in KNOWN for name in group.families]
+    listed = [name for group in FAMILY_GROUPS for name in group.families]
     assert exported <= set(listed)
     assert len(listed) == len(set(listed))
     assert set(listed) <= set(transformers.CONFIG_MAPPING)
-    assert {state for group in KNOWN for state in group.states} == {*GROWING, *RECURRENT}
+    assert {state for group in FAMILY_GROUPS for state in group.states} == {*GROWING, *RECURRENT}
 
 
 def test_the_command_prints_them() -> None:
     groups = json.loads(CliRunner().invoke(app, ["families", "--json"]).stdout)
-    assert [group["kind"] for group in groups] == [group.kind for group in KNOWN]
+    assert [group["kind"] for group in groups] == [group.kind for group in FAMILY_GROUPS]
     table = CliRunner().invoke(app, ["families"]).stdout
     assert "qwen3_next" in table
     assert "selective scan" in table
