@@ -304,17 +304,18 @@ def test_bidirectional_model_has_no_cache(clean: Path, tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.BertConfig(vocab_size=32, max_position_embeddings=32, **sizes)
     transformers.BertLMHeadModel(config).save_pretrained(tmp_path / "model")
-    assert "came out without a key-value cache" in refusal(tmp_path / "model", clean)
+    assert "came out without a cache or a state" in refusal(tmp_path / "model", clean)
 
 
 def test_state_that_is_no_cache(clean: Path, tmp_path: Path) -> None:
     import transformers
 
-    config = transformers.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, state_size=4)
-    transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "lru_width": 32, "num_attention_heads": 2}
+    config = transformers.RecurrentGemmaConfig(vocab_size=32, num_hidden_layers=3, **sizes)
+    transformers.RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path / "model")
     message = refusal(tmp_path / "model", clean)
-    assert "an input other than tokens, mask, token types, positions and key-value caches" in message
-    assert "conv_states" in message
+    assert "an input other than tokens, mask, token types, positions, key-value caches and recurrent states" in message
+    assert "past_key_values.layers.2._sliding_window_tensor" in message
 
 
 def test_checkpoint_that_lacks_a_weight(llama_folder: Path, clean: Path, tmp_path: Path) -> None:
