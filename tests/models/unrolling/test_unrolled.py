@@ -10,7 +10,7 @@ import pytest
 
 from graphopt.graph.provenance import SCOPE
 from graphopt.graph.weights import WeightTensor, expression_of
-from graphopt.models.agreement import check_agreement
+from graphopt.models.agreement import MAIN, check_agreement
 from graphopt.models.checkpoint_tensors import Parameter
 from graphopt.models.loading import LoadedModel, weights_of
 from graphopt.models.trace import trace
@@ -59,7 +59,7 @@ def test_a_hybrid_has_the_states_of_each_kind_of_layer() -> None:
         for part in (["key", "value"] if layer % 2 else ["conv_state"])
     ]
     # tracing takes the weights out of the model
-    assert check_agreement(lambda: make_model("lfm2", 5).eval(), program).status == "measured"
+    assert check_agreement(lambda: make_model("lfm2", 5).eval(), {MAIN: program}).status == "measured"
 
 
 def toy_graph(layers: int, **more: Any) -> ir.Model:
