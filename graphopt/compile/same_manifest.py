@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import VerificationError
 from graphopt.ort.session import ACCURACY_LEVEL
+from graphopt.passes.recipe import Recipe
 from graphopt.verification.kernels import FUSED, UNKNOWN, KernelReport, activations_of
 
 if TYPE_CHECKING:
@@ -20,14 +21,13 @@ if TYPE_CHECKING:
 
     from graphopt.artifact.manifest import Manifest, Precision, ProductCount
     from graphopt.graph.diagnostics import Check
-    from graphopt.passes.recipe import Recipe
 
 LEFT_OUT = {
-    "versions.*": "which packages were installed",
+    "versions.*": "installed packages",
     "passes.*.seconds": "how long a pass took",
-    "files.*": "sizes and hashes, which were compared with the files",
-    "parts.*": "the other graphs, each of which is verified with its own manifest",
-    "checks of quality": "what was measured on text before the artifact was written",
+    "files.*": "sizes and hashes, compared with the files",
+    "parts.*": "other graphs, which are verified alone",
+    "checks of quality": "measured on text before it was written",
 }
 """Fields that are not compared, as patterns of their names, and why."""
 
@@ -74,10 +74,14 @@ def confirm_manifest(new: Manifest, stored_manifest: Manifest, file: Path, befor
 
 
 def _comparable(manifest: Manifest, earlier_checks: int) -> dict[str, Any]:
-    """Return the fields of a manifest, with an outline of each check behind the earlier ones."""
+    """Return the fields of a manifest: an outline of each check behind the earlier ones, the names of other graphs."""
     fields = manifest.model_dump(mode="json")
     checks = [check for check in manifest.checks[earlier_checks:] if check.name not in QUALITY_CHECKS]
     fields["checks"][earlier_checks:] = [_outline(check) for check in checks]
+    if manifest.recipe is not None:
+        # an option that is absent has its default: options of later passes change no artifact
+        fields["recipe"] = Recipe.model_validate(manifest.recipe).model_dump(mode="json")
+    fields["parts"] = ", ".join(sorted(manifest.parts))
     return fields
 
 

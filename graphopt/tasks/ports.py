@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.analysis.structure.ports import BLOCK_TABLE, LOGITS, past_port
+from graphopt.analysis.structure.ports import ATTENTION_MASK, BLOCK_TABLE, LOGITS, past_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,5 +86,8 @@ def class_rank(inputs: Collection[str], outputs: Collection[str]) -> int | None:
     port = outputs[LOGITS] if isinstance(outputs, Mapping) and LOGITS in outputs else None
     if port is None or BLOCK_TABLE in inputs or any(past_port(name) is not None for name in inputs):
         return None
+    if len(port.shape) == 2:
+        return 2
+    # Heads of tokens are on encoders, whose batches are padded; a graph without a mask reads from left to right.
     is_small = len(port.shape) == 3 and port.shape[-1] is not None and port.shape[-1] < _SMALLEST_VOCABULARY
-    return len(port.shape) if len(port.shape) == 2 or is_small else None
+    return 3 if is_small and ATTENTION_MASK in inputs else None

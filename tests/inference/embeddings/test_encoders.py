@@ -191,7 +191,7 @@ def test_rotary_encoders_count_positions_for_each_row(
         ({"model_type": "clip_text_model", "architectures": ["CLIPTextModel"]}, "encoder"),
         ({"model_type": "clip_text_model", "architectures": ["CLIPTextModelWithProjection"]}, "encoder"),
         ({"model_type": "bert", "architectures": ["BertForQuestionAnswering"]}, "question_answering"),
-        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, None),
+        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}, "seq2seq"),
     ],
 )
 def test_the_task_of_a_checkpoint_is_read_from_its_configuration(config: dict[str, Any], kind: str | None) -> None:

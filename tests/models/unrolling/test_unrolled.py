@@ -138,8 +138,8 @@ def test_a_model_that_cannot_be_shortened_is_traced_whole_and_says_so(monkeypatc
         raise NotUnderstoodError(NO_LAYERS())
 
     monkeypatch.setattr(short_trace, "plan_layers", refuse)
-    monkeypatch.setattr(short_trace, "_export", lambda model, source: toy_graph(3))
-    monkeypatch.setattr(short_trace, "finish", lambda program, model, source: None)
+    monkeypatch.setattr(short_trace, "_export", lambda model, source, task: toy_graph(3))
+    monkeypatch.setattr(short_trace, "finish", lambda program, model, source, task: None)
     program, why = trace_skeleton(make_model("llama", 1), "toy")
     assert str(why) == "its modules hold no list of layers"
     assert len(program.graph) == 10

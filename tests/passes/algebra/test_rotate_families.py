@@ -14,6 +14,7 @@ from graphopt.errors import InputError
 from graphopt.graph.weights import weight_of
 from graphopt.models.trace import export_graph
 from graphopt.passes.algebra.rotate import Rotate
+from graphopt.tasks import TASKS
 from tests.checkpoints import ONE_LAYER
 from tests.families import FAMILIES, make_model
 from tools.studies.families import Outcome, examine, fold
@@ -123,7 +124,7 @@ def projection(value: ir.Value | None) -> ir.Node:
 
 def test_a_falcon_with_one_head_of_keys_fails_in_the_exporter() -> None:
     with pytest.raises(InputError, match="transformers cannot export this FalconForCausalLM to ONNX .*num_heads"):
-        export_graph(make_model("falcon", 1).eval(), "falcon")
+        export_graph(make_model("falcon", 1).eval(), "falcon", TASKS["causal_lm"])
 
 
 def test_latents_of_queries_rotate_and_what_the_cache_holds_of_keys_stays(make_artifact: MakeArtifact) -> None:
