@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from graphopt.ort.session import run
 from graphopt.runtime_ops import DOMAIN, declare
-from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, PAGES, STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import SUMMARIES
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from tests.runtime_ops.kv_attention.bound import reference_and_bound
 
 INPUTS = ("query", "key", "value", "past", "new", "sink_logits", "sink_query")
@@ -25,8 +26,15 @@ Run = Callable[..., Sequence[np.ndarray]]
 """Takes the twelve inputs in order and the attributes by name, returns the six outputs."""
 
 
+def unit_of(storage: str) -> int:
+    """Return what pages and heads are a multiple of: 16, or more where codes of a storage are packed together."""
+    return max(16, STORAGE_OF[storage].unit if storage in LEVELS else 16)
+
+
 def attributes_of(**others: Any) -> KVAttributes:
-    return KVAttributes(**{"kv_heads": 2, "scale": 0.25, "page": 16, **others})
+    """Return attributes with pages of 16 tokens, or of as many more as the storage asks for."""
+    options = {"kv_heads": 2, "scale": 0.25, "page": 16, "storage": "float32", **others}
+    return KVAttributes(**{**options, "page": max(options["page"], unit_of(options["storage"]))})
 
 
 def tokens_of(
@@ -40,7 +48,8 @@ def tokens_of(
     sink_query: bool = False,
     seed: int = 0,
 ) -> Arrays:
-    """Return query, key, value, sink_logits and sink_query for ``columns`` tokens."""
+    """Return query, key, value, sink_logits and sink_query for ``columns`` tokens; heads fit the storage."""
+    head_size = -(-head_size // unit_of(attributes.storage)) * unit_of(attributes.storage)
     random, width = np.random.default_rng(seed), attributes.kv_heads * head_size
     normal = random.standard_normal
     return {
@@ -177,7 +186,7 @@ def model_of(
     """Return a graph of one node with inputs of these ``shapes``: lengths int64, states by storage, others floats."""
     whole = {"past": ir.DataType.INT64, "new": ir.DataType.INT64}
     whole |= dict.fromkeys(("query", "key", "value", "sink_query"), activations)
-    for name, tensor in attributes.state("batch", "pages", 16):
+    for name, tensor in attributes.state("batch", "pages", unit_of(attributes.storage)):
         whole[name] = ir.DataType.from_numpy(tensor.dtype)
     values = [ir.val(name, whole.get(name, ir.DataType.FLOAT), ir.Shape(shapes[name])) for name in (*INPUTS, *STATE)]
     node = ir.node(

@@ -35,6 +35,9 @@ _TYPES = {
     "float8": TensorProto.FLOAT8E4M3FN,
     "int8": TensorProto.UINT8,
     "int4": TensorProto.UINT8,
+    "int6": TensorProto.UINT8,
+    "int3": TensorProto.UINT8,
+    "int2": TensorProto.UINT8,
 }
 
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import AfterValidator, Field
 
 from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
+from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass
 from graphopt.passes.common.paging.paged_attention import Page, page_attention
 from graphopt.passes.common.paging.states import change
-from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGE_OF, STORAGES
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,6 +26,11 @@ CACHE_STORED = Rule("quantize_kv.stored", "its cache is stored as {storage} in p
 FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
 STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
 
+UNEVEN_HEADS = Rule(
+    "quantize_kv.uneven-heads", "{storage} packs {unit} numbers at a time, and its heads have {head_size}"
+)
+
+_CPU_STORAGES = ("int6", "int3", "int2")
 _SMALLER = tuple(name for name in STORAGES if name != "float32")
 
 
@@ -35,7 +41,7 @@ def _check_storage(storage: str) -> str:
 
 
 class QuantizeKV(Pass):
-    """Store the pages of caches as float16, bfloat16, float8, int8 or int4.
+    """Store the pages of caches as float16, bfloat16, float8, or integers of 8, 6, 4, 3 or 2 bits.
 
     before::
 
@@ -46,7 +52,7 @@ class QuantizeKV(Pass):
         y, keys, values, scales, recent = KVAttention(q, k, v, ..., keys, values, scales, recent; storage=int4)
 
     In a page of integers, key[t, c] = low[c] + step[c] code[t, c] and value[t, c] = low[t] + step[t] code[t, c], with
-    low the least and low + L step the largest number of the set, L = 255 or 15: keys have channels that are large
+    low the least and low + L step the largest number of the set, L = 2^bits - 1: keys have channels that are large
     throughout, values do not (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). The error of a number is at most
     step / 2. A page is rounded once, when it leaves the window of ``recent_pages``; the first ``sink_pages`` stay
     floats.
@@ -57,7 +63,8 @@ class QuantizeKV(Pass):
     Standard attention is rewritten as by ``page_kv`` first. What rotates keys and values comes before this step.
 
     Attributes:
-        storage: float16, bfloat16, float8, int8 or int4; keys and values alike.
+        storage: float16, bfloat16, float8, int8, int6, int4, int3 or int2; keys and values alike. GPUs have no kernels
+            for int6, int3 and int2. int3 packs 32 numbers at a time: pages and heads are multiples of 32.
         page: tokens of a page, which share the scales of keys; ``None`` keeps it, or is 64 without pages.
         sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
         recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
@@ -83,19 +90,35 @@ class QuantizeKV(Pass):
         options = self
         page_attention(model, context, options.page or _PAGE)
         integer = options.storage in LEVELS
+        if context.target == "ort-cuda" and options.storage in _CPU_STORAGES:
+            raise InputError(
+                f"quantize_kv stores caches as {options.storage}, and kernels on GPUs know no such codes",
+                remedy="choose int8 or int4, or --target ort-cpu",
+            )
+        unit = STORAGE_OF[options.storage].unit if integer else 1
         for node in kv_nodes(model.graph):
-            attributes = layer_of(node).attributes
+            layer = layer_of(node)
+            attributes, page = layer.attributes, options.page or layer.attributes.page
             if attributes.storage != "float32":
                 ledger.skipped(node, STORED_ALREADY(storage=attributes.storage))
                 continue
+            if page % unit:
+                raise InputError(
+                    f"{options.storage} packs {unit} numbers at a time, and pages of {page} tokens are no multiple",
+                    node=node.name,
+                    remedy=f"set page of quantize_kv to a multiple of {unit}",
+                )
+            if layer.head_size % unit:
+                ledger.skipped(node, UNEVEN_HEADS(storage=options.storage, unit=unit, head_size=layer.head_size))
+                continue
             update = {
                 "storage": options.storage,
-                "page": options.page or attributes.page,
+                "page": page,
                 "sink_pages": options.sink_pages if integer else 0,
                 "recent_pages": options.recent_pages if integer else 0,
             }
             change(model.graph, node, update)
             floats = FLOATS(first=options.sink_pages, newest=options.recent_pages) if integer else None
-            fact = CACHE_STORED(storage=options.storage, page=options.page or attributes.page, floats=floats)
+            fact = CACHE_STORED(storage=options.storage, page=page, floats=floats)
             ledger.changed(node, fact, [node])
         describe(model)

@@ -11,6 +11,7 @@ import pytest
 from graphopt.analysis.structure.paged_caches import layers_of
 from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
+from graphopt.errors import InputError
 from graphopt.inference.generation import generate
 from graphopt.inference.session import Session, load
 from graphopt.passes.recipe import Recipe
@@ -33,6 +34,8 @@ def recipe(*steps: dict[str, Any]) -> Recipe:
         ("float8", ir.DataType.FLOAT8E4M3FN, 32 * 16, ["keys", "values"]),
         ("int8", ir.DataType.UINT8, 32 * 16, ["keys", "values", "scales", "recent"]),
         ("int4", ir.DataType.UINT8, 32 * 8, ["keys", "values", "scales", "recent"]),
+        ("int6", ir.DataType.UINT8, 32 * 12, ["keys", "values", "scales", "recent"]),
+        ("int2", ir.DataType.UINT8, 32 * 4, ["keys", "values", "scales", "recent"]),
     ],
 )
 def test_ports_follow_the_storage(
@@ -83,7 +86,7 @@ def test_a_graph_that_cannot_be_paged_is_left_alone(make_artifact: MakeArtifact,
 
 def test_the_loss_is_measured_behind_enough_context(llama_artifact: Path, tmp_path: Path) -> None:
     changes = {}
-    for storage in ("float16", "bfloat16", "float8", "int8", "int4"):
+    for storage in ("float16", "bfloat16", "float8", "int8", "int6", "int4", "int2"):
         made = optimize(
             llama_artifact,
             recipe({"step": "quantize_kv", "storage": storage, "page": 16, "sink_pages": 0, "recent_pages": 0}),
@@ -97,9 +100,33 @@ def test_the_loss_is_measured_behind_enough_context(llama_artifact: Path, tmp_pa
     assert changes["float16"] < changes["bfloat16"] < 2e-2
     assert changes["bfloat16"] < changes["float8"] < 0.3
     assert changes["float16"] < changes["int8"] < 2e-2
-    assert changes["int8"] < changes["int4"] < 0.3
+    assert changes["int8"] < changes["int6"] < changes["int4"] < 0.3
+    # a sixth of a range, a few times
+    assert changes["int4"] < changes["int2"] < 3
     checks = verify(llama_artifact, tmp_path / "int4").checks
     assert [check.status for check in checks] == ["proved", "measured"]
+
+
+def test_codes_that_gpus_do_not_know_are_refused_for_them(llama_artifact: Path, tmp_path: Path) -> None:
+    steps = recipe({"step": "quantize_kv", "storage": "int3"})
+    with pytest.raises(InputError, match="as int3, and kernels on GPUs know no such codes.*choose int8 or int4"):
+        optimize(llama_artifact, steps, tmp_path / "int3", target="ort-cuda")
+    assert not (tmp_path / "int3").exists()
+
+
+def test_codes_that_do_not_fit_pages_are_refused(llama_artifact: Path, tmp_path: Path) -> None:
+    steps = recipe({"step": "quantize_kv", "storage": "int3", "page": 16})
+    with pytest.raises(InputError, match=r"int3 packs 32 numbers at a time, and pages of 16 .*node=.*multiple of 32"):
+        optimize(llama_artifact, steps, tmp_path / "int3")
+    assert not (tmp_path / "int3").exists()
+
+
+def test_heads_that_codes_do_not_fit_stay_floats(llama_artifact: Path, tmp_path: Path) -> None:
+    steps = recipe({"step": "quantize_kv", "storage": "int3", "page": 32})
+    result = optimize(llama_artifact, steps, tmp_path / "int3")
+    report = next(report for report in result.manifest.passes if report.name == "quantize_kv")
+    reasons = {str(skip.reason) for skip in report.skips}
+    assert reasons == {"int3 packs 32 numbers at a time, and its heads have 16"}
 
 
 TEXT = held_out_text()[:3000]

@@ -12,7 +12,7 @@ def honest(draw: st.DrawFn) -> Case:
     calls = any_calls(most=1, tokens=12, groups=(1, 2), head_sizes=(16,))
     attributes, tokens, _, new = draw(calls.filter(lambda drawn: sum(drawn[2]) > 0))
     batch = len(new[0])
-    state = attributes.state(batch, 4, 16).zeros()
+    state = attributes.state(batch, 4, tokens["key"].shape[2] // attributes.kv_heads).zeros()
     given = {**tokens, "past": np.zeros(batch, np.int64), "new": np.array(new[0], np.int64)}
     inputs = {name: given[name] for name in INPUTS} | state
     return Case("KVAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes.for_node())

@@ -11,12 +11,12 @@ from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
 from tests.native import INSTRUCTIONS, lacks, needs_library
 from tests.pairwise import pairwise
-from tests.runtime_ops.kv_cases import INPUTS, attributes_of, tokens_of
+from tests.runtime_ops.kv_cases import INPUTS, attributes_of, tokens_of, unit_of
 from tests.runtime_ops.kv_native import Native
 
 pytestmark = needs_library
 
-HEADS, SIZE, COLUMNS = 2, 16, 8
+HEADS, COLUMNS = 2, 8
 # What each reads in several runs of 2048 tokens, but for the last three.
 POLICIES: dict[str, dict[str, Any]] = {
     "dense": {"policies": [0]},
@@ -33,7 +33,7 @@ def drawn_state(kv: KVAttributes, pages: int) -> dict[str, np.ndarray]:
     """A cache of two rows as if tokens had been stored: numbers of all kinds, none of them NaN."""
     random = np.random.default_rng(1)
     state = {}
-    for name, tensor in kv.state(2, pages, SIZE):
+    for name, tensor in kv.state(2, pages, unit_of(kv.storage)):
         shape = tuple(int(size) for size in tensor.shape)
         if tensor.dtype == np.uint8:
             state[name] = random.integers(0, 256, shape, np.uint8)
@@ -60,8 +60,8 @@ def test_a_query_has_the_same_bits_alone_and_among_others(
     kv = attributes_of(kv_heads=HEADS, page=page, storage=storage, **kept, **POLICIES[policy])
     # One row goes on in the middle of a run, the other with its first token; guesses begin no page.
     past = np.array([4096 + 3, 6144])
-    pages = -(-(int(past.max()) + COLUMNS) // page)
-    state, tokens = drawn_state(kv, pages), tokens_of(kv, COLUMNS, batch=2, group=group, head_size=SIZE)
+    pages = -(-(int(past.max()) + COLUMNS) // kv.page)
+    state, tokens = drawn_state(kv, pages), tokens_of(kv, COLUMNS, batch=2, group=group)
     run = Native()
 
     def call(first: int, count: int, rows: dict[str, np.ndarray], of: dict[str, np.ndarray], past: np.ndarray) -> Any:

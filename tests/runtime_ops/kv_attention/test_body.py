@@ -27,6 +27,7 @@ from tests.runtime_ops.kv_cases import (
     model_of,
     open_quietly,
     tokens_of,
+    unit_of,
 )
 
 EACH_STORAGE = pytest.mark.parametrize("storage", STORAGES)
@@ -130,7 +131,7 @@ def test_any_calls(
 @EACH_STORAGE
 def test_what_is_left_in_memory_is_not_read(storage: str) -> None:
     attributes = attributes_of(storage=storage, policies=(0, 2), budget=1, recent_pages=1)
-    shapes = attributes.state(1, 5, 16)
+    shapes = attributes.state(1, 5, unit_of(storage))
     state = {}
     for name, tensor in shapes:
         filling = 255 if tensor.dtype == np.uint8 else np.nan
@@ -360,7 +361,7 @@ def test_cost(storage: str) -> None:
     attributes = attributes_of(storage=storage, policies=(2,))
     shapes = {name: array.shape for name, array in tokens_of(attributes, 3).items()}
     shapes |= {"past": (1,), "new": (1,)}
-    state = attributes.state(1, 5, 16)
+    state = attributes.state(1, 5, unit_of(storage))
     cost = KV_ATTENTION.cost([shapes[name] for name in INPUTS] + [tensor.zeros().shape for _, tensor in state])
     # 4 heads, 3 queries, 80 tokens of 16 channels, for each a product with its key and one with its value
     assert cost.operations == 2 * 2 * 4 * 3 * 80 * 16

@@ -26,7 +26,17 @@ from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from tests.native import needs_library
 from tests.runtime_ops.hostile import FLOATS, INTEGERS, TYPES, attribute, examples, other_attribute, other_shape
 from tests.runtime_ops.kv_attention.bound import bound
-from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Bounded, Fed, assert_same_state, attributes_of, tokens_of
+from tests.runtime_ops.kv_cases import (
+    INPUTS,
+    STATE,
+    Arrays,
+    Bounded,
+    Fed,
+    assert_same_state,
+    attributes_of,
+    tokens_of,
+    unit_of,
+)
 from tests.runtime_ops.kv_native import NODE, Native
 
 pytestmark = needs_library
@@ -193,8 +203,10 @@ def are_bounds(case: Case) -> bool:
 
 @st.composite
 def honest(draw: st.DrawFn) -> Case:
-    storage, page = draw(st.sampled_from(STORAGES)), draw(st.sampled_from([16, 16, *PAGES]))
-    heads, size = draw(st.integers(1, 3)), draw(st.sampled_from([16, 16, 32, 48, 256]))
+    storage = draw(st.sampled_from(STORAGES))
+    page, heads = draw(st.sampled_from([16, 16, *PAGES])), draw(st.integers(1, 3))
+    size = draw(st.sampled_from([16, 16, 32, 48, 256]))
+    page, size = (-(-count // unit_of(storage)) * unit_of(storage) for count in (page, size))
     policies = draw(st.one_of(st.just([1]), st.just([0]), st.lists(st.integers(0, 2), min_size=heads, max_size=heads)))
     compensate = draw(st.integers(0, 1))
     attributes = KVAttributes(
@@ -366,7 +378,7 @@ def fixed(storage: str = "int8", *, rows: int = 2, columns: int = 3, pages: int 
     random = np.random.default_rng(0)
     state = {
         name: (random.random(tensor.shape) * 15).astype(tensor.dtype)
-        for name, tensor in attributes.state(rows, pages, 16).zeros().items()
+        for name, tensor in attributes.state(rows, pages, unit_of(attributes.storage)).zeros().items()
     }
     arrays = {**tokens_of(attributes, columns, batch=rows, sink_logits=True, sink_query=True), **state}
     arrays |= {"past": np.full(rows, 70), "new": np.full(rows, columns)}
@@ -420,11 +432,7 @@ def test_no_number_of_any_bits_reaches_y(instructions: str, name: str, bits: int
     assert np.isnan(found[0].numpy()).all()
 
 
-PERIOD = 4 * 3 * 16
-"""Tokens after which pages and slots of the caches below lie where they lay: of 16, in a ring of 4 with 3 slots."""
-
-
-FAR = [2**31, 2**32, 2**53, 2**62 - 400]
+FAR = [2**31, 2**32, 2**53, 2**62 - 1000]
 
 
 # places of pages are found alike for all storages: each has two of the distances
@@ -433,11 +441,13 @@ FAR = [2**31, 2**32, 2**53, 2**62 - 400]
     [(storage, FAR[(index + more) % 4]) for index, storage in enumerate(STORAGES) for more in (0, 2)],
 )
 def test_positions_of_a_cache_that_has_run_for_years(instructions: str, storage: str, far: int) -> None:
+    # pages and slots lie where they lay after `period` tokens: a ring of pages with 3 slots
     attributes = attributes_of(storage=storage, policies=[1], sinks=20, recent=15, sink_pages=2, recent_pages=2)
     calls = (1, 1, 17, 1, 5, 16, 33 - 16, 1, 1)
     tokens = tokens_of(attributes, sum(calls), batch=2, sink_logits=True, sink_query=True)
+    period, first = (6 - attributes.first_pages) * 3 * attributes.page, 16 * attributes.page
     # positions 16 pages on have wrapped, and are of the same offsets, pages and slots as those far on
-    near = 16 * 16 + (far - 16 * 16) % PERIOD
+    near = first + (far - first) % period
     bounded = Bounded()
     caches = [
         Fed(attributes, tokens, 6, bounded),
@@ -446,7 +456,7 @@ def test_positions_of_a_cache_that_has_run_for_years(instructions: str, storage:
     random = np.random.default_rng(1)
     state = {name: (random.random(tensor.shape) * 9).astype(tensor.dtype) for name, tensor in caches[0].state.items()}
     for cache, past in zip(caches, (far, far, near), strict=True):
-        cache.state, cache.past = dict(state), np.array([past, past + PERIOD])
+        cache.state, cache.past = dict(state), np.array([past, past + period])
     for columns in calls:
         expected, y, same = (cache.call(columns) for cache in caches)
         assert (np.abs(y - expected) <= bounded.most).all()

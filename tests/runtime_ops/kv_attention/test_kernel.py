@@ -344,7 +344,8 @@ def test_a_cache_that_is_too_small_to_wrap() -> None:
     [
         ({"kv_heads": 0}, "kv_heads must be from 1"),
         ({"page": 24}, "page must be 16, 32, 64 or 128, it is 24"),
-        ({"storage": "int2"}, "storage must be one of float32, float16, bfloat16, float8, int8, int4, not 'int2'"),
+        ({"storage": "int5"}, "float8, int8, int4, int6, int3, int2, not 'int5'"),
+        ({"storage": "int3"}, "a page of int3 must have a multiple of 32 tokens, it has 16"),
         ({"summary": "median"}, "summary must be bounds or mean, not 'median'"),
         ({"scale": float("nan")}, "scale and softcap must be finite"),
         ({"softcap": -1.0}, "softcap not below 0"),

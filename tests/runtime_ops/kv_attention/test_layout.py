@@ -21,6 +21,7 @@ from graphopt.runtime_ops.kv_attention.spec.layout import (
     unpack_keys,
     unpack_values,
 )
+from tests.runtime_ops.kv_cases import unit_of
 
 EACH_STORAGE = pytest.mark.parametrize("storage", STORAGES)
 
@@ -32,28 +33,41 @@ def page_of(storage: str, tokens: int, channels: int, leading: tuple[int, ...] =
     return random.standard_normal(shape).astype(FLOATS[storage])
 
 
+PLANES = {
+    "int8": (8, [(8, 0, 4, 0)]),
+    "int4": (4, [(4, 0, 8, 0)]),
+    "int2": (2, [(2, 0, 16, 0)]),
+    "int6": (6, [(4, 0, 16, 0), (2, 2, 16, 4)]),
+    "int3": (3, [(2, 0, 32, 0), (1, 2, 32, 2)]),
+}
+"""Bits of a code, and of each plane: its bits, first line in a unit, codes of a unit, first bit in a code."""
+
+
 def by_definition(page: np.ndarray, storage: str, kind: str) -> np.ndarray:
     """The layout, written down number by number."""
     tokens, channels = page.shape
-    packed = np.zeros(tokens * channels // (2 if storage == "int4" else 1), page.dtype)
+    bits = PLANES[storage][0] if storage in PLANES else 8
+    packed = np.zeros(tokens * channels * bits // 8, page.dtype)
     for t in range(tokens):
         for c in range(channels):
             if storage not in LEVELS:
-                place = (t // 16 * channels + c) * 16 + t % 16 if kind == "keys" else t * channels + c
-                packed[place] = page[t, c]
+                index = (t // 16 * channels + c) * 16 + t % 16 if kind == "keys" else t * channels + c
+                packed[index] = page[t, c]
                 continue
             lane, summed, size = (t, c, channels) if kind == "keys" else (c, t, tokens)
-            i, j = lane // 16, summed // 4
-            if storage == "int8":
-                packed[((i * (size // 4) + j) * 16 + lane % 16) * 4 + summed % 4] = page[t, c]
-            else:
-                packed[((i * (size // 8) + j // 2) * 16 + lane % 16) * 4 + summed % 4] |= page[t, c] << 4 * (j % 2)
+            first, four = PLANES[storage][0], summed // 4
+            for bits, line, unit, at in PLANES[storage][1]:
+                within = four % (unit // 4)
+                lines = lane // 16 * (size * first // 32) + four // (unit // 4) * (unit * first // 32)
+                index = ((lines + line + within * bits // 8) * 16 + lane % 16) * 4 + summed % 4
+                packed[index] |= (page[t, c] >> at & 2**bits - 1) << within * bits % 8
     return packed
 
 
 @EACH_STORAGE
-@pytest.mark.parametrize(("tokens", "channels"), [(16, 16), (16, 48), (64, 32)])
+@pytest.mark.parametrize(("tokens", "channels"), [(1, 1), (1, 3), (4, 2)])
 def test_the_layout_is_the_definition(storage: str, tokens: int, channels: int) -> None:
+    tokens, channels = tokens * unit_of(storage), channels * unit_of(storage)
     page = page_of(storage, tokens, channels)
     assert np.array_equal(pack_keys(page, storage), by_definition(page, storage, "keys"))
     assert np.array_equal(pack_values(page, storage), by_definition(page, storage, "values"))
@@ -62,17 +76,18 @@ def test_the_layout_is_the_definition(storage: str, tokens: int, channels: int) 
 @given(
     st.sampled_from(STORAGES),
     st.sampled_from(PAGES),
-    st.integers(1, 16),
+    st.integers(1, 8),
     st.lists(st.integers(0, 3), max_size=2),
     st.integers(0, 99),
 )
 @settings(deadline=None)
 def test_unpack_undoes_pack(storage: str, tokens: int, blocks: int, leading: list[int], seed: int) -> None:
-    page = page_of(storage, tokens, 16 * blocks, tuple(leading), seed)
+    tokens, channels = max(tokens, unit_of(storage)), unit_of(storage) * blocks
+    page = page_of(storage, tokens, channels, tuple(leading), seed)
     for pack, unpack in ((pack_keys, unpack_keys), (pack_values, unpack_values)):
         packed = pack(page, storage)
         assert packed.dtype == page.dtype
-        unpacked = unpack(packed, tokens, 16 * blocks, storage)
+        unpacked = unpack(packed, tokens, channels, storage)
         assert unpacked.dtype == page.dtype
         assert np.array_equal(unpacked, page)
 
@@ -166,6 +181,8 @@ def test_slots() -> None:
         ("float8", FLOATS["float8"], 32 * 48, 0, 0),
         ("int8", "uint8", 32 * 48, 160, 4),
         ("int4", "uint8", 16 * 48, 160, 4),
+        ("int6", "uint8", 24 * 48, 160, 4),
+        ("int2", "uint8", 8 * 48, 160, 4),
     ],
 )
 def test_the_shapes_of_the_state(storage: str, dtype: npt.DTypeLike, stored: int, scales: int, slots: int) -> None:

@@ -124,7 +124,7 @@ def test_of_equal_scores_the_lower_page() -> None:
 def test_a_budget_of_everything_is_dense(storage: str, policy: int) -> None:
     full = {"recent": 100} if policy == 1 else {"budget": 5}
     common = {"storage": storage, "recent_pages": 1, "window": 60}
-    tokens = tokens_of(attributes_of(), 70, batch=2, sink_logits=True, sink_query=True)
+    tokens = tokens_of(attributes_of(storage=storage), 70, batch=2, sink_logits=True, sink_query=True)
     sparse = Fed(attributes_of(policies=(policy,), sinks=3, **full, **common), tokens, 5).calls(65, 5)
     dense = Fed(attributes_of(sinks=3, **common), tokens, 5).calls(65, 5)
     assert np.array_equal(sparse, dense)

@@ -52,8 +52,8 @@ def test_what_it_states_fits(storage: Storage) -> None:
         assert storage.bits == 8 * storage.dtype.itemsize
     if storage.largest is not None:
         assert storage.dtype.type(storage.largest).astype(np.float32) == storage.largest
-    keys = KVAttributes(2, 0.25, page=16, storage=storage.name).state(1, 3, 32).keys
-    assert keys.bytes == 2 * 3 * 16 * 32 * storage.bits // 8
+    keys = KVAttributes(2, 0.25, page=32, storage=storage.name).state(1, 3, 32).keys
+    assert keys.bytes == 2 * 3 * 32 * 32 * storage.bits // 8
 
 
 FILE = '''
@@ -63,7 +63,7 @@ import numpy as np
 
 from graphopt.runtime_ops.kv_attention.spec.storages.storage import Storage
 
-STORAGE = Storage("hundred", 6, np.dtype(np.uint8), bits=8, levels=99)
+STORAGE = Storage("hundred", 9, np.dtype(np.uint8), bits=8, levels=99)
 '''
 
 RUN = """

@@ -20,12 +20,10 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttrib
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from tests.native import needs_library
 from tests.runtime_ops.kv_attention.bound import bound
-from tests.runtime_ops.kv_cases import Arrays, Body, Fed, Run
+from tests.runtime_ops.kv_cases import Arrays, Body, Fed, Run, unit_of
 from tests.runtime_ops.kv_native import Native
 
-HEAD_SIZE = 16
-
-FILES = ("version1.json", "version1_selection.json")
+FILES = ("version1.json", "version1_selection.json", "version1_bits.json")
 
 
 def load() -> list[dict[str, Any]]:
@@ -41,7 +39,7 @@ def quarters(columns: int, width: int, factors: tuple[int, int, int], modulus: i
 
 
 def tokens_of(attributes: KVAttributes, columns: int, group: int, sinks: bool, factor: float) -> Arrays:
-    width = attributes.kv_heads * HEAD_SIZE
+    width = attributes.kv_heads * unit_of(attributes.storage)
     return {
         "query": quarters(columns, group * width, (5, 3, 1), 17),
         "key": quarters(columns, width, (13, 7, 2), 31) * np.float32(factor),

@@ -5,6 +5,7 @@
 #include "kv_attention/cpu/compensate.h"
 #include "kv_attention/cpu/float8.h"
 #include "kv_attention/cpu/kernels.h"
+#include "kv_attention/cpu/planes.h"
 #include "kv_attention/cpu/scaled.h"
 #include "kv_attention/cpu/steps.h"
 
@@ -25,10 +26,10 @@ inline Floats most_of(const Floats& a, const Floats& b) {
 }
 
 // Rounds a page of floats, keys [page, size] and then values [page, size].
-inline void round_page(const Layout& layout, const float* slot, uint8_t* keys, uint8_t* values, float* scales,
+template <unsigned Bits>
+inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uint8_t* keys, uint8_t* values, float* scales,
                        float* scratch) {
   const size_t size = layout.size, page = layout.page;
-  const bool narrow = layout.bits == 4;
   const float levels = static_cast<float>(layout.levels);
   float *const key_low = scales, *const key_step = key_low + size;
   float *const value_low = key_step + size, *const value_step = value_low + page;
@@ -43,20 +44,13 @@ inline void round_page(const Layout& layout, const float* slot, uint8_t* keys, u
     store_line(key_low + c, steps.low), store_line(key_step + c, steps.step), store_line(inverse + c, steps.inverse);
   }
   uint8_t codes[kColumns];
+  __builtin_memset(keys, 0, layout.page_bytes()), __builtin_memset(values, 0, layout.page_bytes());
   for (size_t t = 0; t < page; ++t) {
-    uint8_t* const block = keys + t / kColumns * kColumns * (narrow ? size / 2 : size) + t % kColumns * 4;
+    uint8_t* const block = keys + t / kColumns * kColumns * size * Bits / 8;
     for (size_t c = 0; c < size; c += kColumns) {
       to_codes(load_line<Floats>(slot + t * size + c), load_line<Floats>(key_low + c), load_line<Floats>(inverse + c),
                levels, codes);
-      for (size_t j = 0; j < 4; ++j) {
-        const size_t four = c / 4 + j;
-        if (!narrow) __builtin_memcpy(block + four * kLine, codes + 4 * j, 4);
-        if (narrow && j % 2 == 0) {
-          for (size_t k = 0; k < 4; ++k) {
-            block[four / 2 * kLine + k] = static_cast<uint8_t>(codes[4 * j + k] | codes[4 * j + 4 + k] << 4);
-          }
-        }
-      }
+      for (size_t i = 0; i < kColumns; ++i) put_code<Bits>(block, (c + i) / 4, t % kColumns, i % 4, codes[i]);
     }
   }
   slot += page * size;
@@ -74,17 +68,13 @@ inline void round_page(const Layout& layout, const float* slot, uint8_t* keys, u
     store_line(lane, steps.step), value_step[t] = lane[0];
     for (size_t c = 0; c < size; c += kColumns) {
       to_codes(load_line<Floats>(token + c), steps.low, steps.inverse, levels, codes);
-      uint8_t* const tile = values + c * (narrow ? page / 2 : page);
-      for (size_t lane = 0; lane < kColumns; ++lane) {
-        if (!narrow) tile[(t / 4 * kColumns + lane) * 4 + t % 4] = codes[lane];
-        if (narrow) {
-          uint8_t& both = tile[(t / 8 * kColumns + lane) * 4 + t % 4];
-          both = static_cast<uint8_t>(t / 4 % 2 ? (both & 15) | codes[lane] << 4 : codes[lane]);
-        }
-      }
+      uint8_t* const tile = values + c * page * Bits / 8;
+      for (size_t lane = 0; lane < kColumns; ++lane) put_code<Bits>(tile, t / 4, lane, t % 4, codes[lane]);
     }
   }
 }
+template <typename Stored>
+inline void round_page(Numbers<Stored>, const Layout&, const float*, uint8_t*, uint8_t*, float*, float*) {}  // stays
 
 inline void summarize(const Layout& layout, const float* key, size_t count_before, float* summary) {
   const size_t size = layout.size;
@@ -160,8 +150,10 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     const int64_t leaves = page - layout.recent_pages - 1;
     if (offset == 0 && page >= layout.sink_pages && leaves >= layout.sink_pages) {
       const size_t to = layout.physical(leaves);
-      round_page(layout, slot, reinterpret_cast<uint8_t*>(state.keys + to * bytes),
-                 reinterpret_cast<uint8_t*>(state.values + to * bytes), state.scales + to * layout.scales(), scratch);
+      with_any_storage(layout.storage, [&](auto holds) {
+        round_page(holds, layout, slot, reinterpret_cast<uint8_t*>(state.keys + to * bytes),
+                   reinterpret_cast<uint8_t*>(state.values + to * bytes), state.scales + to * layout.scales(), scratch);
+      });
     }
     put(key, slot + offset * size, size);
     put(value, slot + (layout.page + offset) * size, size);

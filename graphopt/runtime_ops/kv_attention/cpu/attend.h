@@ -197,9 +197,9 @@ struct Reader : Lookahead {
       return read(logical, alike, lines, layout.page, &floats);
     }
     const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
-    read_codes<Bits == 4>(*this, logical, alike, reinterpret_cast<const uint8_t*>(state.keys + physical * bytes),
-                          reinterpret_cast<const uint8_t*>(state.values + physical * bytes),
-                          state.scales + physical * layout.scales(), ahead);
+    read_codes<Bits>(*this, logical, alike, reinterpret_cast<const uint8_t*>(state.keys + physical * bytes),
+                     reinterpret_cast<const uint8_t*>(state.values + physical * bytes),
+                     state.scales + physical * layout.scales(), ahead);
   }
 };
 

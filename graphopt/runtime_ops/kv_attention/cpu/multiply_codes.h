@@ -3,6 +3,7 @@
 
 #include "kv_attention/cpu/factors.h"
 #include "kv_attention/cpu/kernels.h"
+#include "kv_attention/cpu/planes.h"
 #include "kv_attention/cpu/products.h"
 #include GRAPHOPT_ARCH_HEADER(kv_attention/cpu/arch, codes.h)
 
@@ -11,16 +12,17 @@ namespace {
 
 constexpr bool kMultiplyCodes = true;
 
-// Products of `Rows` rows of factors with `Lines` lines of 16 numbers each, whose codes are [line][unit][16][4].
-template <bool Narrow, size_t Rows, size_t Lines>
+// Products of `Rows` rows of factors with `Lines` lines of 16 numbers each, whose codes are [line][unit][lines of a unit][16][4].
+template <unsigned Bits, size_t Rows, size_t Lines>
 __attribute__((noinline)) void multiply_codes(const Factors<Rows>& factors, const uint8_t* codes, Ahead& ahead,
                                               size_t count, Floats (&products)[Rows][Lines]) {
-  const size_t units = count / (Narrow ? 8 : 4), to_line = units * kLine;
+  using Of = Planes<Bits>;
+  const size_t units = count / Of::kCodes, to_line = units * Of::kBytes;
   Ahead::Run asked = ahead.run;
-  CodeSums<Narrow, Rows, Lines> sums;
-  for (size_t unit = 0; unit < units; ++unit, codes += kLine) {
-#pragma GCC unroll 2
-    for (size_t i = 0; i < Lines; ++i) ahead.ask(&asked);
+  CodeSums<Bits, Rows, Lines> sums;
+  for (size_t unit = 0; unit < units; ++unit, codes += Of::kBytes) {
+#pragma GCC unroll 6
+    for (size_t i = 0; i < Lines * Of::kLines; ++i) ahead.ask(&asked);
     sums.add(factors, codes, to_line, unit);
   }
   ahead.run = asked;
@@ -34,14 +36,14 @@ __attribute__((noinline)) void multiply_codes(const Factors<Rows>& factors, cons
 }
 
 // The same for any number of lines; finish(row, line, product) takes them.
-template <bool Narrow, size_t Rows, typename Finish>
+template <unsigned Bits, size_t Rows, typename Finish>
 inline void multiply_lines(const Factors<Rows>& factors, const uint8_t* codes, Ahead& ahead, size_t count, size_t lines,
                            const Finish& finish) {
   size_t line = 0;
   const auto run = [&](auto width) {
     constexpr size_t kLines = decltype(width)::value;
     Floats products[Rows][kLines];
-    multiply_codes<Narrow, Rows, kLines>(factors, codes + line * (count / (Narrow ? 8 : 4) * kLine), ahead, count,
+    multiply_codes<Bits, Rows, kLines>(factors, codes + line * (count * kColumns * Bits / 8), ahead, count,
                                          products);
 #pragma GCC unroll 8
     for (size_t r = 0; r < Rows; ++r) {
@@ -55,7 +57,7 @@ inline void multiply_lines(const Factors<Rows>& factors, const uint8_t* codes, A
 }
 
 // Scores [rows, page] of a page of codes.
-template <bool Narrow>
+template <unsigned Bits>
 void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes, Ahead& ahead,
                         const float* scales, size_t size, size_t page, float* scores) {
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
@@ -66,14 +68,14 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
       for (size_t r = 0; r < kRows; ++r) ahead.ask();
       *low = load_line<Floats>(scales + i), *step = load_line<Floats>(scales + size + i);
     });
-    multiply_lines<Narrow>(factors, codes, ahead, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
+    multiply_lines<Bits>(factors, codes, ahead, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
       store_line(scores + (row + r) * page + line * kColumns, x);
     });
   });
 }
 
 // sums = sums * factors + weights times the values of a page of codes; invisible tokens have weight 0.
-template <bool Narrow>
+template <unsigned Bits>
 void multiply_value_codes(const float* weights, const float* before, size_t rows, const uint8_t* codes, Ahead& ahead,
                           const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
   const bool all = seen.all(page);
@@ -89,7 +91,7 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
         *low = choose(mask, *low, all_lanes(0.f)), *step = choose(mask, *step, all_lanes(0.f));
       }
     });
-    multiply_lines<Narrow>(factors, codes, ahead, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
+    multiply_lines<Bits>(factors, codes, ahead, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
       float* const to = sums + (row + r) * size + line * kColumns;
       store_line(to, fused(load_line<Floats>(to), all_lanes(before[row + r]), x));
     });
@@ -97,16 +99,16 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
 }
 
 // Reads a page of codes: the products are of integers.
-template <bool Narrow, typename Reader>
+template <unsigned Bits, typename Reader>
 inline void read_codes(const Reader& reader, int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values,
                        const float* scales, Ahead ahead) {
   const size_t size = reader.layout.size, page = reader.layout.page, lines = page / kColumns;
   reader.score(logical, lines, [&](const float* from, float* scores) {
-    multiply_key_codes<Narrow>(from, reader.rows, keys, ahead, scales, size, page, scores);
+    multiply_key_codes<Bits>(from, reader.rows, keys, ahead, scales, size, page, scores);
   });
   reader.weigh_rows(alike, lines);
   reader.by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
-    multiply_value_codes<Narrow>(reader.buffers.scores + row * page, reader.buffers.factors + row, count, values, ahead,
+    multiply_value_codes<Bits>(reader.buffers.scores + row * page, reader.buffers.factors + row, count, values, ahead,
                                  scales + 2 * size, seen, size, page, reader.partial.values + row * size);
   });
 }

@@ -35,8 +35,8 @@ const char* check(const GraphoptKVAttention& call) {
   if (call.type != GRAPHOPT_FLOAT32 && call.type != GRAPHOPT_FLOAT16 && call.type != GRAPHOPT_BFLOAT16) {
     return refuse("type", call.type, "it must be float32, float16 or bfloat16");
   }
-  if (call.storage < 0 || call.storage >= static_cast<int32_t>(Storage::kCount)) {
-    return refuse("storage", call.storage, "it must be the number of a storage");
+  if (!known_to_gpus(static_cast<Storage>(call.storage))) {
+    return refuse("storage", call.storage, "it must be the number of a storage that GPUs know");
   }
   if (call.kv_heads < 1 || call.kv_heads > kMostHeads) {
     return refuse("kv_heads", call.kv_heads, "on a GPU it must be from 1 to 256");

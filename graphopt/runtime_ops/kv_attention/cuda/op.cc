@@ -20,7 +20,10 @@ struct Kernel : KVTypes<Activations> {
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int type) {
     GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
-    return attributes.read(node, info, type);
+    GRAPHOPT_RETURN_IF_ERROR(attributes.read(node, info, type));
+    if (known_to_gpus(attributes.layout.storage)) return nullptr;
+    return node.error("kernels on GPUs know no codes of %lld bits; store the cache as int8 or int4",
+                      static_cast<long long>(attributes.layout.bits));
   }
 
   OrtStatus* compute(OrtKernelContext* context) const {

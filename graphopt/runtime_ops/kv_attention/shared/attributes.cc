@@ -13,9 +13,9 @@ constexpr int64_t kMostPages = int64_t{1} << 31;
 #define GRAPHOPT_NAME_OF(id, name, type, bits, levels, holds) name,
 #define GRAPHOPT_LISTED(id, name, type, bits, levels, holds) ", " name
 #define GRAPHOPT_TYPE_OF(id, name, type, bits, levels, holds) type,
-constexpr const char* kNames[] = {GRAPHOPT_STORAGES(GRAPHOPT_NAME_OF)};
-constexpr const char* kAllNames = GRAPHOPT_STORAGES(GRAPHOPT_LISTED);
-constexpr int kTypes[] = {GRAPHOPT_STORAGES(GRAPHOPT_TYPE_OF)};
+constexpr const char* kNames[] = {GRAPHOPT_STORAGES(GRAPHOPT_NAME_OF) GRAPHOPT_CPU_STORAGES(GRAPHOPT_NAME_OF)};
+constexpr const char* kAllNames = GRAPHOPT_STORAGES(GRAPHOPT_LISTED) GRAPHOPT_CPU_STORAGES(GRAPHOPT_LISTED);
+constexpr int kTypes[] = {GRAPHOPT_STORAGES(GRAPHOPT_TYPE_OF) GRAPHOPT_CPU_STORAGES(GRAPHOPT_TYPE_OF)};
 
 #define GRAPHOPT_LISTED_POLICY(id, name, States) ", " name
 constexpr const char* kAllPolicies = GRAPHOPT_POLICIES(GRAPHOPT_LISTED_POLICY);
@@ -117,6 +117,10 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   layout.store_as(static_cast<Storage>(which));
   layout.kv_heads = static_cast<size_t>(heads);
   layout.page = static_cast<size_t>(page);
+  if (layout.page % layout.unit()) {
+    return node.error("a page of %s must have a multiple of %lld tokens, it has %lld", storage,
+                      print(static_cast<int64_t>(layout.unit())), print(page));
+  }
   size_t given = 0;
   // called without a buffer, it returns the number of elements
   if (OrtStatus* failure = KernelInfoGetAttributeInts::call(node.api, info, "policies", nullptr, &given)) {

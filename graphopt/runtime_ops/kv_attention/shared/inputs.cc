@@ -57,6 +57,11 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
                       "it is %s",
                       print(heads), Text(key).characters);
   }
+  if (key.shape[2] / heads % static_cast<int64_t>(layout.unit())) {
+    return node.error("key must have heads of a multiple of %lld numbers, as codes of %lld bits are packed; it is %s",
+                      print(static_cast<int64_t>(layout.unit())), print(static_cast<int64_t>(layout.bits)),
+                      Text(key).characters);
+  }
   const int64_t size = key.shape[2] / heads, batch = key.shape[0], columns = key.shape[1];
   if (value.rank != 3 || std::memcmp(value.shape, key.shape, sizeof key.shape)) {
     return node.error("value must have the shape of key, %s; it is %s", Text(key).characters, Text(value).characters);

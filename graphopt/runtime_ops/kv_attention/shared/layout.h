@@ -39,6 +39,8 @@ struct Layout : PolicyParameters {
   GRAPHOPT_INLINE size_t query_heads() const { return kv_heads * group; }
   // Bytes of the keys of a page, or of its values.
   GRAPHOPT_INLINE size_t page_bytes() const { return page * size * bits / 8; }
+  // Neighbouring codes that are packed together, see spec/layout.py.
+  GRAPHOPT_INLINE size_t unit() const { return bits == 3 ? 32 : bits == 6 || bits == 2 ? 16 : bits == 4 ? 8 : 4; }
   GRAPHOPT_INLINE size_t scales() const { return integers() ? 2 * size + 2 * page : 0; }
   GRAPHOPT_INLINE size_t slots() const { return integers() ? static_cast<size_t>(sink_pages + recent_pages + 1) : 0; }
   GRAPHOPT_INLINE size_t slot_floats() const { return 2 * page * size; }

@@ -37,6 +37,12 @@ constexpr bool is_codes(Codes<Bits>) {
   STORAGE(kInt8, "int8", kUint8, 8, 255, Codes<8>)                 \
   STORAGE(kInt4, "int4", kUint8, 4, 15, Codes<4>)
 
+// Storages of pages that a CPU alone has kernels for.
+#define GRAPHOPT_CPU_STORAGES(STORAGE)             \
+  STORAGE(kInt6, "int6", kUint8, 6, 63, Codes<6>)  \
+  STORAGE(kInt3, "int3", kUint8, 3, 7, Codes<3>)   \
+  STORAGE(kInt2, "int2", kUint8, 2, 3, Codes<2>)
+
 // The storages of blocks alone, which requests share: each token has a scale of its own, so it is stored at once, and no
 // token changes what another one has stored.
 #define GRAPHOPT_TOKEN_STORAGES(STORAGE)                                  \
@@ -45,14 +51,14 @@ constexpr bool is_codes(Codes<Bits>) {
 
 #define GRAPHOPT_STORAGE_NAME(id, name, type, bits, levels, holds) id,
 enum class Storage : int {
-  GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_NAME) kCount,
+  GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_NAME) GRAPHOPT_CPU_STORAGES(GRAPHOPT_STORAGE_NAME) kCount,
   GRAPHOPT_TOKEN_STORAGES(GRAPHOPT_STORAGE_NAME)
 };
 #undef GRAPHOPT_STORAGE_NAME
 
 #define GRAPHOPT_STORAGE_CASE(id, name, type, bits, levels, holds) \
   case Storage::id: return visit(holds());
-// Calls visit() with a Numbers or Codes: what pages of a storage hold. On the host.
+// Calls visit() with a Numbers or Codes: what pages of a storage that GPUs know hold. On the host.
 template <typename Visit>
 inline __attribute__((always_inline)) auto with_storage(Storage storage, const Visit& visit) {
   switch (storage) {
@@ -60,28 +66,36 @@ inline __attribute__((always_inline)) auto with_storage(Storage storage, const V
     default: __builtin_unreachable();  // it was checked where the attributes were read
   }
 }
-// The same for blocks as well.
+// The same for blocks and for what a CPU alone knows.
 template <typename Visit>
 inline __attribute__((always_inline)) auto with_any_storage(Storage storage, const Visit& visit) {
   switch (storage) {
     GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_CASE)
+    GRAPHOPT_CPU_STORAGES(GRAPHOPT_STORAGE_CASE)
     GRAPHOPT_TOKEN_STORAGES(GRAPHOPT_STORAGE_CASE)
     default: __builtin_unreachable();
   }
 }
 #undef GRAPHOPT_STORAGE_CASE
 
+// Whether GPUs have kernels for a storage of pages.
+inline bool known_to_gpus(Storage storage) {
+#define GRAPHOPT_STORAGE_KNOWN(id, name, type, bits, levels, holds) storage == Storage::id ||
+  return GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_KNOWN) false;
+#undef GRAPHOPT_STORAGE_KNOWN
+}
+
 // Bits of a number, and the largest code; 0 where a page holds floats.
 inline __attribute__((always_inline)) unsigned bits_of_storage(Storage storage) {
 #define GRAPHOPT_STORAGE_BITS(id, name, type, bits, levels, holds) bits,
-  constexpr unsigned kBits[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_BITS) 0,
+  constexpr unsigned kBits[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_BITS) GRAPHOPT_CPU_STORAGES(GRAPHOPT_STORAGE_BITS) 0,
                                 GRAPHOPT_TOKEN_STORAGES(GRAPHOPT_STORAGE_BITS)};
 #undef GRAPHOPT_STORAGE_BITS
   return kBits[static_cast<int>(storage)];
 }
 inline __attribute__((always_inline)) unsigned levels_of_storage(Storage storage) {
 #define GRAPHOPT_STORAGE_LEVELS(id, name, type, bits, levels, holds) levels,
-  constexpr unsigned kLevels[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_LEVELS) 0,
+  constexpr unsigned kLevels[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_LEVELS) GRAPHOPT_CPU_STORAGES(GRAPHOPT_STORAGE_LEVELS) 0,
                                   GRAPHOPT_TOKEN_STORAGES(GRAPHOPT_STORAGE_LEVELS)};
 #undef GRAPHOPT_STORAGE_LEVELS
   return kLevels[static_cast<int>(storage)];

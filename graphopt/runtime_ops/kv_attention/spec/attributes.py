@@ -106,6 +106,10 @@ class KVAttributes:
         for name, choices in (("page", PAGES), ("storage", STORAGES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"KVAttention: {name} is one of {choices}, not {getattr(self, name)!r}")
+        if self.levels is not None and self.page % self.stored.unit:
+            raise ValueError(
+                f"KVAttention: with {self.storage} a page has a multiple of {self.stored.unit} tokens, not {self.page}"
+            )
         for parameter in parameters:
             parameter.check(getattr(self, parameter.name))
         if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
@@ -239,6 +243,10 @@ class KVAttributes:
         """
         if head_size % LANES or not LANES <= head_size <= 256:
             raise ValueError(f"KVAttention: a head size is a multiple of {LANES} up to 256, not {head_size}")
+        if self.levels is not None and head_size % self.stored.unit:
+            raise ValueError(
+                f"KVAttention: with {self.storage} a head size is a multiple of {self.stored.unit}, not {head_size}"
+            )
         numbers, integers = self.page * head_size, self.levels is not None
         elements, dtype = self.stored.elements(numbers), self.stored.dtype
         summaries = self.summary_floats(head_size) + 2 * head_size * self.compensate

@@ -33,7 +33,7 @@ def packed_values(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Valu
     """Return pages as they are stored, see :func:`packed_keys`."""
     if attrs.levels is not None:
         transposed = op.Transpose(page, perm=[0, 1, 2, 4, 3])
-        return _packed_codes(op, transposed, -1, attrs.page // 4, attrs)
+        return _packed_codes(op, transposed, -1, attrs.page // attrs.stored.unit, attrs)
     return _stored_floats(op, page, attrs)
 
 
@@ -51,7 +51,7 @@ def unpacked_keys(op: OpBuilder, packed: ir.Value, attrs: KVAttributes) -> ir.Va
 def unpacked_values(op: OpBuilder, packed: ir.Value, attrs: KVAttributes) -> ir.Value:
     """Return stored values as float [.., .., .., T, D]: the numbers, or codes."""
     if attrs.levels is not None:
-        blocks = _unpacked_codes(op, packed, -1, attrs.page // 4, attrs)
+        blocks = _unpacked_codes(op, packed, -1, attrs.page // attrs.stored.unit, attrs)
         codes = op.Transpose(op.Reshape(blocks, [0, 0, 0, -1, attrs.page]), perm=[0, 1, 2, 4, 3])
         return op.Cast(codes, to=ir.DataType.FLOAT)
     return op.Reshape(op.Cast(packed, to=ir.DataType.FLOAT), [0, 0, 0, attrs.page, -1])
@@ -107,23 +107,46 @@ def _type(attrs: KVAttributes) -> ir.DataType:
     return ir.DataType.from_numpy(attrs.stored.dtype)
 
 
-def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:
-    """Pack codes [.., lanes, summed]: ``blocks`` of 16 lanes and ``fours`` of what is summed over, one of them -1."""
-    split = op.Reshape(codes, [0, 0, 0, blocks, LANES, fours, 4])
-    reordered = op.Transpose(split, perm=[0, 1, 2, 3, 5, 4, 6])
-    if attrs.stored.bits == 4:
-        pairs = op.Reshape(reordered, [0, 0, 0, 0, -1, 2, LANES, 4])
-        low, high = op.Split(pairs, axis=5, num_outputs=2, _outputs=2)
-        reordered = op.BitwiseOr(low, op.BitShift(high, 4, direction="LEFT"))
-    return op.Reshape(reordered, [0, 0, 0, -1])
+def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, units: int, attrs: KVAttributes) -> ir.Value:
+    """Pack codes [.., lanes, summed]: ``blocks`` of 16 lanes and ``units`` of what is summed over, one of them -1."""
+    unit = attrs.stored.unit
+    split = op.Reshape(codes, [0, 0, 0, blocks, LANES, units, unit // 4, 4])
+    fours = op.Transpose(split, perm=[0, 1, 2, 3, 5, 6, 4, 7])
+    planes, shift = [], 0
+    for bits in attrs.stored.planes:
+        plane = op.BitwiseAnd(_shifted_right(op, fours, shift), 2**bits - 1) if bits < attrs.stored.bits else fours
+        if bits < 8:
+            # [.., units, lines, fours of a byte, 16, 4]
+            parts = op.Reshape(plane, [0, 0, 0, blocks, units, unit // 4 * bits // 8, 8 // bits, LANES, 4])
+            plane, *upper = op.Split(parts, axis=6, num_outputs=8 // bits, _outputs=8 // bits)
+            for field, part in enumerate(upper, 1):
+                plane = op.BitwiseOr(plane, op.BitShift(part, field * bits, direction="LEFT"))
+            plane = op.Squeeze(plane, [6])
+        planes.append(plane)
+        shift += bits
+    return op.Reshape(planes[0] if len(planes) == 1 else op.Concat(*planes, axis=5), [0, 0, 0, -1])
 
 
-def _unpacked_codes(op: OpBuilder, codes: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:
-    """Return codes as blocks [.., lanes / 16, 16, summed / 4, 4]; arguments of :func:`_packed_codes`."""
-    if attrs.stored.bits == 4:
-        pairs = op.Reshape(codes, [0, 0, 0, blocks, fours // 2 if fours > 0 else -1, 1, LANES, 4])
-        low = op.BitwiseAnd(pairs, 15)
-        high = op.BitShift(pairs, 4, direction="RIGHT")
-        codes = op.Concat(low, high, axis=5)
-    reordered = op.Reshape(codes, [0, 0, 0, blocks, fours, LANES, 4])
-    return op.Transpose(reordered, perm=[0, 1, 2, 3, 5, 4, 6])
+def _unpacked_codes(op: OpBuilder, codes: ir.Value, blocks: int, units: int, attrs: KVAttributes) -> ir.Value:
+    """Return codes as blocks [.., lanes / 16, 16, units, fours, 4]; arguments of :func:`_packed_codes`."""
+    unit, planes = attrs.stored.unit, attrs.stored.planes
+    counts = [unit // 4 * bits // 8 for bits in planes]
+    lines = op.Reshape(codes, [0, 0, 0, blocks, units, sum(counts), LANES, 4])
+    parts = [lines] if len(planes) == 1 else op.Split(lines, counts, axis=5, _outputs=len(planes))
+    total, shift = None, 0
+    for bits, count, part in zip(planes, counts, parts, strict=True):
+        plane = part
+        if bits < 8:
+            bytes_of_plane = op.Reshape(part, [0, 0, 0, blocks, units, count, 1, LANES, 4])
+            firsts = range(0, 8, bits)
+            fields = [op.BitwiseAnd(_shifted_right(op, bytes_of_plane, first), 2**bits - 1) for first in firsts]
+            plane = op.Reshape(op.Concat(*fields, axis=6), [0, 0, 0, blocks, units, unit // 4, LANES, 4])
+        if shift:
+            plane = op.BitShift(plane, shift, direction="LEFT")
+        total = plane if total is None else op.BitwiseOr(total, plane)
+        shift += bits
+    return op.Transpose(total, perm=[0, 1, 2, 3, 6, 4, 5, 7])
+
+
+def _shifted_right(op: OpBuilder, codes: ir.Value, bits: int) -> ir.Value:
+    return op.BitShift(codes, bits, direction="RIGHT") if bits else codes

@@ -5,7 +5,9 @@ scales, float8 neither, as in other implementations of such caches when no scale
 
 Integers: keys [T/16, D/4, 16, 4], so that four channels of a token are neighbours, as a dot product of bytes takes
 them; values the same with the axes changed, [D/16, T/4, 16, 4]: what is summed over, channels for keys and tokens for
-values, lies in fours. int4 has two neighbouring fours in a byte, the first of them in its low 4 bits.
+values, lies in fours. int4 has two neighbouring fours in a byte, the first of them in its low 4 bits,
+int2 has four of them. int6 and int3 are cut into planes: of each 16 codes the lower 4 bits as int4 and then the upper 2
+as int2; of each 32 the lower 2 bits as int2 and then the upper one of eight fours in a byte.
 
 Keys are rounded with a scale per channel and page, values with a scale per token, after KIVI (Liu et al. 2024): a
 few channels of keys are large throughout, while values have no such channels.
@@ -40,7 +42,7 @@ def pack_keys(page: Array, storage: str) -> Array:
         storage: one of ``STORAGES``.
 
     Returns:
-        [..., n] in the storage's type: n = T D numbers, or T D / 2 bytes for int4.
+        [..., n] in the storage's type: n = T D numbers, or T D bits / 8 bytes for codes of fewer bits than 8.
     """
     if STORAGE_OF[storage].levels is not None:
         return _pack_codes(page, storage)
@@ -135,19 +137,34 @@ def _round(page: Singles, low: Singles, high: Singles, axis: int, levels: int) -
 
 def _pack_codes(codes: Bytes, storage: str) -> Bytes:
     *leading, lanes, depth = codes.shape
-    blocks = codes.reshape(*leading, lanes // LANES, LANES, depth // 4, 4).swapaxes(-2, -3)
-    if STORAGE_OF[storage].bits == 4:
-        pairs = blocks.reshape(*leading, lanes // LANES, depth // 8, 2, LANES, 4)
-        blocks = pairs[..., 0, :, :] | pairs[..., 1, :, :] << np.uint8(4)
-    return _flat(blocks, leading)
+    stored = STORAGE_OF[storage]
+    shape = (*leading, lanes // LANES, depth // stored.unit)
+    blocks = (
+        codes.reshape(*shape[:-1], LANES, depth // 4, 4).swapaxes(-2, -3).reshape(*shape, stored.unit // 4, LANES, 4)
+    )
+    planes, shift = [], 0
+    for bits in stored.planes:
+        plane = (blocks >> np.uint8(shift) & np.uint8(2**bits - 1)).reshape(
+            *shape, stored.unit // 4 * bits // 8, 8 // bits, LANES, 4
+        )
+        shifts = (bits * np.arange(8 // bits, dtype=np.uint8))[:, np.newaxis, np.newaxis]
+        planes.append(np.bitwise_or.reduce(plane << shifts, axis=-3))
+        shift += bits
+    return _flat(np.concatenate(planes, axis=-3), leading)
 
 
 def _unpack_codes(stored_page: Bytes, lanes: int, depth: int, storage: str) -> Bytes:
-    leading = stored_page.shape[:-1]
-    if STORAGE_OF[storage].bits == 4:
-        pairs = stored_page.reshape(*leading, lanes // LANES, depth // 8, LANES, 4)
-        stored_page = np.stack([pairs & 15, pairs >> 4], axis=-3)
-    blocks = stored_page.reshape(*leading, lanes // LANES, depth // 4, LANES, 4).swapaxes(-2, -3)
+    leading, stored = stored_page.shape[:-1], STORAGE_OF[storage]
+    shape = (*leading, lanes // LANES, depth // stored.unit)
+    lines = stored_page.reshape(*shape, stored.unit * stored.bits // 32, LANES, 4)
+    codes, first, shift = np.zeros((*shape, stored.unit // 4, LANES, 4), np.uint8), 0, 0
+    for bits in stored.planes:
+        count = stored.unit // 4 * bits // 8
+        shifts = (bits * np.arange(8 // bits, dtype=np.uint8))[:, np.newaxis, np.newaxis]
+        plane = lines[..., first : first + count, np.newaxis, :, :] >> shifts & np.uint8(2**bits - 1)
+        codes |= plane.reshape(codes.shape) << np.uint8(shift)
+        first, shift = first + count, shift + bits
+    blocks = codes.reshape(*leading, lanes // LANES, depth // 4, LANES, 4).swapaxes(-2, -3)
     return np.ascontiguousarray(blocks).reshape(*leading, lanes, depth)
 
 

@@ -25,7 +25,8 @@ Attributes:
     softcap: float, c in c tanh(s / c), after ``scale``; 0 for none.
     window: int, the model's own: position p sees positions > p - window; 0 for none.
     page: int, T: 16, 32, 64 or 128.
-    storage: string, float32, float16, bfloat16, float8 (E4M3FN, Micikevicius et al. 2022), int8 or int4.
+    storage: string, float32, float16, bfloat16, float8 (E4M3FN, Micikevicius et al. 2022), int8, int6, int4,
+        int3 or int2.
     sink_pages, recent_pages: int, full pages that a storage of integers keeps as floats, besides the newest.
     policies: ints, one or Hk: 0 dense, 1 streaming, 2 retrieval.
     sinks, recent: int, tokens that streaming and retrieval always read, the first and the last.

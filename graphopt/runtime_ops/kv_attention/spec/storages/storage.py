@@ -36,6 +36,16 @@ class Storage:
     largest: float | None = None
     has_kernel: bool = False
 
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bits of the planes that codes are stored in, the lowest bits first; each divides 8."""
+        return {6: (4, 2), 3: (2, 1)}.get(self.bits, (self.bits,))
+
+    @property
+    def unit(self) -> int:
+        """Neighbouring codes of what is summed over that are packed together; sizes are multiples of it."""
+        return 4 * 8 // min(self.planes)
+
     def elements(self, numbers: int) -> int:
         """Return how many elements of :attr:`dtype` so many numbers take."""
         return numbers * self.bits // (8 * self.dtype.itemsize)

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "kv_attention/cpu/factors.h"
+#include "kv_attention/cpu/planes.h"
 
 namespace graphopt {
 namespace {
@@ -18,25 +19,45 @@ inline __attribute__((always_inline)) __m512i four_factors(const int8_t* factors
   return _mm512_set1_epi32(word);
 }
 
+// Bytes moved to the right, or to the left by less than nothing. Bits of neighbours come along.
+template <int Bits>
+inline __attribute__((always_inline)) __m512i moved(__m512i bytes) {
+  return Bits > 0 ? _mm512_srli_epi16(bytes, Bits > 0 ? Bits : 0) : _mm512_slli_epi16(bytes, Bits < 0 ? -Bits : 0);
+}
+
+// The codes of four `F` of each lane of a unit, as bytes.
+template <unsigned Bits, size_t F>
+inline __attribute__((always_inline)) __m512i codes_of(const __m512i (&unit)[Planes<Bits>::kLines]) {
+  using Of = Planes<Bits>;
+  if (Bits == 8) return unit[0];
+  const __m512i mask = _mm512_set1_epi8(static_cast<char>(Of::kLowerMask));
+  const __m512i lower = _mm512_and_si512(moved<static_cast<int>(Of::shift(F))>(unit[Of::line(F)]), mask);
+  if (!Of::kUpper) return lower;
+  const __m512i upper = moved<Of::upper_shift(F)>(unit[Of::kLines - 1]);
+  return _mm512_or_si512(lower, _mm512_and_si512(upper, _mm512_set1_epi8(static_cast<char>(Of::kUpperMask))));
+}
+
 // Sums of products of lines of codes with rows of factors, of high and of low bytes.
-template <bool Narrow, size_t Rows, size_t Lines>
+template <unsigned Bits, size_t Rows, size_t Lines>
 class CodeSums {
+  using Of = Planes<Bits>;
+
  public:
   // Codes of one unit of each line, `to_line` bytes apart.
   inline __attribute__((always_inline)) void add(const Factors<Rows>& factors, const uint8_t* codes, size_t to_line,
                                                  size_t unit) {
-    __m512i line[Lines];
+    __m512i line[Lines][Of::kLines];
 #pragma GCC unroll 2
-    for (size_t i = 0; i < Lines; ++i) line[i] = _mm512_loadu_si512(codes + i * to_line);
-    if (!Narrow) return multiply(factors, line, 4 * unit);
-    const __m512i mask = _mm512_set1_epi8(15);
-    __m512i half[Lines];
+    for (size_t i = 0; i < Lines; ++i) {
+#pragma GCC unroll 3
+      for (size_t j = 0; j < Of::kLines; ++j) line[i][j] = _mm512_loadu_si512(codes + i * to_line + j * kLine);
+    }
+    each_four<Of::kFours>([&](auto f) __attribute__((always_inline)) {
+      __m512i four[Lines];
 #pragma GCC unroll 2
-    for (size_t i = 0; i < Lines; ++i) half[i] = _mm512_and_si512(line[i], mask);
-    multiply(factors, half, 8 * unit);
-#pragma GCC unroll 2
-    for (size_t i = 0; i < Lines; ++i) half[i] = _mm512_and_si512(_mm512_srli_epi16(line[i], 4), mask);
-    multiply(factors, half, 8 * unit + 4);
+      for (size_t i = 0; i < Lines; ++i) four[i] = codes_of<Bits, decltype(f)::value>(line[i]);
+      multiply(factors, four, Of::kCodes * unit + 4 * f);
+    });
   }
 
   Floats of(size_t r, size_t i) const {
