@@ -12,7 +12,8 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass
 from graphopt.passes.common.paging.paged_attention import Page, page_attention
 from graphopt.passes.common.paging.states import change
-from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGE_OF, STORAGES
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 
 if TYPE_CHECKING:
     import onnx_ir as ir
