@@ -6,6 +6,7 @@ Results go to standard output, progress and errors to standard error; see :data:
 from __future__ import annotations
 
 import gc
+import inspect
 
 import typer
 
@@ -36,8 +37,13 @@ def build_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    groups: dict[str, typer.Typer] = {"": application}
     for name, function in COMMANDS.items():
-        application.command(name)(function)
+        group, _, verb = name.rpartition(" ")
+        if group not in groups:
+            groups[group] = typer.Typer(no_args_is_help=True)
+            application.add_typer(groups[group], name=group, help=inspect.getdoc(inspect.getmodule(function)))
+        groups[group].command(verb)(function)
     return application
 
 

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from graphopt.inference.decoding.grammar import Grammar
     from graphopt.inference.decoding.sampling import Sampling
     from graphopt.inference.decoding.speculation import Speculation
+    from graphopt.inference.prompt_cache import PromptCache
     from graphopt.inference.session import Session
 
 _GENERATION = (
-    "--max-new-tokens, --temperature, --top-k, --top-p, --seed, --stop, --json-schema, --regex, --logprobs, --speculate"
+    "--max-new-tokens, --temperature, --top-k, --top-p, --seed, --stop, --json-schema, --regex, --logprobs, "
+    "--speculate, --cache"
 )
 
 
@@ -93,6 +95,10 @@ def run(
     draft_tokens: Annotated[
         str, typer.Option("--draft-tokens", help="guesses in a step, up to 11; auto: by what they cost and gain, 0 too")
     ] = "auto",
+    cache: Annotated[
+        Path | None,
+        typer.Option("--cache", help="a file of `graphopt cache make`: prompts come behind its text"),
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="tell what drafts did")] = False,
     threads: Threads = 0,
     device: OnDevice = "cpu",
@@ -121,7 +127,8 @@ def run(
     if (audio or language) and not task.parts:
         raise InputError(f"{task.noun} reads no recordings", file=folder, remedy="leave out --audio and --language")
     if not task.generates:
-        options = (max_new_tokens, stop or None, json_schema, regex, logprobs, speculate, temperature, top_k, top_p)
+        decoding = (max_new_tokens, temperature, top_k, top_p, logprobs, speculate, cache)
+        options = (*decoding, stop or None, json_schema, regex)
         if chat or seed or any(option is not None for option in options):
             remedy = f"leave out the options of generating: {_GENERATION}"
             raise InputError(f"{task.noun} generates nothing", file=folder, remedy=remedy)
@@ -130,7 +137,7 @@ def run(
     grammar = _grammar(json_schema, regex)
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
     if task.parts:
-        _refuse_beside_sources(chat, speculate)
+        _refuse_beside_sources(chat, speculate, cache)
         from graphopt.cli.seq2seq import print_texts
         from graphopt.inference.seq2seq import seq2seq_of
 
@@ -138,14 +145,39 @@ def run(
         return print_texts(encoder_decoder, prompt or [], audio or [], settings, language=language, as_json=as_json)
     session = session_from(model, device=device)
     speculation = None if speculate is None else open_speculation(session, speculate, draft_tokens)
+    prompt_cache = None if cache is None else _load_cache(session, cache, chat, system)
     if chat:
         completions: Sequence[dict[str, Any]] = converse(
-            session, system=system, messages=prompt or [], settings=settings, streams=not as_json, proposer=speculation
+            session,
+            system=system,
+            messages=prompt or [],
+            settings=settings,
+            streams=not as_json,
+            proposer=speculation,
+            cache=prompt_cache,
         )
     else:
-        completions = _complete(session, prompt or [], settings, as_json, speculation)
+        texts = [("" if prompt_cache is None else prompt_cache.prompt.text) + text for text in prompt or []]
+        completions = _complete(session, texts, settings, as_json, speculation, prompt_cache)
     _print_results(completions, speculation, stats, as_json)
     return None
+
+
+def _load_cache(session: Session, file: Path, chat: bool, system: str | None) -> PromptCache:
+    """Read a file of `graphopt cache make`.
+
+    Raises:
+        InputError: it cannot be used, or is of another use than this one.
+    """
+    from graphopt.inference.prompt_cache import PromptCache
+
+    cache = PromptCache.load(session, file)
+    if chat == (cache.prompt.system is None):
+        use, remedy = ("texts", "leave --chat out") if chat else ("chats", "add --chat")
+        raise InputError(f"the cache is for {use}", file=file, remedy=remedy)
+    if system is not None:
+        raise InputError("the cache holds the system prompt", file=file, remedy="leave --system or --cache out")
+    return cache
 
 
 def _check_options(
@@ -164,16 +196,16 @@ def _check_options(
         raise InputError("--logprobs are part of the JSON report", remedy="add --json")
 
 
-def _refuse_beside_sources(chat: bool, speculate: str | None) -> None:
+def _refuse_beside_sources(chat: bool, speculate: str | None, cache: Path | None) -> None:
     """Refuse options that an encoder-decoder has not.
 
     Raises:
         InputError: one is given.
     """
-    if chat or speculate is not None:
+    if chat or speculate is not None or cache is not None:
         raise InputError(
-            "an encoder-decoder makes one text of each source, without a chat and without drafts",
-            remedy="leave out --chat and --speculate",
+            "an encoder-decoder makes one text of each source, without a chat, drafts and kept prompts",
+            remedy="leave out --chat, --speculate and --cache",
         )
 
 
@@ -224,15 +256,20 @@ def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
 
 
 def _complete(
-    session: Session, prompts: Sequence[str], settings: Settings, as_json: bool, proposer: Speculation | None
+    session: Session,
+    prompts: Sequence[str],
+    settings: Settings,
+    as_json: bool,
+    proposer: Speculation | None,
+    cache: PromptCache | None,
 ) -> list[dict[str, Any]]:
     from graphopt.inference.generation import complete, steps
 
     if as_json:
-        completions = complete(session, prompts, settings, proposer)
+        completions = complete(session, prompts, settings, proposer, cache)
         return [{"prompt_text": t, **c.model_dump()} for t, c in zip(prompts, completions, strict=True)]
     if len(prompts) == 1:
-        parts = steps(session, prompts, settings, proposer)
+        parts = steps(session, prompts, settings, proposer, cache)
         sys.stdout.write(prompts[0])
         for step in parts:
             sys.stdout.write(step.texts[0])
@@ -241,7 +278,7 @@ def _complete(
         return []
     with progress() as say:
         say("generating")
-        completions = complete(session, prompts, settings, proposer)
+        completions = complete(session, prompts, settings, proposer, cache)
     for number, (text, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
         out.rule(f"{number} ({completion.stopped})")
         out.print(text + (completion.text or ""), markup=False, highlight=False)

@@ -26,6 +26,7 @@ from graphopt.inference.decoding.speculation import Drafting, Speculation
 if TYPE_CHECKING:
     from graphopt.inference.decoding.grammar import Grammar
     from graphopt.inference.decoding.proposers import Proposer
+    from graphopt.inference.prompt_cache import PromptCache
     from graphopt.inference.session import Session
     from graphopt.tasks.ports import IntArray
 
@@ -97,9 +98,11 @@ def generate(
     grammar: Grammar | None = None,
     logprobs: int | None = None,
     proposer: Proposer | Speculation | None = None,
+    cache: PromptCache | None = None,
 ) -> list[Completion]:
     """Complete each prompt; see :func:`stream` for the arguments and errors."""
-    return complete(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), proposer)
+    settings = Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs)
+    return complete(session, prompts, settings, proposer, cache)
 
 
 def stream(
@@ -112,6 +115,7 @@ def stream(
     grammar: Grammar | None = None,
     logprobs: int | None = None,
     proposer: Proposer | Speculation | None = None,
+    cache: PromptCache | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step; arguments are checked at once, the model runs as the steps are consumed.
 
@@ -125,6 +129,7 @@ def stream(
         logprobs: how many of the most likely tokens to list beside each chosen one, with their log probabilities.
         proposer: what guesses tokens that are checked several at a time; the text stays the same. A
             :class:`graphopt.inference.decoding.speculation.Speculation` also says how long drafts are, and counts.
+        cache: a beginning that the model has read already: what prompts share with it is not fed again.
 
     Raises:
         InputError: a prompt is empty, longer than the model's positions or holds an unknown token; ``max_new_tokens``
@@ -133,7 +138,8 @@ def stream(
             check drafts, or the proposer is not made for it.
         MissingDependencyError: there is a grammar, and llguidance is not installed.
     """
-    return steps(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), proposer)
+    settings = Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs)
+    return steps(session, prompts, settings, proposer, cache)
 
 
 def complete(
@@ -141,10 +147,11 @@ def complete(
     prompts: str | Sequence[Prompt],
     settings: Settings,
     proposer: Proposer | Speculation | None = None,
+    cache: PromptCache | None = None,
 ) -> list[Completion]:
     """Complete each prompt, as :func:`generate` does."""
     rows = _rows(session, prompts, settings)
-    for _ in _generate(session, rows, proposer):
+    for _ in _generate(session, rows, proposer, cache):
         pass
     return [Completion.from_row(row) for row in rows]
 
@@ -154,9 +161,10 @@ def steps(
     prompts: str | Sequence[Prompt],
     settings: Settings,
     proposer: Proposer | Speculation | None = None,
+    cache: PromptCache | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step, as :func:`stream` does."""
-    return _generate(session, _rows(session, prompts, settings), proposer)
+    return _generate(session, _rows(session, prompts, settings), proposer, cache)
 
 
 def run(
@@ -261,11 +269,15 @@ def _rows(session: Session, prompts: str | Sequence[Prompt], settings: Settings)
 
 
 def _generate(
-    session: Session, rows: Sequence[Continuation], proposer: Proposer | Speculation | None
+    session: Session,
+    rows: Sequence[Continuation],
+    proposer: Proposer | Speculation | None,
+    cache: PromptCache | None,
 ) -> Iterator[Step]:
     drafts = None if proposer is None else as_speculation(proposer).start(session, rows)
-    decoder = Decoder(session, len(rows), room=room_for(rows))
-    return run(decoder, rows, *_padded_left([row.prompt for row in rows]), drafts=drafts)
+    prompts = [row.prompt for row in rows]
+    decoder, prefix = (Decoder(session, len(rows), room=room_for(rows)), 0) if cache is None else cache.fork(prompts)
+    return run(decoder, rows, *_padded_left([prompt[prefix:] for prompt in prompts]), drafts=drafts)
 
 
 def as_speculation(proposer: Proposer | Speculation) -> Speculation:

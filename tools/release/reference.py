@@ -21,7 +21,8 @@ from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 from typer.utils import get_params_from_function
 
-from graphopt.cli import EXIT_CODES, app
+from graphopt.cli import EXIT_CODES
+from graphopt.cli.commands import COMMANDS
 from graphopt.passes import PASSES
 from graphopt.passes.base import Pass
 from graphopt.passes.phases import PHASES, Phase
@@ -35,12 +36,11 @@ def commands_page() -> str:
     lines = ["# Commands", "", _made_by("graphopt COMMAND --help` shows the same"), ""]
     lines += ["Results go to standard output, progress and errors to standard error. Exit codes:", ""]
     lines += _table(("code", "meaning"), [(str(code), meaning) for code, meaning in EXIT_CODES.items()])
-    for command in app.registered_commands:
-        assert command.callback is not None
-        parameters = sorted(_parameters(command.callback), key=lambda each: each.name.startswith("-"))
+    for name, function in COMMANDS.items():
+        parameters = sorted(_parameters(function), key=lambda each: each.name.startswith("-"))
         usage = [each.usage for each in parameters if each.usage]
-        lines += ["", f"## {command.name}", "", inspect.getdoc(command.callback) or "", ""]
-        lines += ["```sh", " ".join(["graphopt", str(command.name), *usage, "[OPTIONS]"]), "```", ""]
+        lines += ["", f"## {name}", "", inspect.getdoc(function) or "", ""]
+        lines += ["```sh", " ".join(["graphopt", name, *usage, "[OPTIONS]"]), "```", ""]
         rows = [(f"`{each.name}`", each.kind, each.default, each.meaning) for each in parameters]
         lines += _table(("argument or option", "type", "default", "meaning"), rows)
     return "\n".join(lines) + "\n"

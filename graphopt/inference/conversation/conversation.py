@@ -22,6 +22,7 @@ from graphopt.inference.decoding.continuation import Continuation, Settings, sta
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.generation import Completion, as_speculation, room_for, run
+from graphopt.inference.prompt_cache import PromptCache, go_back, shared_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ class Conversation:
         tools: functions that the model may call, as JSON schemas, for templates that know of them.
         variables: what else the template reads, such as ``{"enable_thinking": False}``.
         proposer: what guesses tokens, as for :func:`graphopt.generate`; replies stay the same.
+        cache: a prompt that the model has read already; its system prompt is the conversation's unless ``system`` is
+            given.
 
     Attributes:
         messages: what was said so far, as the template sees it.
@@ -67,18 +70,22 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         proposer: Proposer | Speculation | None = None,
+        cache: PromptCache | None = None,
     ) -> None:
         self._session, self._tokenizer = session, session.require_tokenizer()
         self._speculation = None if proposer is None else as_speculation(proposer)
         self._template = ChatTemplate.of_folder(session.file.parent)
+        if cache is not None and system is None:
+            system = cache.prompt.system
         first = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = [*first, *messages]
         self.settings = settings or Settings(max_new_tokens=MAX_REPLY_TOKENS)
         self.last: Completion | None = None
         self.fed_tokens = 0
         self._tools, self._variables = tools, dict(variables or {})
-        self._decoder: Decoder | None = None
-        self._tokens: list[int] = []  # of the conversation; the cache holds the first of them
+        self._decoder: Decoder | None = None if cache is None else cache.decoder.fork([0])
+        # of the conversation; the cache holds the first of them
+        self._tokens: list[int] = [] if cache is None else list(cache.prompt.tokens)
         self._text = ""  # whose tokens they are, or nothing where that is not known
         self._open: Generator[str, None, None] | None = None
 
@@ -153,17 +160,9 @@ class Conversation:
         if self._decoder is not None:
             length = int(self._decoder.tokens[0])
             # The last token is fed in any case: its logits choose the next.
-            pairs = zip(self._tokens[:length], row.prompt[:-1], strict=False)
-            prefix = next(
-                (index for index, (old, new) in enumerate(pairs) if old != new), min(length, len(row.prompt) - 1)
-            )
-            prefix = self._decoder.nearest(prefix)
-            try:
-                if prefix < length:
-                    self._decoder.rewind(prefix)
+            prefix = go_back(self._decoder, shared_length(self._tokens[:length], row.prompt[:-1]))
+            if prefix is not None:
                 return self._decoder, prefix
-            except InputError:
-                pass  # pages that it would read again are overwritten: all is fed again
         self._decoder = Decoder(self._session, 1, room=room_for([row]))
         return self._decoder, 0
 

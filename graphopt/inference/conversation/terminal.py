@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graphopt.inference.decoding.continuation import Settings
     from graphopt.inference.decoding.speculation import Speculation
     from graphopt.inference.generation import Completion
+    from graphopt.inference.prompt_cache import PromptCache
     from graphopt.inference.session import Session
 
 _PROMPT, _CONTINUATION_PROMPT = ">>> ", "... "
@@ -39,6 +40,7 @@ def converse(
     settings: Settings,
     streams: bool = True,
     proposer: Speculation | None = None,
+    cache: PromptCache | None = None,
 ) -> list[dict[str, Any]]:
     """Chat with a model, and return the turns: what was said, how many tokens were fed, and the reply.
 
@@ -49,13 +51,14 @@ def converse(
         settings: how replies are made.
         streams: whether to print replies as they come.
         proposer: what guesses tokens; replies stay the same.
+        cache: the system prompt, read already.
 
     Raises:
         InputError: the model has no chat template; or, where nobody is there to try again, a turn is refused.
     """
     interactive = not messages and sys.stdin.isatty()
     chat = _Chat(
-        lambda: Conversation(session, system=system, settings=settings, proposer=proposer),
+        lambda: Conversation(session, system=system, settings=settings, proposer=proposer, cache=cache),
         Console(stderr=True),
         streams,
     )

@@ -27,7 +27,7 @@ from graphopt.inference.states.device_memory import memory_of
 from graphopt.inference.states.growing import GrowingStates, RecurrentStates
 from graphopt.inference.states.hybrid import HybridStates
 from graphopt.inference.states.pages import PagedStates
-from graphopt.inference.states.state_file import StateFile
+from graphopt.inference.states.state_file import SavedPrompt, StateFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -242,8 +242,12 @@ class Decoder:
         decoder._rows = self._rows.fork(rows)
         return decoder
 
-    def save(self, file: str | Path) -> None:
+    def save(self, file: str | Path, prompt: SavedPrompt | None = None) -> None:
         """Write the states to a file, from which :meth:`restore` continues.
+
+        Args:
+            file: where to.
+            prompt: what the states were made of, for :class:`graphopt.inference.prompt_cache.PromptCache`.
 
         Raises:
             InputError: the states of the graph cannot be saved.
@@ -255,8 +259,8 @@ class Decoder:
                 "rows of a cache that grows are saved without padding, and a row has some",
                 remedy="save prompts one by one, or add the step page_kv to the recipe",
             )
-        content = StateFile(self._session.fingerprint, states.layout, tokens, self._rows.columns, states.save(tokens))
-        content.write(Path(file))
+        arrays, columns = states.save(tokens), self._rows.columns
+        StateFile(self._session.fingerprint, states.layout, tokens, columns, arrays, prompt).write(Path(file))
 
     @classmethod
     def restore(cls, session: Session, file: str | Path) -> Decoder:

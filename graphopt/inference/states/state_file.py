@@ -13,7 +13,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -34,6 +34,20 @@ _FORMAT = "graphopt cache 1"
 _TYPES = {dtype.name: dtype for dtype in FLOATS.values()}
 
 
+class SavedPrompt(NamedTuple):
+    """The prompt that states were made of.
+
+    Attributes:
+        text: what the model read.
+        tokens: its tokens.
+        system: what a chat with it is told first; ``None`` where the text is no beginning of a chat.
+    """
+
+    text: str
+    tokens: list[int]
+    system: str | None = None
+
+
 @dataclass(frozen=True)
 class StateFile:
     """The content of such a file.
@@ -44,6 +58,7 @@ class StateFile:
         tokens: tokens that each row has, int64 [batch].
         columns: columns fed so far.
         states: the states.
+        prompt: what they were made of, where that was saved.
     """
 
     model: str
@@ -51,6 +66,7 @@ class StateFile:
     tokens: IntArray
     columns: int
     states: SavedStates
+    prompt: SavedPrompt | None = None
 
     def write(self, file: Path) -> None:
         """Write the file, whole or not at all."""
@@ -62,6 +78,8 @@ class StateFile:
             "columns": str(self.columns),
             "oldest": self.states.progress,
         }
+        if self.prompt is not None:
+            metadata["prompt"] = json.dumps(self.prompt._asdict())
         states = {name: np.ascontiguousarray(array) for name, array in self.states.arrays.items()}
         types = {name: array.dtype.name for name, array in states.items() if array.dtype.kind == "V"}
         if types:
@@ -100,7 +118,8 @@ class StateFile:
         arrays |= {name: arrays[name].view(_TYPES[type_name]) for name, type_name in types.items()}
         tokens = np.array(json.loads(metadata["tokens"]), np.int64)
         states = SavedStates(arrays, metadata["oldest"])
-        return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), states)
+        prompt = SavedPrompt(**json.loads(metadata["prompt"])) if "prompt" in metadata else None
+        return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), states, prompt)
 
 
 def _digest(metadata: Mapping[str, str], states: Mapping[str, Array]) -> str:

@@ -1,0 +1,82 @@
+"""The commands ``cache make`` and ``cache show``: prompts that are read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphopt.cli.commands import command
+from graphopt.cli.console import Json, OnDevice, Threads, out, print_json, progress, read_text, show_notes
+from graphopt.errors import InputError
+
+
+@command("cache make")
+def make(
+    folder: Annotated[Path, typer.Argument(help="an artifact of a language model")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="file to write")],
+    prompt: Annotated[str | None, typer.Option("--prompt", help="a text that prompts begin with")] = None,
+    prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="the same, in a file")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="what the model is told before chats")] = None,
+    system_file: Annotated[Path | None, typer.Option("--system-file", help="the same, in a file")] = None,
+    threads: Threads = 0,
+    device: OnDevice = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Let a model read a beginning that many prompts share, and keep its states in a file.
+
+    `graphopt run --cache FILE` goes on from there: what --prompt says comes behind the text of the file, and a chat
+    begins with its system prompt. A file is of one model; another refuses it.
+    """
+    from graphopt.inference.prompt_cache import PromptCache
+    from graphopt.inference.session import load
+
+    texts = [prompt, prompt_file and read_text(prompt_file), system, system_file and read_text(system_file)]
+    if sum(text is not None for text in texts) != 1:
+        raise InputError("a cache is of one text", remedy="give --prompt, --prompt-file, --system or --system-file")
+    session = load(folder, threads=threads, device=device)
+    show_notes(session.notes)
+    with progress() as say:
+        say("reading the prompt")
+        if texts[0] is not None or texts[1] is not None:
+            cache = PromptCache.read_text(session, texts[0] or texts[1] or "")
+        else:
+            cache = PromptCache.read_system(session, texts[2] or texts[3] or "")
+        cache.save(output)
+    _print(output, as_json)
+
+
+@command("cache show")
+def show(
+    file: Annotated[Path, typer.Argument(help="a file that `graphopt cache make` wrote")], as_json: Json = False
+) -> None:
+    """Print what a file of `graphopt cache make` holds: its text, tokens, bytes, and which model it is of."""
+    _print(file, as_json)
+
+
+def _print(file: Path, as_json: bool) -> None:
+    from graphopt.inference.states.state_file import StateFile
+
+    content = StateFile.load(file)
+    prompt, size, tokens = content.prompt, file.stat().st_size, int(content.tokens.max())
+    report = {
+        "file": str(file),
+        "model": content.model,
+        "tokens": tokens,
+        "rows": len(content.tokens),
+        "bytes": size,
+        "kind": None if prompt is None else "text" if prompt.system is None else "system prompt",
+        "text": None if prompt is None else prompt.text,
+    }
+    if as_json:
+        return print_json(report)
+    text = "no text: it was not made by `graphopt cache make`" if prompt is None else repr(prompt.text[:60])
+    out.print(
+        f"{file}: {tokens} tokens in {size / 1e6:.1f} MB, {size / tokens / 1e3:.1f} kB a token, "
+        f"of the model {content.model[:12]}; {report['kind'] or 'states'}: {text}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return None
