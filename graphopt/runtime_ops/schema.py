@@ -50,6 +50,7 @@ class Coordinates(Enum):
     ROTATES = "turns the last axis by an orthogonal map"
     ROUNDS = "rounds its data, which codes behind it were chosen for"
     DECODES = "makes a weight of codes, which were chosen for these coordinates"
+    WEIGHS = "sums up whole values, which all else weighs: coordinates of values pass, those of all else stay"
     MULTIPLIES = "multiplies by codes, which were chosen for these coordinates of data and result"
 
 

@@ -43,6 +43,9 @@ NOT_CONTIGUOUS = Rule("basis.apart", "its coordinates do not lie side by side in
 
 HEAD_BY_HEAD = Rule("basis.head-by-head", "each head attends for itself")
 POSITION_BY_POSITION = Rule("basis.position-by-position", "each head and position attends for itself")
+WEIGHS_VALUES = Rule(
+    "basis.weighs-values", "{op} weighs values by it: a state of rotated keys and of rotated values is not followed"
+)
 SOFTMAX = Rule("basis.softmax", "attention scores are softmaxed")
 HEAD_SIZE_UNKNOWN = Rule("basis.head-size-unknown", "the size of its heads is not known")
 ROTARY_ANGLES = Rule("basis.turned", "RotaryEmbedding turns each pair of its coordinates by another angle")

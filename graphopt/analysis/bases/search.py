@@ -55,7 +55,7 @@ def cache_ports(graph: ir.Graph) -> dict[str | None, str]:
     outputs = {value.name: value for value in graph.outputs}
     for value in graph.inputs:
         port = past_port(value)
-        twin = outputs.get(port.present) if port is not None and port.grows else None
+        twin = outputs.get(port.present) if port is not None and (port.grows or port.is_recurrent) else None
         if twin is not None and twin is not value and _is_same_rank(value, twin):
             ports[value.name], ports[twin.name] = twin.name or "", value.name or ""
     return ports

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.verification.certificate.attention import attention
+from graphopt.verification.certificate.attention import attention, recurrence
 from graphopt.verification.certificate.coordinates import Coordinates, Tag, same
 from graphopt.verification.certificate.layout import LAYOUT
 from graphopt.verification.certificate.products import gather, gather_rows, matmul
@@ -155,3 +155,6 @@ RULES: dict[str, Rule] = {
     "Sub": add,
     "Where": select,
 }
+
+OWN_RULES: dict[str, Rule] = {"LinearRecurrence": recurrence}
+"""Of operators of the domain ``ai.graphopt``, whose bodies are looked at apart."""

@@ -2,6 +2,8 @@
 
 For each query head h and the key-value head h // (H / G) that it reads: (q Q)(k Q)^T = q k^T, and p (v R) = (p v) R.
 The past is in the coordinates of what is appended to it. Scale, mask, soft cap and window see only scores.
+
+A linear recurrence sums up values too, weighed by keys, queries, decays and betas.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from graphopt.verification.certificate.reasons import (
     MASK,
     PAST_DIFFERS,
     TOKENS_DIFFER,
+    WEIGHS_VALUES,
 )
 from graphopt.verification.certificate.site import Site, static
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_QUERY, _KEY, _VALUE, _DECAY, _BETA, _MASK, _STATE = range(7)  # inputs of LinearRecurrence
 _HEADS = ("q_num_heads", "kv_num_heads", "kv_num_heads")
 
 
@@ -50,6 +54,34 @@ def attention(site: Site) -> list[Tag]:
     outputs: list[Tag] = [_repeat_heads(site, values, group)]
     outputs += [None if tag is None else _in_cache(site, tag, index) for index, tag in ((1, keys), (2, values))]
     return [*outputs, None][: len(site.node.outputs)]
+
+
+def recurrence(site: Site) -> list[Tag]:
+    """Follow ``LinearRecurrence``: S = a S + b k (v - S^T k)^T and y = S^T q, so S R and y R for v R, head by head."""
+    for index in (_QUERY, _KEY, _DECAY, _BETA, _MASK):
+        if site.tag(index) is not None:
+            site.refuse(WEIGHS_VALUES(tensor=site.name(index)), site.name(index))
+    values = _heads_along(site, _VALUE, 2)
+    if not same(values, _heads_along(site, _STATE, 1)):
+        site.refuse(PAST_DIFFERS(what="values", past=site.name(_STATE)), site.name(_STATE))
+    if values is None:
+        return [None, None]
+    output, state = values.labels[:, None, None], values.labels[:, None, :, None]
+    return [_broadcast(output, site.output_shape(0)), _broadcast(state, site.output_shape(1))]
+
+
+def _heads_along(site: Site, index: int, axis: int) -> Tag:
+    """Return the labels [heads, width] of a tensor of four axes, whose heads lie along ``axis``."""
+    tag = site.tag(index)
+    if tag is None:
+        return None
+    row = tag.reduced([i for i in range(3) if i != axis]) if len(tag.shape) == 4 else None
+    if row is None:
+        site.refuse(TOKENS_DIFFER(tensor=site.name(index)), site.name(index))
+    heads = Coordinates(row.labels.reshape(3, tag.shape[axis], -1))
+    if not heads.spanned() <= {1}:
+        site.refuse(HEADS_MIXED(tensor=site.name(index)), site.name(index))
+    return canonical(heads.labels)
 
 
 def _heads(site: Site, index: int) -> Tag:

@@ -75,12 +75,12 @@ def model_difference(before: ir.Model, after: ir.Model) -> Fact | None:
     return None
 
 
-def foreign_body(after: ir.Model) -> bool:
-    """Return whether ``after`` brings a body of ``Hadamard`` that is not the operator's own."""
-    body, opset = after.functions.get((*HADAMARD, "")), after.opset_imports.get("")
+def has_foreign_body(after: ir.Model, node: ir.Node) -> bool:
+    """Return whether ``after`` brings a body for a node of ours that is not the operator's own."""
+    body, opset = after.functions.get(node.op_identifier()), after.opset_imports.get("")
     if body is None or opset is None:
         return False
-    return _function_bytes(body) != _function_bytes(OPERATORS[HADAMARD[1]].function(opset))
+    return _function_bytes(body) != _function_bytes(OPERATORS[node.op_type].body_of(node, opset))
 
 
 def live_nodes(graph: ir.Graph) -> list[ir.Node]:

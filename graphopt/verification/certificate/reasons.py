@@ -125,6 +125,7 @@ PUT_BEHIND = Rule("certificate.put-behind", "it puts tensors in different coordi
 JOINS_SHAPES = Rule("certificate.joins-shapes", "it joins tensors of different shapes")
 CAST = Rule("certificate.cast", "it turns rotated coordinates into another type than floating point")
 
+WEIGHS_VALUES = Rule("certificate.weighs-values", "{tensor} weighs values, and is in rotated coordinates")
 MASK = Rule("certificate.mask", "its mask or its lengths are in rotated coordinates")
 GROUPS = Rule("certificate.groups", "{queries} query heads do not share {keys} key and {values} value heads")
 HEADS_DIFFER = Rule(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Finding
-from graphopt.verification.certificate.algebra import RULES
+from graphopt.verification.certificate.algebra import OWN_RULES, RULES
 from graphopt.verification.certificate.coordinates import Tag, same
 from graphopt.verification.certificate.correspondence import HADAMARD, constant, difference, inputs_of
 from graphopt.verification.certificate.insertions import coordinates_behind, matrices_of
@@ -52,6 +52,7 @@ class Walk:
         stands_for: by tensor of the graph after, its counterpart before.
         tags: by tensor of the graph after, its coordinates.
         found: nodes of the graph before that some node after corresponds to.
+        own_nodes: nodes of our operators that rotated coordinates went through.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Walk:
         self.stands_for: dict[ir.Value, ir.Value] = {}
         self.tags: dict[ir.Value, Tag] = {}
         self.found: set[ir.Node] = set()
+        self.own_nodes: list[ir.Node] = []
 
     def follow(self, node: ir.Node) -> None:
         """Find the counterpart of ``node`` and the coordinates of its outputs."""
@@ -148,6 +150,9 @@ class Walk:
         if not any(site.tags) and not writes:
             return no_tags
         rule = RULES.get(site.node.op_type) if not site.node.domain else None
+        if site.node.domain == HADAMARD[0] and site.node.op_type in OWN_RULES:
+            rule = OWN_RULES[site.node.op_type]
+            self.own_nodes.append(site.node)
         try:
             if rule is None:
                 site.refuse(NOT_FOLLOWED(op=site.node.op_type))
@@ -173,6 +178,7 @@ class Walk:
 
     def _follow_rotation(self, node: ir.Node) -> None:
         """Follow a node that is not in the graph before and stands for its input, in other coordinates."""
+        self.own_nodes.append(node)
         self._pass_through(node)
         value = node.inputs[0] if node.inputs else None
         counterpart = None if value is None else self.stands_for.get(value)

@@ -8,6 +8,7 @@ import pytest
 
 from graphopt.analysis.bases.axes import Basis
 from graphopt.analysis.bases.search import find_bases
+from graphopt.runtime_ops import OPERATORS
 
 FLOAT = ir.DataType.FLOAT
 
@@ -19,6 +20,7 @@ class Graph:
         self.nodes: list[ir.Node] = []
         self.weights: list[ir.Value] = []
         self.x = ir.val("x", FLOAT, ["batch", 16])
+        self.ports: list[ir.Value] = []
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
         value = ir.val(name, const_value=ir.tensor(array, name=name))
@@ -47,7 +49,9 @@ class Graph:
     def bases(self, *outputs: ir.Value) -> dict[str, Basis]:
         """Return the bases by the last axis of each tensor that lies in them."""
         opsets = {"": 23, "ai.graphopt": 1}
-        graph = ir.Graph([self.x], outputs, nodes=self.nodes, initializers=self.weights, opset_imports=opsets)
+        graph = ir.Graph(
+            [self.x, *self.ports], outputs, nodes=self.nodes, initializers=self.weights, opset_imports=opsets
+        )
         found: dict[str, Basis] = {}
         for basis in find_bases(graph):
             for axis in basis.axes:
@@ -228,3 +232,28 @@ def test_an_op_of_another_domain_pins_all_it_touches() -> None:
     g.nodes.append(node)
     found = g.bases(g.linear(node.outputs[0], 8, 4, "y"))
     assert {pin.node for pin in (*found["a"].pins, *found["w"].pins)} == {"custom"}
+
+
+def test_a_recurrence_passes_values_head_by_head_and_holds_all_else() -> None:
+    g = Graph()
+    parts = {name: g.linear(g.x, 16, 16, name) for name in ("q", "k", "v", "g")}
+    shape: list[object] = ["batch", 1, 2, 8]
+    target = g.numbers("target", -1, 1, 2, 8)
+    q, k, v, decay = (g.op("Reshape", [part, target], {f"{name}.heads": shape}) for name, part in parts.items())
+    beta = g.constant("beta", np.zeros((1, 1, 2, 0), np.float32))
+    state = ir.val("past_key_values.0.recurrent_state", FLOAT, ["batch", 2, 8, 8])
+    g.ports.append(state)
+    mask = g.numbers("mask")
+    node = OPERATORS["LinearRecurrence"].node([q, k, v, decay, beta, mask, state], {"delta": 0, "scale": 1.0}, name="r")
+    for output, name, dims in zip(
+        node.outputs, ("o", "present.0.recurrent_state"), (shape, ["batch", 2, 8, 8]), strict=True
+    ):
+        output.name, output.dtype, output.shape = name, FLOAT, ir.Shape(dims)
+    g.nodes.append(node)
+    flat = g.op("Reshape", [node.outputs[0], g.numbers("flat", -1, 16)], {"flat.o": ["batch", 16]})
+    found = g.bases(g.linear(flat, 16, 4, "y"), node.outputs[1])
+    assert found["o"] is found["v.heads"] is found["present.0.recurrent_state"]
+    assert not found["o"].pins
+    assert starts(found["o"]) == {"v": (0, 8), "y": (0, 8)}
+    for name in ("q", "k", "g"):
+        assert {pin.node for pin in found[name].pins} == {"r"}

@@ -22,7 +22,8 @@ from graphopt.graph.weights import Array, Expression, Inline, Region, Shape
 from graphopt.numerics.rotations import Rotation
 from graphopt.passes.algebra.fold_norms import FoldNorms
 from graphopt.passes.algebra.rotate import Rotate
-from tests.graphs import logits, relative, residual_model
+from graphopt.runtime_ops import DOMAIN, OPERATORS, declare
+from tests.graphs import VOCABULARY, Builder, logits, relative, residual_model, session
 
 # float32: each weight is rounded once more after the rotation, sums of up to 24 terms, 3 layers; seen 5e-7.
 FLOAT32 = 5e-6
@@ -153,6 +154,64 @@ def test_everything_at_once_is_proved_and_runs(llama_canonical: ir.Model, tmp_pa
     certificate = check(before, llama_canonical, report.claims)
     assert certificate.status == "proved", certificate.findings
     assert verifier.check(llama_canonical, "rotate", "exact").figures["largest_change"] < FLOAT32
+
+
+def recurrent_model(width: int = 16, heads: int = 2) -> ir.Model:
+    """Return logits = head(x + output(recurrence of x)), with a gated delta rule whose state is a port."""
+    build = Builder(np.random.default_rng(0), [], [])
+    ids = ir.val("input_ids", ir.DataType.INT64, ["batch", "length"])
+    dims = ["batch", heads, width // heads, width // heads]
+    past = ir.val("past_key_values.0.recurrent_state", ir.DataType.FLOAT, dims)
+    x = build.op("Gather", [build.weight("table", VOCABULARY, width), ids], width, "embedding", axis=0)
+
+    def of_heads(name: str, size: int) -> ir.Value:
+        columns = heads * size
+        value = build.op("MatMul", [x, build.weight(f"{name}.weight", width, columns)], columns, name)
+        target = build.constant(f"{name}.shape", np.array([0, 0, heads, size], np.int64))
+        value = build.op("Reshape", [value, target], None, f"{name}.heads")
+        value.shape = ir.Shape(["batch", "length", heads, size])
+        return value
+
+    query, key, value = (of_heads(name, width // heads) for name in ("query", "key", "value"))
+    decay = build.op("Neg", [of_heads("decay", 1)], None, "negative")
+    beta = build.op("Sigmoid", [of_heads("beta", 1)], None, "sigmoid")
+    decay.shape = beta.shape = ir.Shape(["batch", "length", heads, 1])
+    mask = ir.val("mask", ir.DataType.INT64, ["batch", "length"])
+    inputs = [query, key, value, decay, beta, mask, past]
+    node = OPERATORS["LinearRecurrence"].node(inputs, {"delta": 1, "scale": 0.5}, name="recurrence")
+    output, state = node.outputs
+    output.name, state.name = "recurrence.out", "present.0.recurrent_state"
+    build.nodes.append(node)
+    flat = build.op("Reshape", [output, build.constant("flat", np.array([0, 0, -1], np.int64))], width, "flat")
+    y = build.op("MatMul", [flat, build.weight("output.weight", width, width)], width, "output")
+    residual = build.op("Add", [x, y], width, "sum")
+    head = build.op("MatMul", [residual, build.weight("head", width, VOCABULARY)], VOCABULARY, "logits")
+    head.name = "logits"
+    ports, opsets = ([ids, mask, past], [head, state]), {"": 23, DOMAIN: 1}
+    graph = ir.Graph(*ports, nodes=build.nodes, initializers=build.weights, opset_imports=opsets, name="small")
+    model = ir.Model(graph, ir_version=10)
+    declare(model)
+    return model
+
+
+def test_values_of_a_recurrence_rotate_with_its_state_and_it_is_proved(tmp_path: Path) -> None:
+    from graphopt.verification.certificate.checker import check
+
+    model = recurrent_model()
+    before = model.clone()
+    report = rotate(model)
+    assert {"value.weight", "output.weight"} <= {change.where for change in report.changes}
+    certificate = check(before, model, report.claims)
+    assert certificate.status == "proved", certificate.findings
+    assert "past_key_values.0.recurrent_state" in {claim.tensor for claim in report.claims.tensors}
+    random = np.random.default_rng(1)
+    feeds = {
+        "input_ids": random.integers(0, VOCABULARY, (2, 7)),
+        "mask": random.integers(0, 2, (2, 7)),
+        "past_key_values.0.recurrent_state": np.zeros((2, 2, 8, 8), np.float32),
+    }
+    first = session(before, tmp_path / "before").run(["logits"], feeds)[0]
+    assert relative(first, session(model, tmp_path / "after").run(["logits"], feeds)[0]) < FLOAT32
 
 
 def test_the_caches_hold_rotated_keys_and_values(llama_canonical: ir.Model) -> None:

@@ -14,7 +14,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from graphopt.numerics.rotations.claims import RotationClaim
-from graphopt.verification.certificate.algebra import RULES
+from graphopt.verification.certificate.algebra import OWN_RULES, RULES
 from graphopt.verification.certificate.coordinates import Coordinates, Tag, canonical, in_blocks, same
 from graphopt.verification.certificate.rotations import Rotations, of_claim
 from graphopt.verification.certificate.site import Dims, RefusalError, Site, static
@@ -81,7 +81,7 @@ def site(
 def outcome(made: Site) -> list[Tag] | None:
     """Return what the rule says, or nothing where it refuses, or where what it says is refused by the walk."""
     try:
-        tags = RULES[made.node.op_type](made)
+        tags = (RULES | OWN_RULES)[made.node.op_type](made)
     except (RefusalError, ValueError, IndexError):
         return None
     for index, tag in enumerate(tags):
@@ -387,6 +387,45 @@ def test_the_past_is_in_the_coordinates_of_what_is_new() -> None:
         for place in (4, 5):
             other = [(cache, wrong) if i == place else given_ for i, given_ in enumerate(inputs)]
             assert outcome(site("Attention", other, outputs)) is None
+
+
+ROWS, TOKENS, OF_STATE = ("batch", "length", 2, 3), ("batch", "length", 2, 4), ("batch", 2, 3, 4)
+
+
+def recur(q: Array, k: Array, v: Array, g: Array, b: Array, mask: Array, state: Array) -> list[Array]:
+    """Return outputs and state of a gated delta rule."""
+    outputs = []
+    for t in range(v.shape[1]):
+        state = np.exp(g[:, t, ..., None]) * state
+        read = np.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + np.einsum("bhk,bhv->bhkv", k[:, t], b[:, t] * (v[:, t] - read))
+        outputs.append(np.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    return [np.stack(outputs, 1), state]
+
+
+@pytest.mark.parametrize("values", list(itertools.product([0, 1, 3], repeat=2)))
+@pytest.mark.parametrize("state", [(0, 0), (3, 1), (3, 3)])
+def test_a_recurrence_sums_up_values_head_by_head(values: tuple[int, int], state: tuple[int, int]) -> None:
+    labels = [per_head(2, *numbers) for numbers in (values, state)]
+    of_value = None if labels[0] is None else canonical(labels[0].labels.transpose(0, 1, 3, 2, 4))
+    of_state = None if labels[1] is None else labels[1].spread((1, 2, 3, 4))
+    weights: list[tuple[Dims, Tag]] = [(ROWS, None), (ROWS, None)]
+    gates: list[tuple[Dims, Tag]] = [(("batch", "length", 2, size), None) for size in (3, 1)]
+    inputs = [*weights, (TOKENS, of_value), *gates, (("batch", 0), None), (OF_STATE, of_state)]
+    made = site("LinearRecurrence", inputs, [TOKENS, OF_STATE], delta=1, scale=1.0)
+    followed = holds(made, recur, ROWS, ROWS, TOKENS, *(dims for dims, _ in gates), ("batch", 0), OF_STATE)
+    assert followed == (values == state)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_rotated_keys_and_queries_of_a_recurrence_are_refused(index: int) -> None:
+    rows: Dims = ("batch", "length", 2, 4)
+    tag = canonical(per_head(2, 3, 3).labels.transpose(0, 1, 3, 2, 4))  # type: ignore[union-attr]
+    nothing: list[tuple[Dims, Tag]] = [(("batch", "length", 2, 0), None)] * 2
+    inputs = [(rows, None), (rows, None), (rows, None), *nothing, (("batch", 0), None), (("batch", 2, 4, 4), None)]
+    inputs[index] = (rows, tag)
+    made = site("LinearRecurrence", inputs, [rows, ("batch", 2, 4, 4)], delta=0, scale=1.0)
+    assert outcome(made) is None
 
 
 @pytest.mark.parametrize(

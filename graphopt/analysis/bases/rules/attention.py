@@ -1,11 +1,19 @@
-"""``Attention`` and ``RotaryEmbedding``, opset 23 and later."""
+"""``Attention`` and ``RotaryEmbedding``, opset 23 and later, and ``LinearRecurrence``."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphopt.analysis.bases.pins import HEAD_BY_HEAD, HEAD_SIZE_UNKNOWN, POSITION_BY_POSITION, ROTARY_ANGLES, SOFTMAX
-from graphopt.analysis.bases.rules.common import is_floating, observe, pin_node, rank
+from graphopt.analysis.bases.pins import (
+    HEAD_BY_HEAD,
+    HEAD_SIZE_UNKNOWN,
+    POSITION_BY_POSITION,
+    ROTARY_ANGLES,
+    SOFTMAX,
+    WEIGHS_VALUES,
+)
+from graphopt.analysis.bases.rules.common import has_ranks, is_floating, observe, pin_node, rank
+from graphopt.runtime_ops import schema_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -15,6 +23,7 @@ if TYPE_CHECKING:
 _MASK, _PAST_KEY, _PAST_VALUE = 3, 4, 5
 _PRESENT_KEY, _PRESENT_VALUE, _SCORES = 1, 2, 3
 _HEADS = ("q_num_heads", "kv_num_heads")
+_SIDES: tuple[Side, ...] = ("observed", "observed", "made", "made")
 
 
 def attention(bases: BasisGraph, node: ir.Node) -> None:
@@ -41,6 +50,28 @@ def attention(bases: BasisGraph, node: ir.Node) -> None:
     _join_all(bases, node, values, "value")
     _pin_scores(bases, node, inputs[_MASK], "observed")
     _pin_scores(bases, node, outputs[_SCORES], "made")
+
+
+def recurrence(bases: BasisGraph, node: ir.Node) -> None:
+    """``S = diag(a) S + b k (v - S^T k)^T``, ``y = S^T q``: with v Q all is S Q and y Q, in every head.
+
+    Keys and queries could be rotated too where all their channels decay alike. Then a state would be in two bases.
+    """
+    schema = schema_of(node)
+    inputs = dict(zip(schema.input_names, node.inputs, strict=False))
+    outputs = dict(zip(schema.output_names, node.outputs, strict=False))
+    values = [inputs.get("value"), inputs.get("state"), *outputs.values()]
+    if len(values) < 4 or not has_ranks(*values) or any(value is None or rank(value) != 4 for value in values):
+        observe(bases, node)
+        return
+    for name in ("query", "key", "decay", "beta"):
+        value = inputs[name]
+        if value is not None and not value.is_initializer():
+            bases.pin_axes(bases.axes(value), node, WEIGHS_VALUES(op=node.op_type), "observed")
+    axes = [
+        _last_of_four(bases, node, value, side) for value, side in zip(values, _SIDES, strict=True) if value is not None
+    ]
+    _join_all(bases, node, axes, "value")
 
 
 def rotary(bases: BasisGraph, node: ir.Node) -> None:

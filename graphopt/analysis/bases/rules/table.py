@@ -42,6 +42,7 @@ _BY_COORDINATES: dict[Coordinates, Rule] = {
     Coordinates.OBSERVES: observe,
     Coordinates.ROTATES: elementwise.hadamard,
     Coordinates.DECODES: linear.dequantize,
+    Coordinates.WEIGHS: attention.recurrence,
     Coordinates.MULTIPLIES: linear.multiply_by_codes,
     Coordinates.ROUNDS: linear.round_activations,
 }

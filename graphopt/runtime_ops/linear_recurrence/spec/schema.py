@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.schema import Cost, Port, Role, Schema
+from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,4 +40,5 @@ SCHEMA = Schema(
     attributes={"delta": ir.AttributeType.INT, "scale": ir.AttributeType.FLOAT},
     shapes=lambda shapes, _: (shapes["value"], shapes["state"]),
     cost=cost,
+    coordinates=Coordinates.WEIGHS,
 )
