@@ -131,22 +131,35 @@ def encoded(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     if kind in ("F32", "F16"):
         stored = array.astype({"F32": np.float32, "F16": np.float16}[kind])
         return stored, stored.astype(np.float32)
-    if kind in ("Q4_K", "Q5_K", "Q6_K"):
-        stored = random_super_blocks(array.shape, kind)
+    if kind in HALVES:
+        stored = random_blocks(array.shape, kind)
     else:
         stored = gguf.quantize(array, gguf.GGMLQuantizationType[kind])
     return stored, decoded_by_transformers(stored, kind)
 
 
-def random_super_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+    "NVFP4": (),
+}
+"""Types that the package gguf does not write, and where their blocks have float16 numbers."""
+
+
+def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Return blocks of random codes and sub-scales, whose float16 scales make numbers of about 1/16."""
-    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
-    blocks = np.random.default_rng(size).integers(0, 256, (*shape[:-1], shape[-1] // 256, size), np.uint8)
-    # float16 numbers; Q6_K has one at its end, the others two at their beginning
-    places = (size - 2,) if kind == "Q6_K" else (0, 2)
-    for place in places:
+    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = np.random.default_rng(size).integers(0, 256, (*shape[:-1], shape[-1] // numbers, size), np.uint8)
+    for place in HALVES[kind]:
         scale = np.random.default_rng(place).uniform(1e-5, 3e-5, blocks.shape[:-1]).astype(np.float16)
         blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    if kind == "NVFP4":
+        blocks[..., :4] &= 0x3F  # scales below 2, none of them negative
     return blocks.reshape(*shape[:-1], -1)
 
 
@@ -158,6 +171,8 @@ def decoded_by_transformers(stored: np.ndarray, kind: str) -> np.ndarray:
     if kind == "BF16":
         bits = np.ascontiguousarray(stored).view(np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32)
+    if kind in ("Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"):  # which transformers does not know
+        return gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
     flat = torch.from_numpy(np.array(stored).reshape(-1))
     return dequantize(flat, int(gguf.GGMLQuantizationType[kind])).numpy().reshape(*stored.shape[:-1], -1)
 

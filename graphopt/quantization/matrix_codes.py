@@ -207,6 +207,77 @@ def _values(format: Format) -> Array:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class StackedCodes(CodedTensor):
+    """Several tensors of one coding, the rows of one behind those of the other.
+
+    Raises:
+        ValueError: their codings or widths differ, or columns have an order of their own.
+    """
+
+    sources: tuple[CodedTensor, ...]
+
+    def __post_init__(self) -> None:
+        stackings = {stacking_of(source) for source in self.sources}
+        if len(stackings) != 1 or None in stackings:
+            raise ValueError(f"these are not of one coding: {', '.join(map(str, self.sources))}")
+
+    @property
+    def kind(self) -> str:
+        """That of each of them."""
+        return self.sources[0].kind
+
+    @property
+    def shape(self) -> Shape:
+        """Rows of all."""
+        return (sum(source.shape[0] for source in self.sources), self.sources[0].shape[1])
+
+    @property
+    def coding(self) -> Coding | None:
+        """That of each of them."""
+        return self.sources[0].coding
+
+    def evaluate(self, region: Region) -> Array:
+        """Evaluate the parts that the region touches."""
+        rows, columns = region
+        parts = []
+        for first, source in zip(self._first_rows(), self.sources, strict=True):
+            begin, end = max(rows.start - first, 0), min(rows.stop - first, source.shape[0])
+            if begin < end:
+                parts.append(source.evaluate((slice(begin, end), columns)))
+        return np.concatenate(parts) if parts else np.zeros((0, columns.stop - columns.start), np.float32)
+
+    def coded_rows(self, rows: Array) -> CodedRows:
+        """Return the codes of some rows, each from its tensor.
+
+        Raises:
+            ValueError: as :meth:`CodedTensor.coded_rows`.
+        """
+        firsts = self._first_rows()
+        owners = np.searchsorted(firsts, rows, "right") - 1
+        order = np.argsort(owners, kind="stable")
+        parts = [
+            self.sources[owner].coded_rows(rows[order[owners[order] == owner]] - firsts[owner])
+            for owner in np.unique(owners)
+        ]
+        back = np.argsort(order, kind="stable")
+        arrays = (
+            np.concatenate(arrays)[back] if arrays[0] is not None else None for arrays in zip(*parts, strict=True)
+        )
+        return CodedRows(*arrays)  # type: ignore[arg-type]
+
+    def _first_rows(self) -> Array:
+        return np.cumsum([0, *(source.shape[0] for source in self.sources[:-1])])
+
+
+def stacking_of(tensor: CodedTensor) -> tuple[object, ...] | None:
+    """Return what tensors must have in common to be stacked; ``None`` for one that cannot be."""
+    coding = tensor.coding
+    if coding is None or coding.column_order is not None or len(tensor.shape) != 2:
+        return None
+    return (tensor.kind, tensor.shape[1], *coding)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class UnpackedBits(Expression):
     """Codes of 1 to 8 bits, uint8, one behind the other in the bits of integers along one axis, lowest bits first.
 

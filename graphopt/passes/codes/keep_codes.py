@@ -22,7 +22,7 @@ from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
 from graphopt.quantization.checkpoints.importer import coded_matrices
 from graphopt.quantization.gguf.codes import GgmlCodes, has_codes
 from graphopt.quantization.gguf.file import open_gguf
-from graphopt.quantization.matrix_codes import CodedTensor, KeptCodes
+from graphopt.quantization.matrix_codes import CodedTensor, KeptCodes, StackedCodes, stacking_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ NO_LOOKUP = Rule(
 )
 INPUT_ORDER = Rule("keep_codes.reordered", "{input} in the order of the groups of {weight}")
 
-# For each row of numbers that a tensor of the file means: the tensor's name and the row.
+# For each row of numbers that a tensor of the file means: the tensors' names and the row of each.
 _Rows = dict[bytes, dict[str, int]]
 
 
@@ -94,14 +94,16 @@ class KeepCodes(Pass):
         for node in linear_nodes(model.graph):
             weight = weight_of(node, 1)
             assert weight is not None and weight.const_value is not None
-            matches = _match_rows(np.ascontiguousarray(expression_of(weight.const_value).numpy().T), rows)
+            matches = _match_rows(
+                np.ascontiguousarray(expression_of(weight.const_value).numpy().T), coded_tensors, rows
+            )
             if matches is None:
                 context.ledger.skipped(node, NOT_OF_FILE())
             else:
                 # onnxruntime would hold a tied matrix twice, packed for its product and as it is for the lookup
                 standard = node not in tied or context.target == "portable"
                 on_gpu = context.target == "ort-cuda"
-                kept_codes = KeptCodes(coded_tensors[matches[0]], matches[1], standard=standard, as_zero_points=on_gpu)
+                kept_codes = KeptCodes(*matches, standard=standard, as_zero_points=on_gpu)
                 if node in tied and kept_codes.coding.column_order is not None:
                     context.ledger.skipped(node, NO_LOOKUP(kind=kept_codes.source.kind))
                     continue
@@ -159,15 +161,15 @@ class KeepCodes(Pass):
     ) -> None:
         table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
         assert table is not None and table.const_value is not None
-        matches = _match_rows(expression_of(table.const_value).numpy(), rows)
+        matches = _match_rows(expression_of(table.const_value).numpy(), tensors, rows)
         if matches is None or ids is None or ids.shape is None:
             ledger.skipped(node, NOT_OF_FILE())
             return
-        tensor = tensors[matches[0]]
-        if not KeptCodes(tensor, matches[1]).can_be_looked_up:
+        tensor = matches[0]
+        if not KeptCodes(*matches).can_be_looked_up:
             ledger.skipped(node, NO_LOOKUP(kind=tensor.kind))
             return
-        kept_codes = KeptCodes(tensor, matches[1], looked_up=True)
+        kept_codes = KeptCodes(*matches, looked_up=True)
         looked_up = []
         for part, part_tensor in _initializers(graph, table, kept_codes).items():
             dtype, shape = kept_codes.parts[part]
@@ -233,22 +235,33 @@ def _rows(tensors: dict[str, CodedTensor]) -> _Rows:
     return matches
 
 
-def _match_rows(numbers: Array, rows: _Rows) -> tuple[str, Array] | None:
-    """Return the tensor whose rows ``numbers`` [rows, width] are, and which of its rows, if there is one."""
-    candidates: set[str] | None = None
+def _match_rows(numbers: Array, tensors: dict[str, CodedTensor], rows: _Rows) -> tuple[CodedTensor, Array] | None:
+    """Return the tensor whose rows ``numbers`` [rows, width] are, and which of its rows, if there is one.
+
+    Rows of several tensors, such as gates and ups of an expert, are those of one where all have one coding.
+    """
     positions = []
     for digest in _digests(numbers):
         indices = rows.get(digest)
         if indices is None:
             return None
-        candidates = set(indices) if candidates is None else candidates & set(indices)
         positions.append(indices)
-        if not candidates:
-            return None
-    if not candidates:
+    if not positions:
         return None
-    name = min(candidates)
-    return name, np.array([indices[name] for indices in positions], np.int64)
+    names = set.intersection(*map(set, positions))
+    if names:
+        name = min(names)
+        return tensors[name], np.array([indices[name] for indices in positions], np.int64)
+    stackings = [{stacking_of(tensors[name]): name for name in sorted(indices, reverse=True)} for indices in positions]
+    common = set.intersection(*map(set, stackings)) - {None}
+    if not common:
+        return None
+    stacking = min(common, key=str)
+    owners = [by_stacking[stacking] for by_stacking in stackings]
+    order = list(dict.fromkeys(owners))
+    firsts = dict(zip(order, np.cumsum([0, *(tensors[name].shape[0] for name in order[:-1])]), strict=True))
+    row_indices = [firsts[name] + indices[name] for name, indices in zip(owners, positions, strict=True)]
+    return StackedCodes(tuple(tensors[name] for name in order)), np.array(row_indices, np.int64)
 
 
 def _digests(numbers: Array) -> Iterator[bytes]:

@@ -25,9 +25,12 @@ TOLERANCE = 1e-5
 
 
 def model_and_file(
-    folder: Path, kinds: tuple[str, ...], table: str = "Q8_0", *, tied: bool = False
+    folder: Path, kinds: tuple[str, ...], table: str = "Q8_0", *, tied: bool = False, stacked: bool = False
 ) -> tuple[ir.Model, Path]:
-    """Return a model whose weights are decoded from a file, where their columns are rows in another order."""
+    """Return a model whose weights are decoded from a file, where their columns are rows in another order.
+
+    ``stacked``: the rows of a weight lie in two tensors, each of two matrices, as those of experts do.
+    """
     model = residual_model(width=WIDTH, inner=WIDTH, tied=tied)
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "any")
@@ -42,14 +45,12 @@ def model_and_file(
         array = weight.const_value.numpy()
         rows = np.ascontiguousarray(array.T if index else array)
         order = random.permutation(len(rows))
-        if kind in ("Q5_0", "Q5_1"):
-            stored = gguf.quantize(rows[order], gguf.GGMLQuantizationType[kind])
-            decoded = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
-        else:
-            stored, decoded = ggufs.encoded(rows[order], kind)
+        stored, decoded = ggufs.encoded(rows[order], kind)
         back = np.empty_like(decoded)
         back[order] = decoded
-        writer.add_tensor(f"tensor.{number}", stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+        parts = np.split(stored.reshape(4, -1, stored.shape[1]), 2) if stacked else [stored]
+        for part, tensor in enumerate(parts):
+            writer.add_tensor(f"tensor.{number}.{part}", tensor, raw_dtype=gguf.GGMLQuantizationType[kind])
         weight.const_value = ir.tensor(np.ascontiguousarray(back.T if index else back), name=weight.name)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -82,6 +83,31 @@ def test_codes_of_the_file_compute_the_same(tmp_path: Path) -> None:
     declare(model)
     assert {node.op_type for node in model.graph if node.domain} == {"MatMulTable"}
     assert relative(before, exact_logits(model, tmp_path / "lowered")) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "kinds", [("Q4_0", "Q2_K", "IQ4_XS"), ("IQ4_NL", "TQ1_0", "Q3_K"), ("MXFP4", "NVFP4", "TQ2_0")]
+)
+def test_codes_of_experts_compute_the_same(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    model, path = model_and_file(tmp_path, kinds, table="IQ4_NL", stacked=True)
+    before = exact_logits(model, tmp_path / "before")
+    products = [node for node in model.graph if node.op_type == "MatMul"]
+    report = run_pass(model, "keep_codes", file=path)
+    assert not report.skips
+    assert {node.inputs[1].producer().op_type for node in products} <= {"DequantizeLinear", "Dequantize"}
+    run_pass(model, "lower")
+    declare(model)
+    assert relative(before, exact_logits(model, tmp_path / "lowered")) <= TOLERANCE
+
+
+def test_rows_of_tensors_of_two_types_are_no_codes_of_one(tmp_path: Path) -> None:
+    model, path = model_and_file(tmp_path, ("Q4_0", "Q8_0"))
+    first, second, *_ = (node for node in model.graph if node.op_type == "MatMul" and weight_of(node, 1) is not None)
+    weights = [weight_of(node, 1).const_value.numpy() for node in (first, second)]  # type: ignore[union-attr]
+    mixed = np.concatenate([weights[0][:, :128], weights[1][:, 128:]], 1)
+    weight_of(first, 1).const_value = ir.tensor(mixed, name="mixed")  # type: ignore[union-attr]
+    report = run_pass(model, "keep_codes", file=path)
+    assert [(skip.where, skip.reason) for skip in report.skips] == [(first.name, NOT_OF_FILE())]
 
 
 def scale_types(model: ir.Model) -> set[tuple[ir.DataType | None, ir.DataType | None]]:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 
+import gguf
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -10,24 +12,21 @@ import pytest
 from graphopt.graph.weights import Part
 from graphopt.quantization.gguf.blocks import Ggml
 from graphopt.quantization.gguf.codes import GgmlCodes, has_codes
-from graphopt.quantization.matrix_codes import KeptCodes
+from graphopt.quantization.matrix_codes import KeptCodes, StackedCodes
 from graphopt.runtime_ops.dequantize.spec.op import reference
 from tests import ggufs
 
 SHAPE = (6, 512)
-EXACT, WITH_MINIMUMS = ("Q4_0", "Q5_0", "Q8_0", "Q6_K"), ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+EXACT = ("Q4_0", "Q5_0", "Q8_0", "Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4")
+WITH_MINIMUMS = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 ORDER = np.array([5, 0, 0, 3], np.int64)
 
 
 def tensor_of(kind: str, folder: Path) -> Ggml:
     array = np.random.default_rng(3).standard_normal(SHAPE).astype(np.float32)
     array[2:4, 32:96] = 0  # groups without a step
-    if kind in ("Q5_0", "Q5_1"):
-        import gguf
-
-        stored = gguf.quantize(array, gguf.GGMLQuantizationType[kind])
-    else:
-        stored, _ = ggufs.encoded(array, kind)
+    stored, decoded = ggufs.encoded(array, kind)
+    assert np.array_equal(decoded, gguf.dequantize(stored, gguf.GGMLQuantizationType[kind]))
     path = folder / kind
     path.write_bytes(b"ahead" + stored.tobytes())
     return Ggml(str(path), 5, kind, SHAPE)
@@ -61,7 +60,7 @@ def test_codes_mean_the_same_bits(kind: str, looked_up: bool, tmp_path: Path) ->
         assert np.array_equal(meant(kept), tensor.numpy()[ORDER])
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q4_1", "Q5_1"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q4_1", "Q5_1", "IQ4_NL", "TQ2_0"])
 def test_codes_of_one_level_take_the_bytes_of_the_file(kind: str, tmp_path: Path) -> None:
     kept = KeptCodes(GgmlCodes(tensor_of(kind, tmp_path)), ORDER)
     bits = {"codes": kept.format.bits, **dict.fromkeys(("scales", "minimums"), 32 if kept.is_standard else 16)}
@@ -84,9 +83,29 @@ def test_minimums_as_zero_points_err_by_rounding_of_float32(kind: str, tmp_path:
     assert (np.abs(got - expected).reshape(len(ORDER), -1, 32) <= 2 * 3 * 2.0**-24 * groups).all()
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "MXFP4"])
+def test_stacked_matrices_and_stacked_tensors_are_one_matrix_of_rows(kind: str, tmp_path: Path) -> None:
+    tensor = tensor_of(kind, tmp_path)
+    expected = tensor.numpy()
+    experts = GgmlCodes(dataclasses.replace(tensor, dims=(3, 2, 512)))
+    assert experts.shape == SHAPE
+    stacked = StackedCodes((experts, GgmlCodes(tensor)))
+    assert stacked.shape == (12, 512)
+    rows = np.array([11, 0, 6, 6, 5], np.int64)
+    both = np.concatenate([expected, expected])
+    assert np.array_equal(meant(KeptCodes(stacked, rows)), both[rows])
+    assert np.array_equal(stacked.evaluate((slice(4, 9), slice(32, 64))), both[4:9, 32:64])
+    assert np.array_equal(meant(KeptCodes(pickle.loads(pickle.dumps(stacked)), rows)), both[rows])
+
+
+def test_tensors_of_two_codings_are_not_stacked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not of one coding"):
+        StackedCodes(tuple(GgmlCodes(tensor_of(kind, tmp_path)) for kind in ("Q4_0", "Q5_0")))
+
+
 def test_types_that_no_format_says_have_no_codes(tmp_path: Path) -> None:
     assert not has_codes(Ggml("", 0, "F16", SHAPE))
-    assert not has_codes(Ggml("", 0, "IQ4_XS", SHAPE))
+    assert not has_codes(Ggml("", 0, "BF16", SHAPE))
     assert not has_codes(Ggml("", 0, "Q8_0", (512,)))
     with pytest.raises(ValueError, match="no codes that can be kept"):
         GgmlCodes(Ggml("x", 0, "F16", SHAPE))
