@@ -26,6 +26,9 @@ Run = Callable[..., Sequence[np.ndarray]]
 """Takes the twelve inputs in order and the attributes by name, returns the six outputs."""
 
 
+GPU_STORAGES = tuple(name for name, storage in STORAGE_OF.items() if storage.on_gpus)
+
+
 def unit_of(storage: str) -> int:
     """Return what pages and heads are a multiple of: 16, or more where codes of a storage are packed together."""
     return max(16, STORAGE_OF[storage].unit if storage in LEVELS else 16)
@@ -63,7 +66,13 @@ def tokens_of(
 
 @st.composite
 def any_calls(
-    draw: st.DrawFn, *, most: int, tokens: int, groups: Sequence[int], head_sizes: Sequence[int]
+    draw: st.DrawFn,
+    *,
+    most: int,
+    tokens: int,
+    groups: Sequence[int],
+    head_sizes: Sequence[int],
+    storages: Sequence[str] = STORAGES,
 ) -> tuple[KVAttributes, Arrays, list[int], list[list[int]]]:
     """Draw attributes, and tokens for up to ``most`` calls of up to ``tokens`` columns each.
 
@@ -72,7 +81,7 @@ def any_calls(
     """
     heads, compensate = draw(st.integers(1, 3)), draw(st.integers(0, 1))
     attributes = attributes_of(
-        storage=draw(st.sampled_from(STORAGES)),
+        storage=draw(st.sampled_from(storages)),
         kv_heads=heads,
         page=draw(st.sampled_from(PAGES)),
         policies=draw(st.lists(st.integers(0, 2), min_size=heads, max_size=heads)),

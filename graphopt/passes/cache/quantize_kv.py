@@ -31,7 +31,6 @@ UNEVEN_HEADS = Rule(
     "quantize_kv.uneven-heads", "{storage} packs {unit} numbers at a time, and its heads have {head_size}"
 )
 
-_CPU_STORAGES = ("int6", "int3", "int2")
 _SMALLER = tuple(name for name in STORAGES if name != "float32")
 
 
@@ -91,7 +90,7 @@ class QuantizeKV(Pass):
         options = self
         page_attention(model, context, options.page or _PAGE)
         integer = options.storage in LEVELS
-        if context.target == "ort-cuda" and options.storage in _CPU_STORAGES:
+        if context.target == "ort-cuda" and not STORAGE_OF[options.storage].on_gpus:
             raise InputError(
                 f"quantize_kv stores caches as {options.storage}, and kernels on GPUs know no such codes",
                 remedy="choose int8 or int4, or --target ort-cpu",

@@ -14,9 +14,9 @@ from graphopt.inference.states.pages import move_pages
 from graphopt.inference.states.rewinding import check_length, first_length, rewind_row
 from graphopt.runtime_ops.kv_attention.spec.append import State, append
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
-from tests.runtime_ops.kv_cases import Fed, tokens_of
+from tests.runtime_ops.kv_cases import Fed, tokens_of, unit_of
 
-HEADS, SIZE, PAGE = 2, 16, 16
+HEADS, SIZE, PAGE = 2, 32, 16  # a head of every storage; a page of most, see unit_of
 EACH_STORAGE = st.sampled_from(STORAGES)
 
 
@@ -69,7 +69,8 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
 ) -> None:
     integers = {"sink_pages": sink_pages, "recent_pages": recent_pages} if storage.startswith("int") else {}
     means = {"sinks": data.draw(st.integers(0, 40)), "compensate": 1} if compensate else {}
-    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage=storage, policies=(2, 1), summary=summary, **integers, **means)
+    of_page = unit_of(storage)
+    kv = KVAttributes(HEADS, 1.0, page=of_page, storage=storage, policies=(2, 1), summary=summary, **integers, **means)
     layer = PagedLayer(0, SIZE, kv)
     kept = data.draw(st.integers(1, tokens))
     first, second = drawn(0, tokens), drawn(1, 40)
@@ -78,13 +79,13 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
     after = append(kv, rewound, second[None], -second[None], np.array([kept]), np.array([40]))
     straight = filled(layer, 10, [np.concatenate([first[:kept], second])])
     total = kept + 40
-    for page in range(-(-total // PAGE)):
-        valid = min(PAGE, total - page * PAGE)
+    for page in range(-(-total // of_page)):
+        valid = min(of_page, total - page * of_page)
         # narrow keys are rounded before a summary is made of them again, up to half of the last place of a 4, and codes
         # are rounded once more: half a step of numbers up to 4 in 15 levels, twice
         summaries = [state["summaries"][0, :, page] for state in (after, straight)]
         narrow = {"float16": 2**-9, "bfloat16": 2**-6, "float8": 2**-2}
-        rounding = {"float32": 1e-6, **narrow, "int8": 8 / 255, "int4": 8 / 15}[storage]
+        rounding = 8 / kv.levels if kv.levels else {"float32": 1e-6, **narrow}[storage]
         assert np.abs(summaries[0] - summaries[1]).max() <= rounding
         if not kv.levels:
             for name in ("keys", "values"):
@@ -92,7 +93,7 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
                 assert np.array_equal(*both)
         elif kv.is_recent(page, total):
             slots = [
-                state["recent"][0, :, int(kv.slot(page))].reshape(HEADS, 2, PAGE, SIZE)[:, :, :valid]
+                state["recent"][0, :, int(kv.slot(page))].reshape(HEADS, 2, of_page, SIZE)[:, :, :valid]
                 for state in (after, straight)
             ]
             assert np.abs(slots[0] - slots[1]).max() <= rounding
@@ -109,15 +110,18 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
 def test_a_rewound_ring_still_has_the_mean_of_what_it_dropped(
     storage: str, sinks: int, recent: int, tokens: int, data: st.DataObject
 ) -> None:
-    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage=storage, policies=(1,), sinks=sinks, recent=recent, compensate=1)
+    of_page = unit_of(storage)
+    kv = KVAttributes(
+        HEADS, 1.0, page=of_page, storage=storage, policies=(1,), sinks=sinks, recent=recent, compensate=1
+    )
     layer, total = PagedLayer(0, SIZE, kv), tokens + 20
     pages = layer.pages(1 << 40, 7)
-    drawn_tokens = tokens_of(kv, total, seed=1)
+    drawn_tokens = tokens_of(kv, total, head_size=SIZE, seed=1)
     row = Fed(kv, drawn_tokens, pages)
     keys, values = (drawn_tokens[name][:, :tokens].reshape(1, tokens, HEADS, SIZE) for name in ("key", "value"))
     row.state = append(kv, row.state, keys, values, np.zeros(1, np.int64), np.array([tokens]))
     row.past, row.column = np.array([tokens]), tokens
-    oldest = max(0, -(-tokens // PAGE) - (pages - kv.first_pages))
+    oldest = max(0, -(-tokens // of_page) - (pages - kv.first_pages))
     first = first_length(layer, oldest)
     assume(first <= tokens)
     kept = data.draw(st.integers(max(first, 1), tokens))
@@ -127,12 +131,12 @@ def test_a_rewound_ring_still_has_the_mean_of_what_it_dropped(
             check_length(layer, oldest, tokens, first - 1, 0)
     rewind_row(layer, first_row(row.state), tokens, kept)
     row.past, row.column = np.array([kept]), kept
-    straight = Fed(kv, drawn_tokens, -(-total // PAGE))
+    straight = Fed(kv, drawn_tokens, -(-total // of_page))
     straight.call(kept)
     # float16 and codes are what the page that was cut is read as: a share of 2^-11 of 4, or half a step of numbers up
     # to 4, in a mean; codes themselves are read, too, where straight rows have floats still
     narrow = {"float16": 4e-3, "bfloat16": 0.1, "float8": 2}
-    rounding = {"float32": 1e-5, **narrow, "int8": 0.1, "int4": 2}[storage]
+    rounding = {"float32": 1e-5, **narrow, "int8": 0.1, "int6": 0.5, "int4": 2, "int3": 4, "int2": 8}[storage]
     for columns in (1, 7):
         assert np.abs(row.call(columns) - straight.call(columns)).max() < rounding
 

@@ -11,13 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from tests.runtime_ops.cuda.kv_attention import Kernels
 from tests.runtime_ops.kv_attention.bound import bound
 from tests.runtime_ops.kv_attention.test_kernel import POLICIES, SELECTIONS, SOME, Bounded, compare
 from tests.runtime_ops.kv_attention.test_vectors import fed, load, state_of
 from tests.runtime_ops.kv_cases import (
+    GPU_STORAGES,
     INPUTS,
     STATE,
     Arrays,
@@ -28,8 +29,10 @@ from tests.runtime_ops.kv_cases import (
     tokens_of,
 )
 
+FROZEN = [case for case in load() if case["attributes"]["storage"] in GPU_STORAGES]
 
-@pytest.mark.parametrize("frozen", load(), ids=lambda frozen: frozen.get("name", frozen["attributes"]["storage"]))
+
+@pytest.mark.parametrize("frozen", FROZEN, ids=lambda frozen: frozen.get("name", frozen["attributes"]["storage"]))
 def test_frozen_vectors(kernels: ctypes.CDLL, frozen: dict[str, Any]) -> None:
     cache, bounded = fed(frozen, Kernels(kernels)), Bounded()
     for columns in frozen["calls"][:-1]:
@@ -46,7 +49,7 @@ def test_frozen_vectors(kernels: ctypes.CDLL, frozen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("policies", POLICIES)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", GPU_STORAGES)
 def test_the_kernels_are_the_reference(kernels: ctypes.CDLL, storage: str, policies: list[int]) -> None:
     for group, size, page, calls in ((3, 32, 16, (33, 1, 1, 18)), (1, 80, 64, (70, 2))):
         attributes = attributes_of(storage=storage, policies=policies, page=page, **SOME)
@@ -55,7 +58,8 @@ def test_the_kernels_are_the_reference(kernels: ctypes.CDLL, storage: str, polic
 
 
 @pytest.mark.parametrize(
-    ("others", "storage"), [(others, STORAGES[index % len(STORAGES)]) for index, others in enumerate(SELECTIONS)]
+    ("others", "storage"),
+    [(others, GPU_STORAGES[index % len(GPU_STORAGES)]) for index, others in enumerate(SELECTIONS)],
 )
 def test_what_is_chosen_and_what_stands_for_the_rest(
     kernels: ctypes.CDLL, storage: str, others: dict[str, Any]
@@ -66,7 +70,7 @@ def test_what_is_chosen_and_what_stands_for_the_rest(
         compare(attributes, tokens, 4, calls, run=Kernels(kernels))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", GPU_STORAGES)
 def test_a_cache_that_wraps(kernels: ctypes.CDLL, storage: str) -> None:
     for sinks, compensate in ((20, 0), (20, 1), (0, 1)):
         attributes = attributes_of(
@@ -76,10 +80,16 @@ def test_a_cache_that_wraps(kernels: ctypes.CDLL, storage: str) -> None:
         compare(attributes, tokens_of(attributes, sum(calls)), 9, calls, run=Kernels(kernels))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", GPU_STORAGES)
 def test_windows_softcaps_and_rows_of_different_lengths(kernels: ctypes.CDLL, storage: str) -> None:
     attributes = attributes_of(
-        storage=storage, policies=[STORAGES.index(storage) % 3, 2], window=20, softcap=3.0, sinks=5, recent=30, budget=1
+        storage=storage,
+        policies=[GPU_STORAGES.index(storage) % 3, 2],
+        window=20,
+        softcap=3.0,
+        sinks=5,
+        recent=30,
+        budget=1,
     )
     new = ((30, 7, 0), (0, 0, 0), (0, 2, 1), (1, 20, 2))
     results = compare(attributes, tokens_of(attributes, 56, batch=3), 5, (30, 4, 2, 20), new=new, run=Kernels(kernels))
@@ -112,7 +122,7 @@ def check(run: Kernels, inputs: list[np.ndarray], attributes: KVAttributes) -> n
     return y
 
 
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", GPU_STORAGES)
 def test_pages_that_are_shared_out(kernels: ctypes.CDLL, storage: str) -> None:
     # 256 tokens are the least that a part has: rows of 3 parts, of 1, and streaming heads of fewer pages
     attributes = attributes_of(
@@ -163,7 +173,7 @@ def test_what_is_chosen_of_many_pages(kernels: ctypes.CDLL, mass: float) -> None
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    drawn=any_calls(most=3, tokens=30, groups=[1, 2, 3, 4, 7, 8, 10], head_sizes=[16, 48, 144]),
+    drawn=any_calls(most=3, tokens=30, groups=[1, 2, 3, 4, 7, 8, 10], head_sizes=[16, 48, 144], storages=GPU_STORAGES),
     seed=st.integers(0, 99),
 )
 def test_any_call(
@@ -201,7 +211,7 @@ def test_activations_of_16_bits(kernels: ctypes.CDLL, dtype: type) -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["key", "value"])
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("storage", GPU_STORAGES)
 def test_what_is_not_finite_reaches_those_that_read_it(
     kernels: ctypes.CDLL, storage: str, name: str, bad: float
 ) -> None:

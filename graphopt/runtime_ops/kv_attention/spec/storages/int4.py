@@ -6,4 +6,4 @@ import numpy as np
 
 from graphopt.runtime_ops.kv_attention.spec.storages.storage import Storage
 
-STORAGE = Storage("int4", 5, np.dtype(np.uint8), bits=4, levels=15, has_kernel=True)
+STORAGE = Storage("int4", 5, np.dtype(np.uint8), bits=4, levels=15, has_kernel=True, on_gpus=True)

@@ -6,4 +6,4 @@ import numpy as np
 
 from graphopt.runtime_ops.kv_attention.spec.storages.storage import Storage
 
-STORAGE = Storage("int8", 4, np.dtype(np.uint8), bits=8, levels=255, has_kernel=True)
+STORAGE = Storage("int8", 4, np.dtype(np.uint8), bits=8, levels=255, has_kernel=True, on_gpus=True)

@@ -23,7 +23,9 @@ class Storage:
             scales say by how much.
         exponent: of the least normal number of such a float.
         largest: numbers beyond it, infinity included, are stored as it; ``None`` where the type has an infinity.
-        has_kernel: whether it is one of ``GRAPHOPT_STORAGES``; else a model with such a cache runs by bodies.
+        has_kernel: whether it is one of ``GRAPHOPT_STORAGES`` or ``GRAPHOPT_CPU_STORAGES``; else a model with such a
+            cache runs by bodies.
+        on_gpus: whether GPUs have kernels for it too.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Storage:
     exponent: int = 0
     largest: float | None = None
     has_kernel: bool = False
+    on_gpus: bool = False
 
     @property
     def planes(self) -> tuple[int, ...]:
