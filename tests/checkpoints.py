@@ -30,7 +30,19 @@ EXPORTS = (
 
 # Families of which one layer is exported instead of two: what links two layers has no part that others here lack.
 ONE_LAYER = frozenset(
-    ("mistral", "mistral_window", "qwen3", "opt", "falcon_new", "stablelm", "olmo2", "granite", "cohere", "deepseek_v3")
+    (
+        "mistral",
+        "mistral_window",
+        "qwen3",
+        "opt",
+        "falcon_new",
+        "stablelm",
+        "olmo2",
+        "granite",
+        "cohere",
+        "deepseek_v3",
+        "gpt_oss",
+    )
 )
 # The family that is exported by an id on the hub.
 HUB = "qwen3"

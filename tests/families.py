@@ -85,6 +85,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 2,
         },
     ),
+    # a logit of each head that joins the softmax and has no value, biases everywhere, clipped experts
+    "gpt_oss": (
+        "GptOssConfig",
+        {**_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+    ),
     # four experts, two for each token
     "mixtral": (
         "MixtralConfig",

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import CachePort, past_port
 from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.passes.common.sinks import SCORES, sinks_of
 
 if TYPE_CHECKING:
     from graphopt.passes.common.masks import MaskEvaluator
@@ -47,6 +48,7 @@ class Meaning:
         scale: what scores are multiplied by.
         softcap: the soft cap of scores; 0: none.
         window: the query at position p sees positions > p - window; 0: all.
+        sinks: logits that join the softmax, float32 [1, query heads, 1, 1]; ``None`` without.
     """
 
     number: int
@@ -56,6 +58,7 @@ class Meaning:
     scale: float
     softcap: float
     window: int
+    sinks: ir.Value | None = None
 
 
 def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
@@ -67,7 +70,8 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
         return NO_CACHE()
     if inputs[_VALID] is not None:
         return TOLD_LENGTHS()
-    if any(output.uses() or output.is_graph_output() for output in node.outputs[3:]):
+    sinks = sinks_of(node)
+    if sinks is None and any(output.uses() or output.is_graph_output() for output in node.outputs[SCORES:]):
         return SCORES_READ()
     if any(output.uses() for output in node.outputs[1:3]):
         return CACHE_READ()
@@ -88,7 +92,8 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
         return window
     scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
     softcap = node.attributes.get_float("softcap", 0.0)
-    return Meaning(cache.layer, query_heads, kv_heads, size, scale, softcap, window)
+    logits = None if sinks is None else sinks[0]
+    return Meaning(cache.layer, query_heads, kv_heads, size, scale, softcap, window, logits)
 
 
 def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> int | Fact:

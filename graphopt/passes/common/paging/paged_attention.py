@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, kv_nodes
 from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, past_port
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.editing import inherit, remove, shared_constant
+from graphopt.graph.editing import Inserter, inherit, remove
 from graphopt.passes.common.masks import MaskEvaluator, drop_guard
 from graphopt.passes.common.nodes import attentions
 from graphopt.passes.common.paging.attention import Meaning, meaning_of
 from graphopt.passes.common.paging.rows import as_rows, read_rows
 from graphopt.passes.common.paging.states import connect, graph_input
 from graphopt.passes.common.paging.token_masks import mask_by_lengths, masked_recurrences, why_not_by_lengths
+from graphopt.passes.common.sinks import by_head, no_sinks, sinks_of
 from graphopt.runtime_ops import OPERATORS, bodies_aside, port
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
 
@@ -32,7 +32,10 @@ _MASK, _PAST_KEY, _PAST_VALUE = 3, 4, 5
 
 
 OWNS_CACHE = Rule(
-    "page_kv.owns-cache", "owns its cache, in pages of {page} tokens", window=", a window of {window} tokens"
+    "page_kv.owns-cache",
+    "owns its cache, in pages of {page} tokens",
+    window=", a window of {window} tokens",
+    sinks=", with logits of sinks",
 )
 LENGTHS = Rule("page_kv.lengths", "lengths per row say what is padding: past_length, new_length")
 NO_ATTENTION = Rule("page_kv.no-attention", "it has no standard Attention; canonicalize lifts what exporters spell out")
@@ -84,7 +87,7 @@ def _rewrite(
     graph: ir.Graph, node: ir.Node, meaning: Meaning, lengths: list[ir.Value], page: int, ledger: Ledger
 ) -> None:
     rows = [as_rows(graph, value, node) for value in node.inputs[:3] if value is not None]
-    placeholder = shared_constant(graph, "no_sinks", np.zeros(0, np.float32))
+    placeholder = no_sinks(graph)
     layer = PagedLayer(
         number=meaning.number,
         head_size=meaning.head_size,
@@ -99,10 +102,15 @@ def _rewrite(
         ),
     )
     inputs = dict(zip(("query", "key", "value", "past", "new"), (*rows, *lengths), strict=True))
-    absent = {"sink_logits": placeholder, "sink_query": placeholder}
-    attention = OPERATORS[OPERATOR].node({**inputs, **absent}, layer.attributes.for_node(), name=node.name)
+    y_behind, sources = node.outputs[0], [node]
+    inputs |= {"sink_logits": placeholder, "sink_query": placeholder}
+    if meaning.sinks is not None:
+        _, scaling = sinks_of(node) or (None, node)
+        y_behind, sources = scaling.outputs[0], [node, scaling]
+        inputs["sink_logits"] = by_head(Inserter(graph, node, node.name or "attention"), meaning.sinks)
+    attention = OPERATORS[OPERATOR].node(inputs, layer.attributes.for_node(), name=node.name)
     inherit(attention, node)
-    y, old = attention.outputs[0], node.outputs[0]
+    y, old = attention.outputs[0], y_behind
     y.name, y.type = f"{node.name}.rows", old.type
     assert rows[0].shape is not None
     y.shape = rows[0].shape
@@ -112,13 +120,16 @@ def _rewrite(
         if present.is_graph_output():
             graph.outputs.remove(present)
     read_rows(graph, old, y, attention)
+    if y_behind is not node.outputs[0] and sources[-1].graph is not None:
+        remove(sources[-1])  # and with it all that only it reads
     if node.graph is not None:
         remove(node)
     for past in pasts:
         if past is not None:
             graph.inputs.remove(past)
     connect(graph, attention, layer)
-    ledger.changed(attention, OWNS_CACHE(page=page, window=meaning.window), [node])
+    has_sinks = meaning.sinks is not None
+    ledger.changed(attention, OWNS_CACHE(page=page, window=meaning.window, sinks=has_sinks), sources)
 
 
 def _drop_guards(evaluator: MaskEvaluator, node: ir.Node, ledger: Ledger) -> None:

@@ -101,8 +101,9 @@ def take_cache(model: ir.Model, ledger: Ledger) -> None:
             ledger.skipped(node, CACHE_IN_MASK(input=circle[0].name, cache=circle[1].name))
             continue
         inputs = [node.inputs[0], key, value, mask, past_key, past_value]
-        attention = ir.node("Attention", inputs, dict(node.attributes), num_outputs=3, name=node.name)
-        olds = (node.outputs[0], present_key, present_value)
+        count = max(3, len(node.outputs))
+        attention = ir.node("Attention", inputs, dict(node.attributes), num_outputs=count, name=node.name)
+        olds = (node.outputs[0], present_key, present_value, *node.outputs[3:])
         replace(node, attention, dict(zip(olds, attention.outputs, strict=True)))
         ledger.changed(attention, CACHE_TAKEN(), [concat.name or "" for concat in concats if concat])
 

@@ -21,8 +21,9 @@ import numpy as np
 
 from graphopt.analysis.structure.contrib import CUTS_TO_WINDOW, PADDING, contrib_nodes, head_sizes
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.editing import Inserter, replace
+from graphopt.graph.editing import Inserter, replace, shared_constant
 from graphopt.passes.common.masks import MaskEvaluator
+from graphopt.passes.common.sinks import MASKED_SCORES, SCORES, scale_by_sinks
 from graphopt.passes.lift.canonicalize.heads import join_heads, split_heads, swap_axes
 from graphopt.passes.lift.canonicalize.padding import padding_mask
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, position_ids
@@ -30,6 +31,7 @@ from graphopt.passes.lift.canonicalize.rotary_tables import Angles, position_ids
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from graphopt.graph.editing import Dims
     from graphopt.passes.context import Context, Ledger
 
 _OPERATOR = "GroupQueryAttention"
@@ -39,7 +41,11 @@ _INPUTS = 16
 GROUP_QUERY_LIFT = Rule(
     "canonicalize.attention-lifted", "{op} became Attention", window=", a window of {window} tokens as its mask"
 )
-OWN_TERM = Rule("canonicalize.own-term", "its softmax has an extra term in the denominator (head_sink, smooth_softmax)")
+OWN_TERM = Rule(
+    "canonicalize.own-term",
+    "its softmax has an extra term in the denominator (head_sink, smooth_softmax) and a soft cap, and whether the cap "
+    "is for that term too is not stated",
+)
 ADDS_BIAS = Rule("canonicalize.adds-bias", "it adds a bias to scores")
 QUANTIZED_CACHE = Rule("canonicalize.quantized-cache", "its cache is quantized in its own way")
 NOT_CAUSAL = Rule("canonicalize.not-causal", "it is not causal")
@@ -78,7 +84,8 @@ def lift_group_query(model: ir.Model, angles: Angles, context: Context) -> None:
 def _why_not(node: ir.Node, evaluator: MaskEvaluator) -> Fact | None:
     """Return why standard ops cannot express what ``node`` computes, or ``None``."""
     inputs, attributes = _inputs(node), node.attributes
-    if inputs[_SINK] is not None or attributes.get_int("smooth_softmax", 0) == 1:
+    softcap = attributes.get_float("softcap", 0.0)
+    if _has_own_term(node) and softcap:
         return OWN_TERM()
     if inputs[_BIAS] is not None:
         return ADDS_BIAS()
@@ -159,17 +166,38 @@ def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: 
     window = attributes.get_int("local_window_size", -1)
     dtype = parts[0].dtype
     caches = [(value.shape, value.dtype) for value in node.outputs[1:3]]
+    outputs: list[tuple[Dims, ir.DataType | None]] = [([batch, heads, length, size], dtype)]
+    outputs += [(list(dims or []), kind or dtype) for dims, kind in caches]
+    numbers: dict[str, float] = _numbers(node, size)
+    if _has_own_term(node):
+        keys = None if caches[0][0] is None else caches[0][0][2]
+        outputs.append(([batch, heads, length, keys], dtype))
+        numbers["qk_matmul_output_mode"] = MASKED_SCORES
     attention = insert.node(
         "Attention",
         [*parts, padding_mask(model, max(0, window)), inputs[3], inputs[4]],
-        [([batch, heads, length, size], dtype), *((list(dims or []), kind or dtype) for dims, kind in caches)],
+        outputs,
         "Attention",
         is_causal=1,
-        **_numbers(node, size),
+        **numbers,
     )
-    y = join_heads(insert, attention.outputs[0], "output")
-    replace(node, insert.nodes, dict(zip(node.outputs, [y, *attention.outputs[1:]], strict=False)))
+    y = attention.outputs[0]
+    if _has_own_term(node):
+        y = scale_by_sinks(insert, y, attention.outputs[SCORES], _own_term(model.graph, node, heads))
+    y = join_heads(insert, y, "output")
+    replace(node, insert.nodes, dict(zip(node.outputs, [y, *attention.outputs[1:3]], strict=False)))
     ledger.changed(attention, GROUP_QUERY_LIFT(op=_OPERATOR, window=max(0, window)), [node])
+
+
+def _has_own_term(node: ir.Node) -> bool:
+    """Return whether a term without a value joins the softmax: ``head_sink``, or e^0 for every head."""
+    return _inputs(node)[_SINK] is not None or node.attributes.get_int("smooth_softmax", 0) == 1
+
+
+def _own_term(graph: ir.Graph, node: ir.Node, heads: int) -> ir.Value:
+    """Return the logits of that term, float32 [query heads]."""
+    sink = _inputs(node)[_SINK]
+    return shared_constant(graph, f"zeros.{heads}", np.zeros(heads, np.float32)) if sink is None else sink
 
 
 def _rows(insert: Inserter, inputs: list[ir.Value | None], heads: int, groups: int, size: int) -> list[ir.Value]:

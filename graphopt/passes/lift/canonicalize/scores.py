@@ -8,6 +8,13 @@
 
 (Vaswani et al. 2017, equation 1.) ``masks.py`` finds out what the masks mean. Probabilities of a row that
 sees no key may be NaN, and set to 0 behind the softmax; ``Attention`` gives zeros for such a row.
+
+A logit l of each head, which joins the softmax and has no value (the sinks of gpt-oss), becomes a factor of the output:
+
+    p = Softmax(Concat(s, l));  y = MatMul(Slice(p, <without l>), v)
+      ->   y, s = Attention(q, k, v, m);  y * Sigmoid(ReduceLogSumExp(s) - l)
+
+The algebra is in :mod:`graphopt.passes.common.sinks`.
 """
 
 from __future__ import annotations
@@ -22,7 +29,9 @@ from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, inherit, replace
 from graphopt.graph.weights import weight_of
 from graphopt.passes.common.nodes import scalar
+from graphopt.passes.common.sinks import MASKED_SCORES, SCORES, scale_by_sinks
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
+from graphopt.passes.lift.canonicalize.sinks import appended_logits, drops_last, without_shift
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Ledger
@@ -34,6 +43,7 @@ SPELLED_OUT = Rule(
     "canonicalize.attention-spelled-out",
     "attention that was spelled out became Attention",
     softcap=", scores capped at {softcap:g}",
+    sinks=", with a factor for the logits {sinks} of its sinks",
 )
 LACKS_INPUT = Rule("canonicalize.lacks-input", "its product lacks an input")
 OTHER_LAYOUT = Rule(
@@ -69,10 +79,12 @@ def lift_scores(model: ir.Model, ledger: Ledger) -> None:
     for node in list(model.graph):
         if node.op_type != "Softmax" or node.domain or node.graph is None:
             continue
-        scores = _scores(node.inputs[0])
+        scores, sinks = _scores(node.inputs[0]), None
+        if scores is None and (columns := appended_logits(without_shift(node.inputs[0]))) is not None:
+            scores, sinks = _scores(columns[0]), columns[1]
         if scores is None:
             continue
-        product = _product_behind(node)
+        product = _product_behind(node, has_sinks=sinks is not None)
         query, keys = scores.product.inputs[:2]
         if isinstance(product, Fact) or query is None or keys is None:
             ledger.skipped(node, product if isinstance(product, Fact) else LACKS_INPUT())
@@ -80,7 +92,7 @@ def lift_scores(model: ir.Model, ledger: Ledger) -> None:
         if node.attributes.get_int("axis", -1) not in (-1, 3) or _rank(query, keys) != 4:
             ledger.skipped(node, OTHER_LAYOUT())
             continue
-        _lift(model.graph, scores, node, product, ledger)
+        _lift(model.graph, scores, sinks, node, product, ledger)
 
 
 def _scores(value: ir.Value | None) -> _Scores | None:
@@ -125,8 +137,13 @@ def _scores_with_factor(node: ir.Node) -> _Scores | None:
     return None
 
 
-def _product_behind(softmax: ir.Node) -> ir.Node | Fact:
-    """Return the product of probabilities and values, or why the reader of the probabilities is not such a product."""
+def _product_behind(softmax: ir.Node, *, has_sinks: bool) -> ir.Node | Fact:
+    """Return the product of probabilities and values, or why the reader of the probabilities is not such a product.
+
+    Args:
+        softmax: what makes the probabilities.
+        has_sinks: whether the last of them is a sink's, and is cut off before the product.
+    """
     value = softmax.outputs[0]
     while True:
         users = {use.node for use in value.uses()}
@@ -139,7 +156,10 @@ def _product_behind(softmax: ir.Node) -> ir.Node | Fact:
         if len(users) != 1 or value.is_graph_output():
             return PROBABILITIES_READ()
         (node,) = users
-        if node.op_type == "MatMul" and node.inputs[0] is value and weight_of(node, 1) is None:
+        if has_sinks and drops_last(node):
+            value, has_sinks = node.outputs[0], False
+            continue
+        if not has_sinks and node.op_type == "MatMul" and node.inputs[0] is value and weight_of(node, 1) is None:
             return node
         if node.op_type not in ("Cast", "Identity") or not _is_float(node.outputs[0]):
             return PROBABILITIES_GO_INTO(op=node.op_type, node=node.name)
@@ -154,7 +174,9 @@ def _is_blind(node: ir.Node, probabilities: ir.Value) -> bool:
     return is_nan and other_readers == {condition} and scalar(node.inputs[1]) == 0.0
 
 
-def _lift(graph: ir.Graph, scores: _Scores, softmax: ir.Node, product: ir.Node, ledger: Ledger) -> None:
+def _lift(
+    graph: ir.Graph, scores: _Scores, sinks: ir.Value | None, softmax: ir.Node, product: ir.Node, ledger: Ledger
+) -> None:
     insert = Inserter(graph, product, softmax.name or "attention")
     query, keys = scores.product.inputs[:2]
     assert query is not None and keys is not None
@@ -165,11 +187,37 @@ def _lift(graph: ir.Graph, scores: _Scores, softmax: ir.Node, product: ir.Node, 
     attributes = {"scale": scale * factor, **({"softcap": softcap} if softcap else {})}
     mask = one_mask(insert, scores.masks)
     inputs = [query, key, product.inputs[1], None if mask is None else with_queries(insert, mask, query)]
-    attention = ir.node("Attention", inputs[: 3 + bool(scores.masks)], attributes, name=f"{softmax.name}.Attention")
+    if sinks is not None:
+        attributes["qk_matmul_output_mode"] = MASKED_SCORES
+    outputs = 1 if sinks is None else SCORES + 1
+    attention = ir.node(
+        "Attention",
+        inputs[: 3 + bool(scores.masks)],
+        attributes,
+        num_outputs=outputs,
+        name=f"{softmax.name}.Attention",
+    )
     inherit(attention, softmax)
     spelled_nodes = [scores.product, softmax, product]
-    replace(product, attention)
-    ledger.changed(attention, SPELLED_OUT(softcap=softcap), spelled_nodes)
+    if sinks is None:
+        replace(product, attention)
+    else:
+        _replace_with_sinks(insert, product, attention, sinks)
+    name = None if sinks is None else sinks.name
+    ledger.changed(attention, SPELLED_OUT(softcap=softcap, sinks=name), spelled_nodes)
+
+
+def _replace_with_sinks(insert: Inserter, product: ir.Node, attention: ir.Node, sinks: ir.Value) -> None:
+    """Put ``attention``, and what brings the sinks in, in the place of ``product``."""
+    insert.graph.insert_before(product, attention)
+    y, present_key, present_value, scores = attention.outputs
+    present_key.name = present_value.name = ""  # absent
+    y.name, scores.name = f"{attention.name}.output", f"{attention.name}.scores"
+    y.type, y.shape = product.outputs[0].type, product.outputs[0].shape
+    scores.type = y.type
+    keys, dims = attention.inputs[1], [None] * 4 if y.shape is None else list(y.shape)
+    scores.shape = ir.Shape([*dims[:3], None if keys is None or keys.shape is None else keys.shape[2]])
+    replace(product, [attention, *insert.nodes], {product.outputs[0]: scale_by_sinks(insert, y, scores, sinks)})
 
 
 def _without_factor(value: ir.Value) -> tuple[ir.Value, float]:

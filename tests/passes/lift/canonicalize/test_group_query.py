@@ -10,8 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphopt.analysis.structure.contrib import state_caches
+from graphopt.analysis.structure.paged_caches import kv_nodes
 from graphopt.errors import InputError
+from graphopt.graph.weights import new_weight
 from graphopt.ort.session import session_of
+from graphopt.runtime_ops import port
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.contrib_graphs import FLOAT32, POSITIONS, Layer, group_query_model, run, tables, tokens
 from tests.graphs import relative, run_pass
@@ -66,6 +69,31 @@ def test_norms_of_queries_and_keys_come_before_they_are_turned() -> None:
     ]
 
 
+@pytest.mark.parametrize("sinks", [None, np.array([0.0, -1.0, 3.0, 30.0], np.float32)])
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_term_of_the_softmax_without_a_value_is_a_factor(window: int, sinks: np.ndarray | None) -> None:
+    model = group_query_model(Layer(window=window), **({"smooth_softmax": 1} if sinks is None else {}))
+    state_caches(model)
+    node = next(node for node in model.graph if node.op_type == "GroupQueryAttention")
+    if sinks is not None:
+        node.resize_inputs(12)
+        node.replace_input_with(11, new_weight(model.graph, "sinks", ir.tensor(sinks)))
+    several, one = tokens(1, 5, 4, 1), tokens(2, 6, 1, 1)
+    before = [run(model, *several), run(model, *one)]
+    report = run_pass(model, "canonicalize")
+    assert not report.skips
+    assert {node.domain for node in model.graph} == {""}
+    for old, new in zip(before, [run(model, *several), run(model, *one)], strict=True):
+        assert max(relative(a, b) for a, b in zip(old, new, strict=True)) < FLOAT32
+    paged = run_pass(model, "page_kv", page=16)
+    assert not paged.skips
+    (attention,) = kv_nodes(model.graph)
+    logits = port(attention, "sink_logits")
+    assert logits is not None
+    assert logits.const_value is not None
+    assert logits.const_value.numpy().tolist() == (np.zeros(4) if sinks is None else sinks).tolist()
+
+
 def test_padding_behind_tokens_is_what_it_was_and_padding_in_front_is_obeyed() -> None:
     model = group_query_model(Layer(window=4))
     state_caches(model)
@@ -108,8 +136,7 @@ def test_caches_state_heads_and_size() -> None:
 @pytest.mark.parametrize(
     ("attributes", "index", "dims", "reason"),
     [
-        ({"smooth_softmax": 1}, None, [], "an extra term in the denominator"),
-        ({}, 11, [4], "an extra term in the denominator"),
+        ({"smooth_softmax": 1, "softcap": 2.0}, None, [], "an extra term in the denominator"),
         ({}, 10, [1, 1, "sequence_length", "total_sequence_length"], "it adds a bias to scores"),
         ({}, 12, [1], "its cache is quantized in its own way"),
         ({"local_window_size": 3, "sliding_window_cache": 1}, None, [], "the step grow_caches comes first"),
