@@ -206,12 +206,14 @@ def largest(case: Case) -> float:
     """A bound on what rounding to few bits moves a result by."""
     if case.operator == "GatherTable":
         return 0  # two operations of float32 that are defined
-    x, *others = (tensor.values.astype(np.float64) for tensor in case.inputs.values())
+    numbers = [tensor.values for name, tensor in case.inputs.items() if name != "experts"]
+    x, *others = (array.astype(np.float64) for array in numbers)
     size = np.abs(x).max(initial=0)
     if case.operator == "Hadamard":
         return 1e-2 * size * np.sqrt(len(others[0]) * len(others[1]))
     _, scales, table, zero_points, _, *matrices = others
     weight = (np.abs(table).max() + np.abs(zero_points).max()) * np.abs(scales).max()
     turned = np.sqrt(np.prod([len(matrix) for matrix in matrices]))
-    step = 0.02 if case.operator == "MatMulTable" else 1 - case.attributes["clip"] + 2 / case.attributes["bits"] ** 1.5
+    is_rounded_in_groups = case.operator in ("MatMulTable", "MatMulExperts")
+    step = 0.02 if is_rounded_in_groups else 1 - case.attributes["clip"] + 2 / case.attributes["bits"] ** 1.5
     return step * size * turned * weight * x.shape[-1]

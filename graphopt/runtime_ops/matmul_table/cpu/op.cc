@@ -14,12 +14,7 @@ struct Kernel : ProductTypes {
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
     GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
-    GRAPHOPT_RETURN_IF_ERROR(read_activations(product.node, info, &rounded.kind));
-    if (rounded.kind != Activations::kUint4) return nullptr;
-    rounded.kind = Activations::kInt8;  // codes without their zero points are small integers
-    rounded.levels = 15;
-    rounded.of_range = true;
-    return nullptr;
+    return read_rounding(product.node, info, &rounded);
   }
 
   OrtStatus* compute(OrtKernelContext* context) const { return product.run(context, rounded, nullptr); }

@@ -20,7 +20,16 @@ constexpr size_t kCopyBytes = size_t{1} << 20;
 
 }  // namespace
 
-OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
+OrtStatus* read_rounding(const Node& node, const OrtKernelInfo* info, Rounded* rounded) {
+  GRAPHOPT_RETURN_IF_ERROR(read_activations(node, info, &rounded->kind));
+  if (rounded->kind != Activations::kUint4) return nullptr;
+  rounded->kind = Activations::kInt8;  // codes without their zero points are small integers
+  rounded->levels = 15;
+  rounded->of_range = true;
+  return nullptr;
+}
+
+OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info, bool stacked) {
   GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
   if (!choose_instructions(&instructions)) return node.error("%s", kWrongInstructions);
   kernels = &GRAPHOPT_OF(instructions, kMatMul);
@@ -33,15 +42,17 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
 #if defined(GRAPHOPT_I8MM)
   if (instructions == Instructions::kI8mm) kernels = &kMatMulI8mm;
 #endif
-  GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &weights, &computed));
+  GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &weights, &computed, stacked));
   TableInput table = {};
   GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
   if (table.is_trellis) {
     if (weights.table.make_trellis(table.values, table.entries, weights.bits)) return nullptr;
     return node.error("the sums of a trellis must be multiples of one power of two, from -127 to 127 of it");
   }
-  if (table.entries < size_t{1} << weights.bits) {
-    GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, kernels->largest_code(weights, 0, weights.tiles())));
+  for (size_t expert = 0; table.entries < size_t{1} << weights.bits; ++expert) {
+    const Weights one = stacked ? weights.of_expert(expert) : weights;
+    GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, kernels->largest_code(one, 0, one.tiles())));
+    if (expert + 1 >= weights.experts) break;
   }
   weights.table.make(table.values, table.entries, weights.bits);
   return nullptr;
@@ -100,6 +111,8 @@ struct Call {
   }
 };
 
+}  // namespace
+
 OrtStatus* in_parallel(const OrtApi* api, OrtKernelContext* context, void (*task)(void*, size_t), size_t tasks,
                        void* call) {
   if (tasks > 1) return KernelContextParallelFor::call(api, context, task, tasks, 0, call);
@@ -107,7 +120,38 @@ OrtStatus* in_parallel(const OrtApi* api, OrtKernelContext* context, void (*task
   return nullptr;
 }
 
-}  // namespace
+Layout lay_out(const MatMulKernels& kernels, const Weights& weights, Rounded* to) {
+  Rounded& rounded = *to;
+  const bool is_small_m = rounded.rows() <= kernels.small_m_rows(weights, rounded.kind);
+  rounded.form = kernels.form(weights, rounded.kind, is_small_m);
+  rounded.widths = kernels.widths;
+  rounded.panel = rounded.rows() < kernels.panel ? rounded.width_for(rounded.rows()) : kernels.panel;
+  rounded.padded = (rounded.panels() - 1) * rounded.panel + rounded.width(rounded.panels() - 1);
+  const size_t words = round_up(rounded.padded * weights.units() * rounded.words_of_unit() * sizeof(uint32_t));
+  return {is_small_m, words, round_up(rounded.padded * weights.segments() * sizeof(float))};
+}
+
+void place(const Layout& layout, char* memory, Rounded* rounded) {
+  char* const numbers = memory + layout.words;
+  rounded->words = reinterpret_cast<uint32_t*>(memory);
+  rounded->scales = reinterpret_cast<float*>(numbers);
+  rounded->sums = reinterpret_cast<float*>(numbers + layout.numbers);
+  rounded->starts[0] = reinterpret_cast<int32_t*>(numbers + 2 * layout.numbers);
+  rounded->starts[1] = reinterpret_cast<int32_t*>(numbers + 3 * layout.numbers);
+}
+
+size_t panels_of_task(const Rounded& rounded, const Weights& weights) {
+  const size_t numbers = rounded.panel * weights.rows;
+  return (kTaskNumbers + numbers - 1) / numbers;
+}
+
+size_t tiles_of_task(const Weights& weights, bool is_small_m, size_t bytes) {
+  // few rows wait for memory; many rows compute, and small tasks end together
+  if (!is_small_m) return 2;
+  const size_t part = bytes / kTasks;
+  const size_t task_bytes = part < kLeastBytes ? kLeastBytes : part < kMostBytes ? part : kMostBytes;
+  return 2 * ((task_bytes / weights.tile_bytes() + 2) / 2);
+}
 
 // A session opens without reading the codes. The first call, which needs all of them, copies them with all threads into
 // large pages, where later calls find them faster than in a mapped file.
@@ -126,7 +170,8 @@ OrtStatus* Product::move_codes(OrtKernelContext* context) const {
   if (moved.load(std::memory_order_acquire)) return nullptr;
   const std::lock_guard<std::mutex> lock(moving);
   if (moved.load(std::memory_order_relaxed)) return nullptr;
-  const size_t bytes = weights.tiles() * weights.tile_bytes();
+  const size_t matrices = weights.experts ? weights.experts : 1;
+  const size_t bytes = matrices * weights.tiles() * weights.tile_bytes();
   Copy task{weights.codes, static_cast<uint8_t*>(copy.reserve(bytes)), bytes};
   OrtStatus* failure = nullptr;
   if (task.to) {
@@ -138,19 +183,27 @@ OrtStatus* Product::move_codes(OrtKernelContext* context) const {
   return failure;
 }
 
-OrtStatus* Product::run(OrtKernelContext* context, Rounded rounded, const RowTransform* transform) const {
+OrtStatus* Product::weights_of(OrtKernelContext* context, Weights* storage, const Weights** to) const {
   GRAPHOPT_RETURN_IF_ERROR(move_codes(context));
-  if (!computed) return run(context, weights, rounded, transform);
-  // where x is float16 and its neighbours compute in float32, onnxruntime casts scales in the graph
+  *to = &weights;
+  if (!computed) return nullptr;
+  // Where x is float16 and its neighbours compute in float32, onnxruntime casts scales in the graph
   const OrtValue *scales = nullptr, *zero_points = nullptr;
   Tensor of_scales, of_zero_points;
   GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, kScales, &scales));
   GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(scales, "scales", &of_scales));
   GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, kZeroPoints, &zero_points));
   GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(zero_points, "zero_points", &of_zero_points));
-  Weights of_call = weights;
-  GRAPHOPT_RETURN_IF_ERROR(set_scales(node, of_scales, of_zero_points, &of_call));
-  return run(context, of_call, rounded, transform);
+  *storage = weights;
+  *to = storage;
+  return set_scales(node, of_scales, of_zero_points, storage);
+}
+
+OrtStatus* Product::run(OrtKernelContext* context, Rounded rounded, const RowTransform* transform) const {
+  Weights storage;
+  const Weights* of_call = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(weights_of(context, &storage, &of_call));
+  return run(context, *of_call, rounded, transform);
 }
 
 OrtStatus* Product::run(OrtKernelContext* context, const Weights& weights, Rounded rounded,
@@ -184,29 +237,14 @@ OrtStatus* Product::run(OrtKernelContext* context, const Weights& weights, Round
 
 OrtStatus* Product::multiply(OrtKernelContext* context, const Weights& weights, Rounded rounded,
                              const RowTransform* transform, const float* x, float* y) const {
-  const bool is_small_m = rounded.rows() <= kernels->small_m_rows(weights, rounded.kind);
-  rounded.form = kernels->form(weights, rounded.kind, is_small_m);
-  rounded.widths = kernels->widths;
-  rounded.panel = rounded.rows() < kernels->panel ? rounded.width_for(rounded.rows()) : kernels->panel;
-  rounded.padded = (rounded.panels() - 1) * rounded.panel + rounded.width(rounded.panels() - 1);
-  const size_t words = round_up(rounded.padded * weights.units() * rounded.words_of_unit() * sizeof(uint32_t));
-  const size_t row_bytes = round_up(rounded.padded * weights.segments() * sizeof(float));
-  const Pool::Loan loan(calls, words + 4 * row_bytes);
-  char* const memory = loan.memory;
-  if (!memory) return node.error("no memory to round %zu rows of x", rounded.rows_of_x);
-  rounded.words = reinterpret_cast<uint32_t*>(memory);
-  rounded.scales = reinterpret_cast<float*>(memory + words);
-  rounded.sums = reinterpret_cast<float*>(memory + words + row_bytes);
-  rounded.starts[0] = reinterpret_cast<int32_t*>(memory + words + 2 * row_bytes);
-  rounded.starts[1] = reinterpret_cast<int32_t*>(memory + words + 3 * row_bytes);
+  const Layout layout = lay_out(*kernels, weights, &rounded);
+  const Pool::Loan loan(calls, layout.bytes());
+  if (!loan.memory) return node.error("no memory to round %zu rows of x", rounded.rows_of_x);
+  place(layout, loan.memory, &rounded);
 
-  Call call{this, weights, transform, x, y, rounded, is_small_m, 1, 1};
-  const size_t numbers = rounded.panel * weights.rows;
-  call.panels_of_task = (kTaskNumbers + numbers - 1) / numbers;
-  // few rows wait for memory; many rows compute, and small tasks end together
-  const size_t part = weights.tiles() * weights.tile_bytes() / kTasks;
-  const size_t task_bytes = part < kLeastBytes ? kLeastBytes : part < kMostBytes ? part : kMostBytes;
-  call.tiles_of_task = is_small_m ? 2 * ((task_bytes / weights.tile_bytes() + 2) / 2) : 2;
+  Call call{this, weights, transform, x, y, rounded, layout.is_small_m, 1, 1};
+  call.panels_of_task = panels_of_task(rounded, weights);
+  call.tiles_of_task = tiles_of_task(weights, layout.is_small_m, weights.tiles() * weights.tile_bytes());
   const size_t panel_tasks = (rounded.panels() + call.panels_of_task - 1) / call.panels_of_task;
   const size_t tile_tasks = (weights.tiles() + call.tiles_of_task - 1) / call.tiles_of_task;
   OrtStatus* failure = in_parallel(node.api, context, Call::round, panel_tasks, &call);

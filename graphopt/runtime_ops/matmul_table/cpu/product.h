@@ -29,6 +29,30 @@ const OrtCustomOp kProductOps[4] = {
     custom_op<Kernel, ProductTypes::of(kFloat, kFloat)>(), custom_op<Kernel, ProductTypes::of(kFloat, kFloat16)>(),
     custom_op<Kernel, ProductTypes::of(kFloat16, kFloat)>(), custom_op<Kernel, ProductTypes::of(kFloat16, kFloat16)>()};
 
+// How the rounded rows of x lie in memory for a product.
+struct Layout {
+  bool is_small_m;
+  size_t words, numbers;  // bytes of the words, and of each of the four lists with a number for each segment and row
+
+  size_t bytes() const { return words + 4 * numbers; }
+};
+// Sets all of `rounded` that depends on `weights` and on how many rows of x there are, but where it lies.
+Layout lay_out(const MatMulKernels& kernels, const Weights& weights, Rounded* rounded);
+// Lets `rounded` lie at `memory`, a multiple of 64, in layout.bytes().
+void place(const Layout& layout, char* memory, Rounded* rounded);
+
+// Tasks that share nothing they write run on all threads, a single one at once.
+OrtStatus* in_parallel(const OrtApi* api, OrtKernelContext* context, void (*task)(void*, size_t), size_t tasks,
+                       void* call);
+
+// How a product is cut into tasks: panels of rows that are rounded, tiles of columns that are multiplied.
+size_t panels_of_task(const Rounded& rounded, const Weights& weights);
+// bytes: of all codes that the call reads.
+size_t tiles_of_task(const Weights& weights, bool is_small_m, size_t bytes);
+
+// What the attribute `activations` of a node rounds x to.
+OrtStatus* read_rounding(const Node& node, const OrtKernelInfo* info, Rounded* rounded);
+
 struct Product {
   Node node;
   Instructions instructions = Instructions::kScalar;
@@ -37,7 +61,10 @@ struct Product {
   bool computed = false;    // scales and zero points are given by each call
   mutable Pool calls, tasks, floats;  // memory of a call, of a task of it, and for x and y that are float16
 
-  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info);
+  // stacked: the weights are those of several experts.
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, bool stacked = false);
+  // The weights of a call: those that were read, or `storage`, with scales that the call gives.
+  OrtStatus* weights_of(OrtKernelContext* context, Weights* storage, const Weights** weights) const;
   // Multiplies the first input; `transform` may be null.
   OrtStatus* run(OrtKernelContext* context, Rounded rounded, const RowTransform* transform) const;
 

@@ -7,6 +7,7 @@ namespace graphopt {
 namespace {
 
 constexpr int64_t kLargestSize = int64_t{1} << 31;
+constexpr int64_t kMostExperts = int64_t{1} << 20;
 
 OrtStatus* check_finite(const Node& node, const float* values, int64_t entries) {
   for (int64_t i = 0; i < entries; ++i) {
@@ -31,7 +32,7 @@ OrtStatus* read_trellis(const Node& node, const Weights& weights, const Tensor& 
 
 }  // namespace
 
-OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed) {
+OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed, bool stacked) {
   Weights& weights = *to;
   int64_t rows = 0, columns = 0, group = 0;
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "rows", &rows));
@@ -76,24 +77,33 @@ OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to,
     GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kZeroPoints, "zero_points", &zero_points));
   }
   const auto tiles = static_cast<int64_t>(weights.tiles()), units = static_cast<int64_t>(weights.units());
-  const int64_t unit = codes.rank == 3 ? codes.shape[2] : 0;
-  if (codes.rank != 3 || codes.shape[0] != tiles || codes.shape[1] != units || unit % 32 || unit < 32 || unit > 256) {
-    return node.error("codes must have the shape [%lld, %lld, 32 * bits] for %lld rows and %lld columns",
-                      static_cast<long long>(tiles), static_cast<long long>(units), static_cast<long long>(rows),
-                      static_cast<long long>(columns));
+  const size_t first = stacked ? 1 : 0;  // of the axes of a matrix
+  const bool has_axes = codes.rank == first + 3;
+  const int64_t* const shape = codes.shape.get() + first;
+  const int64_t unit = has_axes ? shape[2] : 0, experts = has_axes && stacked ? codes.shape[0] : 1;
+  const bool fits = has_axes && shape[0] == tiles && shape[1] == units;
+  if (!fits || unit % 32 || unit < 32 || unit > 256 || experts < 1 || experts > kMostExperts) {
+    return node.error("codes must have the shape [%s%lld, %lld, 32 * bits] for %lld rows and %lld columns",
+                      stacked ? "experts, " : "", static_cast<long long>(tiles), static_cast<long long>(units),
+                      static_cast<long long>(rows), static_cast<long long>(columns));
   }
+  weights.experts = stacked ? static_cast<size_t>(experts) : 0;
   weights.bits = static_cast<int>(unit / 32);
   weights.codes = static_cast<const uint8_t*>(codes.data);
   return reads_scales ? set_scales(node, scales, zero_points, to) : nullptr;
 }
 
-OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed) {
-  GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, info, to, computed));
-  const auto columns = static_cast<int64_t>(to->columns);
+OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed, bool stacked) {
+  GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, info, to, computed, stacked));
+  const auto columns = static_cast<int64_t>(to->columns), experts = static_cast<int64_t>(to->experts);
   Tensor bias;
   GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kBias, "bias", &bias));
   const bool no_bias = bias.rank == 1 && bias.shape[0] == 1 && *static_cast<const float*>(bias.data) == 0;
-  if (!no_bias && (bias.rank != 1 || bias.shape[0] != columns)) {
+  if (!no_bias && stacked && (bias.rank != 2 || bias.shape[0] != experts || bias.shape[1] != columns)) {
+    return node.error("bias must be [0], or have the shape [%lld, %lld], a row for each expert",
+                      static_cast<long long>(experts), static_cast<long long>(columns));
+  }
+  if (!no_bias && !stacked && (bias.rank != 1 || bias.shape[0] != columns)) {
     return node.error("bias must be [0], or have %lld numbers, one for each column", static_cast<long long>(columns));
   }
   if (!no_bias) to->bias = static_cast<const float*>(bias.data);
@@ -103,24 +113,28 @@ OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to
 OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero_points, Weights* to) {
   Weights& weights = *to;
   const auto tiles = static_cast<int64_t>(weights.tiles()), groups = static_cast<int64_t>(weights.groups());
+  const size_t first = weights.experts ? 1 : 0;
   const auto one_for_each_group = [&](const Tensor& tensor) {
-    return tensor.rank == 3 && tensor.shape[0] == tiles && tensor.shape[1] == groups && tensor.shape[2] == 16;
+    if (tensor.rank != first + 3 || (first && tensor.shape[0] != static_cast<int64_t>(weights.experts))) return false;
+    const int64_t* const shape = tensor.shape.get() + first;
+    return shape[0] == tiles && shape[1] == groups && shape[2] == 16;
   };
   if (!one_for_each_group(scales)) {
-    return node.error("scales must have the shape [%lld, %lld, 16]", static_cast<long long>(tiles),
-                      static_cast<long long>(groups));
+    return node.error("scales must have the shape [%s%lld, %lld, 16]", first ? "experts, " : "",
+                      static_cast<long long>(tiles), static_cast<long long>(groups));
   }
   const bool half = scales.type == kFloat16;
   if (half) weights.half_scales = static_cast<const Half*>(scales.data);
   if (!half) weights.scales = static_cast<const float*>(scales.data);
-  const int64_t* const of_zeros = zero_points.shape.get();
-  const bool one = zero_points.rank == 3 && of_zeros[0] == 1 && of_zeros[1] == 1 && of_zeros[2] == 1;
+  bool one = zero_points.rank == first + 3;
+  for (size_t axis = 0; axis < zero_points.rank; ++axis) one = one && zero_points.shape[axis] == 1;
   const bool neutral = one && (half ? !(static_cast<const Half*>(zero_points.data)->bits & 0x7fff)
                                     : *static_cast<const float*>(zero_points.data) == 0);
   if (!neutral) {
     if (!one_for_each_group(zero_points)) {
-      return node.error("zero_points must be [[[0]]], or have the shape of scales, [%lld, %lld, 16]",
-                        static_cast<long long>(tiles), static_cast<long long>(groups));
+      return node.error("zero_points must be [[[%s]]], or have the shape of scales, [%s%lld, %lld, 16]",
+                        first ? "[0]" : "0", first ? "experts, " : "", static_cast<long long>(tiles),
+                        static_cast<long long>(groups));
     }
     if (half) weights.half_zero_points = static_cast<const Half*>(zero_points.data);
     if (!half) weights.zero_points = static_cast<const float*>(zero_points.data);

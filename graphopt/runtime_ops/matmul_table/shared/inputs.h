@@ -24,11 +24,13 @@ struct ProductTypes {
   static int output_type(size_t, int types) { return x_of(types); }
 };
 
-// Sizes, codes, scales and zero points. Where scales or zero points are no constants, a call has to read them:
+// Sizes, codes, scales and zero points, stacked where `stacked` says so: [experts, ...] each. Where scales or zero points are no constants, a call has to read them:
 // `computed` is set, or, where it is null, that is an error.
-OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* weights, bool* computed);
+OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* weights, bool* computed,
+                       bool stacked = false);
 // The same and the bias: every input but x and the table.
-OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* weights, bool* computed = nullptr);
+OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* weights, bool* computed = nullptr,
+                        bool stacked = false);
 OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero_points, Weights* weights);
 
 struct TableInput {

@@ -133,4 +133,17 @@ size_t Weights::segments() const {
   return before * of_group + (rows - before * group + kSegment - 1) / kSegment;
 }
 
+Weights Weights::of_expert(size_t expert) const {
+  Weights one = *this;
+  const size_t numbers = expert * tiles() * groups() * 16;
+  one.experts = 0;
+  one.codes += expert * tiles() * tile_bytes();
+  if (scales) one.scales += numbers;
+  if (half_scales) one.half_scales += numbers;
+  if (zero_points) one.zero_points += numbers;
+  if (half_zero_points) one.half_zero_points += numbers;
+  if (bias) one.bias += expert * columns;
+  return one;
+}
+
 }  // namespace graphopt

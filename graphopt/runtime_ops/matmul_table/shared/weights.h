@@ -58,6 +58,7 @@ constexpr int trellis_field(int bits) { return bits < 4 ? 4 : bits; }
 
 struct Weights {
   size_t rows = 0, columns = 0, group = 0;
+  size_t experts = 0;  // matrices of these sizes that codes, scales, zero points and bias are stacked of; 0: one alone
   int bits = 0;
   const uint8_t* codes = nullptr;
   const float* scales = nullptr;       // of these two,
@@ -78,6 +79,9 @@ struct Weights {
   static constexpr size_t kSegment = 512;
   size_t segments_of_group() const { return (group + kSegment - 1) / kSegment; }
   size_t segments() const;
+
+  // One of the experts by itself.
+  Weights of_expert(size_t expert) const;
 };
 
 }  // namespace graphopt

@@ -1,0 +1,1 @@
+"""``MatMulExperts``: products with the weights of the experts that a router chose."""

@@ -1,0 +1,1 @@
+"""What the operator means: types, shapes, body, reference, bounds."""
