@@ -149,7 +149,7 @@ def make_artifact(make_folder: Callable[[str], Path], request: pytest.FixtureReq
     parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
     asked_for = {each.get("family") for each in parameters}
     heads = families.HEADS | families.TOWERS | families.SEQ2SEQ
-    known = families.FAMILIES | families.RECURRENT | families.ENCODERS | heads
+    known = families.FAMILIES | families.RECURRENT | families.SUBSTITUTED | families.ENCODERS | heads
     wanted = sorted({"llama"} | asked_for & known.keys() - {HUB})
 
     def make_another() -> bool:

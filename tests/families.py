@@ -147,6 +147,53 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("FalconH1Config", {**_GROUPED, **_MAMBA2_PART, "mamba_d_ssm": 128, "head_dim": 16}),
     # selective scan
     "mamba": ("MambaConfig", {**_SHORT, "state_size": 16, "pad_token_id": 0}),
+    # RG-LRU in one layer, attention in the next, whose window no padding of a test fills
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        {
+            **{key: value for key, value in _GROUPED.items() if key != "max_position_embeddings"},
+            "lru_width": 128,
+            "block_types": ["recurrent", "attention"],
+            "attention_window_size": 24,
+            "pad_token_id": 0,
+        },
+    ),
+}
+
+# Methods of transformers that its exporter cannot write.
+SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    # four residual streams, embeddings for each layer, sparse gates; the last two layers reuse keys and values
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **_WINDOWED,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [96] * 4,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.5, 0.0],
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 8,
+            "pad_token_id": 0,
+        },
+    ),
+    # rotary pairs as complex numbers in one layer, where attention ends with chunks; experts in the other
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_GROUPED,
+            "head_dim": 16,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 8,
+            "no_rope_layers": [1, 0],
+            "layer_types": ["chunked_attention", "full_attention"],
+            "pad_token_id": 0,
+        },
+    ),
 }
 
 
@@ -320,7 +367,7 @@ def make_model(family: str, layers: int | None = None) -> Any:
     import torch
     import transformers
 
-    heads, without_head = HEADS | TOWERS | SEQ2SEQ, FAMILIES | RECURRENT | ENCODERS
+    heads, without_head = HEADS | TOWERS | SEQ2SEQ, FAMILIES | RECURRENT | SUBSTITUTED | ENCODERS
     head, config_class, settings = heads[family] if family in heads else ("", *without_head[family])
     if layers is not None:
         counts = {name: layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in settings}

@@ -123,11 +123,25 @@ def _check(status: Status, reason: Fact, **figures: float) -> Check:
 
 
 def _forward(model: Any, task: Task, probe: Probe, source: Mapping[str, Array]) -> Floats:
-    """Return what torch computes for the real tokens, float64 [tokens, width], in one forward without a cache."""
+    """Return what torch computes for the real tokens, float64 [tokens, width], without a cache.
+
+    A causal language model is given each row alone, without its padding: some recurrences of transformers read it.
+    """
+    if source:
+        return _call(model, task, {**source, DECODER_INPUT_IDS: probe.feeds[INPUT_IDS]})[probe.real].astype(np.float64)
+    if not task.caches:
+        return _call(model, task, probe.feeds)[probe.real].astype(np.float64)
+    rows = []
+    for row, columns in enumerate(probe.real):
+        feeds = {name: np.ascontiguousarray(array[row : row + 1, columns]) for name, array in probe.feeds.items()}
+        rows.append(_call(model, task, feeds)[0])
+    return np.concatenate(rows).astype(np.float64)
+
+
+def _call(model: Any, task: Task, feeds: Mapping[str, Array]) -> Array:
+    """Return what is compared of one forward, without a cache."""
     torch, _ = import_export_packages()
     options = {"use_cache": False} if task.caches else {}
-    feeds = probe.feeds if not source else {**source, DECODER_INPUT_IDS: probe.feeds[INPUT_IDS]}
     with torch.no_grad(), quiet():
         output = model(**{name: torch.from_numpy(array) for name, array in feeds.items()}, **options)
-    numbers: Floats = task.framework_output(output)[probe.real].astype(np.float64)
-    return numbers
+    return task.framework_output(output)

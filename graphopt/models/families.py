@@ -31,15 +31,17 @@ FAMILY_GROUPS = (
         "attention",
         _ATTENTION,
         (
-            "cohere", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "olmo2",
-            "opt", "phi3", "qwen2", "qwen3", "stablelm",
+            "cohere", "falcon", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_neox", "granite",
+            "llama", "mistral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "stablelm",
         ),
     ),
-    FamilyGroup("attention and experts", _ATTENTION, ("gpt_oss", "mixtral", "qwen2_moe")),
+    FamilyGroup("attention and experts", _ATTENTION, ("gpt_oss", "llama4_text", "mixtral", "qwen2_moe")),
     FamilyGroup("latent attention", _ATTENTION, ("deepseek_v2", "deepseek_v3")),
     FamilyGroup(
         "gated delta rule and attention", (*_RECURRENCE, *_ATTENTION), ("olmo_hybrid", "qwen3_5_text", "qwen3_next")
     ),
+    FamilyGroup("lightning attention and attention", ("recurrent_state", *_ATTENTION), ("minimax",)),
+    FamilyGroup("RG-LRU and attention", (*_RECURRENCE, *_ATTENTION), ("recurrent_gemma",)),
     FamilyGroup("SSD", _RECURRENCE, ("mamba2",)),
     FamilyGroup("SSD and attention", (*_RECURRENCE, *_ATTENTION), ("falcon_h1", "granitemoehybrid")),
     FamilyGroup("selective scan", _RECURRENCE, ("mamba",)),

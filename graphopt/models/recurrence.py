@@ -17,11 +17,11 @@ import contextlib
 import functools
 import importlib
 import sys
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
-from graphopt.runtime_ops import DOMAIN, OPERATORS
+from graphopt.models import griffin, lightning, substitutes
+from graphopt.models.recurrent_calls import Calls, convolve, mask_new_tokens, recur
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,21 +29,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _L2_EPSILON = 1e-6
-
-
-@dataclass
-class _Calls:
-    """What the functions of a model tell one another while it runs.
-
-    Attributes:
-        mask: 1 for a token, 0 for padding, [batch, tokens]; ``None`` where there is none.
-        inputs: by the id of a tensor that a convolution reads next: the tensor, and the layer and number of its state.
-        recurrent_state: what the layer that is running has, as it asked for it.
-    """
-
-    mask: Any = None
-    inputs: dict[int, tuple[Any, Any, int]] = field(default_factory=dict)
-    recurrent_state: Any = None
 
 
 @contextlib.contextmanager
@@ -56,7 +41,7 @@ def recurrences_as_nodes() -> Iterator[None]:
         InputError: a model keeps the tail of a convolution that is none of the known functions.
     """
     caches = importlib.import_module("transformers.cache_utils")
-    calls = _Calls()
+    calls = Calls()
     replacements: dict[Any, dict[str, Any]] = {
         caches.LinearAttentionLayer: {
             "update_conv_state": functools.partialmethod(_update_conv_state, calls),
@@ -68,6 +53,10 @@ def recurrences_as_nodes() -> Iterator[None]:
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.models.") and ".modeling_" in name:
             replacements[module] = {key: value for key, value in functions.items() if key in vars(module)}
+            for (name_of_owner, method), wrap in _METHODS.items():
+                owner = module if name.endswith(f".{name_of_owner}") else vars(module).get(name_of_owner)
+                if owner is not None:
+                    replacements.setdefault(owner, {})[method] = wrap(calls, getattr(owner, method))
     with contextlib.ExitStack() as stack:
         for owner, members in replacements.items():
             for name, member in members.items():
@@ -97,65 +86,10 @@ def simplify(graph: ir.Graph) -> None:
                 graph.remove(inner, safe=True)
 
 
-def _operator(name: str, inputs: list[Any], templates: tuple[Any, Any], **attributes: Any) -> tuple[Any, Any]:
-    """Return the outputs of one of our operators, which have the shapes of two tensors: a node, once it is traced."""
-    torch = importlib.import_module("torch")
-    outputs: tuple[Any, Any] = torch.onnx.ops.symbolic_multi_out(
-        f"{DOMAIN}::{name}",
-        inputs,
-        attributes,
-        dtypes=[template.dtype for template in templates],
-        shapes=[list(template.shape) for template in templates],
-        version=OPERATORS[name].version,
-    )
-    return outputs
-
-
-def _convolve(calls: _Calls, tokens: Any, state: Any, weight: Any, bias: Any, activation: str | None) -> Any:
-    """Return the convolution of ``tokens`` [batch, channels, tokens], and the new state."""
-    x = tokens.transpose(1, 2)
-    bias = weight.new_zeros(0) if bias is None else bias
-    name = {None: "none", "silu": "silu", "swish": "silu"}.get(activation, "none")
-    operands = [x, weight, bias, *_rows(calls, x, state)]
-    y, new_state = _operator("CausalConv", operands, (x, state), activation=name)
-    y = y.transpose(1, 2)
-    if activation is not None and name == "none":
-        y = importlib.import_module("transformers.activations").ACT2FN[activation](y)
-    return y, new_state
-
-
-def _recur(calls: _Calls, inputs: list[Any], state: Any, *, delta: bool, scale: float) -> tuple[Any, Any]:
-    """Return the outputs [batch, tokens, heads, V] and the new state.
-
-    Args:
-        calls: of this run.
-        inputs: query, key, value, decay and beta, as the operator has them.
-        state: [batch, heads, K, V], or ``None`` for zeros.
-        delta: whether what the state holds already is not written again.
-        scale: of the outputs.
-    """
-    _, key, value, _, _ = inputs
-    if state is None:
-        state = value.new_zeros((value.shape[0], value.shape[2], key.shape[3], value.shape[3]))
-    operands = [*(tensor.float() for tensor in inputs), *_rows(calls, value, state)]
-    return _operator("LinearRecurrence", operands, (value, state), delta=int(delta), scale=float(scale))
-
-
-def _rows(calls: _Calls, tokens: Any, state: Any) -> tuple[Any, Any]:
-    """Return mask and state, which have as many rows as ``tokens`` [batch, tokens, ...]."""
-    torch = importlib.import_module("torch")
-    torch._check(state.shape[0] == tokens.shape[0])
-    if calls.mask is None:
-        return tokens.new_zeros((tokens.shape[0], 0), dtype=torch.int64), state
-    torch._check(calls.mask.shape[0] == tokens.shape[0])
-    torch._check(calls.mask.shape[1] == tokens.shape[1])
-    return calls.mask.to(torch.int64), state
-
-
 # In place of methods of caches.
 
 
-def _update_conv_state(layer: Any, calls: _Calls, conv_states: Any, state_idx: int = 0, **_: Any) -> Any:
+def _update_conv_state(layer: Any, calls: Calls, conv_states: Any, state_idx: int = 0, **_: Any) -> Any:
     """Remember whose state belongs to [batch, channels, tokens], which a convolution reads next, and return these."""
     calls.inputs[id(conv_states)] = (conv_states, layer, state_idx)
     return conv_states
@@ -168,7 +102,7 @@ def _update_recurrent_state(layer: Any, recurrent_states: Any, state_idx: int = 
     return recurrent_states
 
 
-def _recording(calls: _Calls, get_recurrent_state: Callable[..., Any]) -> Callable[..., Any]:
+def _recording(calls: Calls, get_recurrent_state: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method of a cache that also tells ``calls`` what it returned: not every function is given it."""
 
     def get(*args: Any, **kwargs: Any) -> Any:
@@ -181,23 +115,20 @@ def _recording(calls: _Calls, get_recurrent_state: Callable[..., Any]) -> Callab
 # In place of functions of models, with the arguments that these have.
 
 
-def _apply_mask_to_padding_states(calls: _Calls, hidden_states: Any, attention_mask: Any) -> Any:
-    """Leave padding to the operators. Some models hand over the mask of all tokens, new and old."""
-    symbolic_shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    calls.mask, tokens = attention_mask, hidden_states.shape[1]
-    if attention_mask is not None and not symbolic_shapes.statically_known_true(attention_mask.shape[1] == tokens):
-        calls.mask = attention_mask[:, -tokens:]
+def _apply_mask_to_padding_states(calls: Calls, hidden_states: Any, attention_mask: Any) -> Any:
+    """Leave padding to the operators."""
+    mask_new_tokens(calls, hidden_states, attention_mask)
     return hidden_states
 
 
 def _causal_conv1d_fn(
-    calls: _Calls, hidden_states: Any, weight: Any, bias: Any = None, activation: str | None = None, **_: Any
+    calls: Calls, hidden_states: Any, weight: Any, bias: Any = None, activation: str | None = None, **_: Any
 ) -> Any:
     _, layer, number = calls.inputs.pop(id(hidden_states), (None, None, 0))
     state = layer.conv_states[number] if layer is not None and layer.has_previous_state[number] else None
     if state is None:
         state = hidden_states.new_zeros((*hidden_states.shape[:2], weight.shape[-1] - 1))
-    y, new_state = _convolve(calls, hidden_states, state, weight, bias, activation)
+    y, new_state = convolve(calls, hidden_states, state, weight, bias, activation)
     if layer is not None:
         layer.conv_states[number], layer.conv_kernel_size[number] = new_state, weight.shape[-1] - 1
         layer.is_conv_states_initialized[number] = layer.has_previous_state[number] = True
@@ -206,15 +137,15 @@ def _causal_conv1d_fn(
 
 
 def _causal_conv1d_update(
-    calls: _Calls, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: str | None = None
+    calls: Calls, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: str | None = None
 ) -> Any:
-    y, new_state = _convolve(calls, hidden_states, conv_state, weight, bias, activation)
+    y, new_state = convolve(calls, hidden_states, conv_state, weight, bias, activation)
     conv_state.copy_(new_state)
     return y
 
 
 def _gated_delta_rule(  # noqa: PLR0913, the arguments are those of transformers
-    calls: _Calls,
+    calls: Calls,
     query: Any,
     key: Any,
     value: Any,
@@ -232,7 +163,7 @@ def _gated_delta_rule(  # noqa: PLR0913, the arguments are those of transformers
         query, key = _l2_norm(query), _l2_norm(key)
     decay = g if g.dim() == 4 else g[..., None]
     operands = [query, key, value, decay, beta[..., None]]
-    output, state = _recur(calls, operands, initial_state, delta=True, scale=query.shape[-1] ** -0.5)
+    output, state = recur(calls, operands, initial_state, delta=True, scale=query.shape[-1] ** -0.5)
     return output, state if output_final_state else None
 
 
@@ -245,7 +176,7 @@ def _l2_norm(x: Any) -> Any:
 
 
 def _mamba2_chunk_scan(  # noqa: PLR0913, the arguments are those of transformers
-    calls: _Calls,
+    calls: Calls,
     hidden_states: Any,
     dt: Any,
     A: Any,
@@ -266,14 +197,14 @@ def _mamba2_chunk_scan(  # noqa: PLR0913, the arguments are those of transformer
     if tuple(dt_limit) != (0.0, float("inf")):
         dt = dt.clamp(*dt_limit)
     operands = [C, B, hidden_states, (dt * A)[..., None], dt[..., None]]
-    output, state = _recur(calls, operands, initial_states, delta=False, scale=1.0)
+    output, state = recur(calls, operands, initial_states, delta=False, scale=1.0)
     if D is not None:
         output = output + D[..., None] * hidden_states
     return (output, state) if return_final_states else output
 
 
 def _mamba_selective_scan(  # noqa: PLR0913, the arguments are those of transformers
-    calls: _Calls,
+    calls: Calls,
     hidden_states: Any,
     dt: Any,
     A: Any,
@@ -295,7 +226,7 @@ def _mamba_selective_scan(  # noqa: PLR0913, the arguments are those of transfor
     values = hidden_states.transpose(1, 2)
     query, key = (part.transpose(1, 2)[:, :, None] for part in (C, B))
     operands = [query, key, values[..., None], dt[..., None] * A, dt[..., None]]
-    output, state = _recur(calls, operands, calls.recurrent_state, delta=False, scale=1.0)
+    output, state = recur(calls, operands, calls.recurrent_state, delta=False, scale=1.0)
     output = output[..., 0]
     if D is not None:
         output = output + values * D
@@ -310,7 +241,7 @@ def _step_size(dt: Any, bias: Any, softplus: bool) -> Any:
     return importlib.import_module("torch").nn.functional.softplus(dt) if softplus else dt
 
 
-def _state_update(calls: _Calls, state: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
+def _state_update(calls: Calls, state: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
     """Stand in for a step of one token, which is run to find the inputs of a trace, and not traced."""
     del calls, state
     return hidden_states.clone()
@@ -329,3 +260,15 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": _mamba_selective_scan,
     "mamba_selective_state_update": _state_update,
 }
+
+_METHODS: dict[tuple[str, str], Callable[[Calls, Callable[..., Any]], Callable[..., Any]]] = {
+    ("RecurrentGemmaForCausalLM", "forward"): griffin.with_cache,
+    ("RecurrentGemmaRecurrentBlock", "forward"): griffin.with_cached_states,
+    ("MiniMaxForCausalLM", "forward"): lightning.with_cache,
+    ("modeling_minimax", "MiniMaxCache"): lightning.plain_cache,
+    ("MiniMaxLightningAttention", "forward"): lightning.with_cached_state,
+    ("Gemma3nTextMLP", "_gaussian_topk"): substitutes.gaussian_top,
+    ("Llama4TextRotaryEmbedding", "forward"): substitutes.angles,
+    ("modeling_llama4", "apply_rotary_emb"): substitutes.rotate_pairs,
+}
+"""Methods that keep states in attributes, or that cannot be written: what stands in their place, made of themselves."""

@@ -1,7 +1,7 @@
 """Try every causal language model that transformers knows: two layers, random weights, through export and recipes.
 
     python tools/studies/all_families.py --results families.jsonl                  # an hour; goes on where it stopped
-    python tools/studies/all_families.py --results families.jsonl --only qwen3,olmo3 --markdown docs/all-families.md
+    python tools/studies/all_families.py --results families.jsonl --only qwen3,olmo3 --recipes rotate,int4-rtn
 
 Each family runs in a process of its own, with a limit of time. A row is written when its family ends, and a family that
 has a row is not tried again. A configuration is made small by its own names: sizes that every configuration has, by
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,22 +84,74 @@ SIZES = {
 """Sizes of a small model, by the names that configurations have for them."""
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    # two layers of which a third and a fourth reuse keys and values
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [96] * 4,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 32,
+    },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 32},
+    "rwkv": {"attention_hidden_size": 64, "context_length": 128},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "zaya": {"num_experts_per_tok": 1},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}, "ffn_config": {"ffn_hidden_size": 32}},
+    # four residual streams, an indexer that chooses blocks of keys
+    "qwen4_exp_text": {
+        "hc_lowrank": 16,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+}
+"""What sizes alone do not say, by family."""
+
+
 def small(config_class: Any) -> Any:
-    """Return the configuration of a model of two layers."""
-    config = config_class()
-    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
-        for name, size in SIZES.items():
-            if isinstance(getattr(part, name, None), int):
-                setattr(part, name, size)
-        for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
-            kinds = getattr(part, name, None)
-            if isinstance(kinds, list) and kinds:
-                # Two layers of as many kinds as there are.
-                setattr(part, name, (list(dict.fromkeys(kinds)) * 2)[:2])
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            if hasattr(part, name):
-                setattr(part, name, 0)
+    """Return the configuration of a model of two layers, or of four where layers share."""
+    sample = config_class()
+    settings = _sizes_of(sample) | OTHERS.get(config_class.model_type, {})
+    config = config_class(**settings)
+    for part in (value for value in vars(config).values() if hasattr(value, "to_dict")):
+        for name, value in _sizes_of(part).items():
+            setattr(part, name, value)
     return config
+
+
+def _sizes_of(config: Any) -> dict[str, Any]:
+    """Return what a configuration has to be told to become small."""
+    known = config.to_dict()
+    settings: dict[str, Any] = {
+        name: size
+        for name, size in SIZES.items()
+        if isinstance(known.get(name, known.get(getattr(config, "attribute_map", {}).get(name))), int)
+    }
+    if "qk_rope_head_dim" in settings and "head_dim" in settings:
+        settings["head_dim"] = settings["qk_rope_head_dim"]
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        kinds = known.get(name)
+        if isinstance(kinds, list) and kinds:
+            # Two layers of as many kinds as there are.
+            settings[name] = (list(dict.fromkeys(kinds)) * 2)[:2]
+    return settings | {name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in known}
 
 
 def families() -> dict[str, Any]:
@@ -110,7 +162,7 @@ def families() -> dict[str, Any]:
     return {name: CONFIG_MAPPING[name] for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name in CONFIG_MAPPING}
 
 
-def attempt(family: str, folder: Path) -> dict[str, str]:
+def attempt(family: str, folder: Path, recipes: Sequence[str] = RECIPES) -> dict[str, str]:
     """Return what came of each stage of a family, in this process: ``ok``, or what was said."""
     import torch
     import transformers
@@ -129,7 +181,7 @@ def attempt(family: str, folder: Path) -> dict[str, str]:
         return {"configuration": _line(error)}
     stages: dict[str, Callable[[], object]] = {
         "export": functools.partial(graphopt.export, folder / "checkpoint", folder / "float32"),
-        **{recipe: functools.partial(_optimize, folder, recipe) for recipe in RECIPES},
+        **{recipe: functools.partial(_optimize, folder, recipe) for recipe in recipes},
     }
     for name, run in stages.items():
         try:
@@ -156,11 +208,11 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def attempt_apart(family: str, seconds: float) -> dict[str, str]:
+def attempt_apart(family: str, seconds: float, recipes: str) -> dict[str, str]:
     """Return what came of each stage of a family, tried in a process that may take so many seconds."""
     with tempfile.TemporaryDirectory(prefix="family-") as temporary:
         result = Path(temporary) / "row.json"
-        command = [sys.executable, __file__, "--attempt", family, "--results", str(result)]
+        command = [sys.executable, __file__, "--attempt", family, "--results", str(result), "--recipes", recipes]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         try:
             process = subprocess.run(
@@ -188,6 +240,7 @@ def main(
     results: Annotated[Path, typer.Option(help="a file of rows, one a line")],
     only: Annotated[str, typer.Option(help="families, separated by commas; all by default")] = "",
     seconds: Annotated[float, typer.Option(help="what a family may take")] = 240,
+    recipes: Annotated[str, typer.Option(help="recipes to try behind the export")] = ",".join(RECIPES),
     markdown: Annotated[Path | None, typer.Option(help="write the table here too")] = None,
     attempt_family: Annotated[str, typer.Option("--attempt", hidden=True)] = "",
 ) -> None:
@@ -195,7 +248,7 @@ def main(
     if attempt_family:
         folder = Path(tempfile.mkdtemp(prefix="family-"))
         try:
-            results.write_text(json.dumps(attempt(attempt_family, folder)), "utf-8")
+            results.write_text(json.dumps(attempt(attempt_family, folder, recipes.split(","))), "utf-8")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
@@ -204,7 +257,7 @@ def main(
     wanted = only.split(",") if only else list(families())
     for family in track([family for family in wanted if family not in rows], "families"):
         start = time.monotonic()
-        rows[family] = attempt_apart(family, seconds)
+        rows[family] = attempt_apart(family, seconds, recipes)
         row = {"family": family, "seconds": round(time.monotonic() - start), "stages": rows[family]}
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -1,0 +1,61 @@
+"""Methods that transformers' exporter cannot write: what stands in their place computes the same."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import statistics
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphopt.models.recurrent_calls import Calls
+
+
+def gaussian_top(calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``Gemma3nTextMLP._gaussian_topk``: relu(x - mean - q std), where q is a number and no node.
+
+    q is the quantile of a normal distribution at the layer's ``activation_sparsity``; ONNX has no inverse of erf.
+    """
+    del calls
+
+    @functools.wraps(original)
+    def gaussian_topk(self: Any, inputs: Any) -> Any:
+        torch = importlib.import_module("torch")
+        quantile = statistics.NormalDist().inv_cdf(self.activation_sparsity)
+        mean = inputs.mean(dim=-1, keepdim=True)
+        deviation = (inputs - mean).square().mean(dim=-1, keepdim=True).sqrt()
+        return torch.nn.functional.relu(inputs - (mean + deviation * quantile))
+
+    return gaussian_topk
+
+
+def angles(calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``Llama4TextRotaryEmbedding.forward`` with cosines and sines [batch, tokens, 2, size / 2], not complex."""
+    del calls
+
+    @functools.wraps(original)
+    def forward(self: Any, x: Any, position_ids: Any) -> Any:
+        torch = importlib.import_module("torch")
+        angle = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+        return torch.stack((angle.cos(), angle.sin()), dim=2) * self.attention_scaling
+
+    return forward
+
+
+def rotate_pairs(calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``apply_rotary_emb`` of Llama 4 for :func:`angles`: complex products are ``RotaryEmbedding``."""
+    del calls
+
+    @functools.wraps(original)
+    def apply_rotary_emb(xq: Any, xk: Any, freqs_cis: Any) -> tuple[Any, Any]:
+        rotary = importlib.import_module("torch").onnx.ops.rotary_embedding
+        cos, sin = freqs_cis.unbind(2)
+
+        def rotate(x: Any) -> Any:  # [batch, tokens, heads, size]
+            return rotary(x.transpose(1, 2), cos, sin, interleaved=True).transpose(1, 2)
+
+        return rotate(xq), rotate(xk)
+
+    return apply_rotary_emb

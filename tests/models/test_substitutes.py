@@ -1,0 +1,49 @@
+"""Methods that transformers' exporter cannot write, in whole models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphopt.artifact.artifact import MODEL
+from graphopt.tasks.causal_lm.interface import Interface
+from tests.families import SUBSTITUTED, VOCABULARY
+from tests.models.test_export import torch_logits
+from tests.models.test_recurrence import run_pieces
+
+# Relative to the largest logit; float32 summed in another order moves these by 2e-7 to 2e-6.
+TOLERANCE = 1e-5
+# Longer than windows of 6 and chunks of 8.
+LENGTH = 20
+
+
+@pytest.mark.parametrize("family", SUBSTITUTED)
+def test_logits_are_those_of_transformers(
+    family: str, make_folder: Callable[[str], Path], make_artifact: Callable[[str], Path]
+) -> None:
+    ids = np.random.default_rng(3).integers(0, VOCABULARY, (2, LENGTH))
+    mask = np.ones((2, LENGTH), np.int64)
+    expected = torch_logits(make_folder(family), ids, mask)
+    largest = np.abs(expected).max()
+    assert 0.2 < largest < 100
+    for pieces in ([20], [7, 11, 1, 1]):
+        logits = run_pieces(make_artifact(family), ids, mask, pieces)
+        assert np.abs(logits - expected).max() <= TOLERANCE * largest, pieces
+
+
+def test_pairs_are_turned_by_one_operator(make_artifact: Callable[[str], Path]) -> None:
+    graph = ir.load(make_artifact("llama4") / MODEL).graph
+    rotaries = [node for node in graph if node.op_type == "RotaryEmbedding"]
+    assert [node.attributes.get_int("interleaved") for node in rotaries] == [1, 1]  # queries and keys of one layer
+
+
+def test_layers_that_reuse_keys_have_no_cache(make_artifact: Callable[[str], Path]) -> None:
+    graph = ir.load(make_artifact("gemma3n") / MODEL).graph
+    caches = Counter(name.split(".")[1] for name in Interface.of_graph(graph).past)
+    assert caches == {"0": 2, "1": 2}  # of four layers
+    assert sum(node.op_type == "Erf" for node in graph) == 0
