@@ -87,7 +87,7 @@ def _rg_lru(calls: Calls, unit: Any, x: Any, position_ids: Any, state: Any) -> t
     is_first = (position_ids == 0)[..., None]
     factor = torch.where(is_first, torch.ones_like(log_decay), torch.sqrt(1 - torch.exp(2 * log_decay)))
     value = x * gate(unit.input_gate_weight, unit.input_gate_bias) * factor
-    ones = x.new_ones((*x.shape[:2], 1, 1))
-    operands = [ones, ones, value[..., None], log_decay[..., None], x.new_zeros((*x.shape, 0))]
+    unit_key = x.new_ones((*x.shape[:2], 1, 1))
+    operands = [unit_key, unit_key, value[..., None], log_decay[..., None], x.new_zeros((*x.shape, 0))]
     output, state = recur(calls, operands, state, delta=False, scale=1.0)
     return output[..., 0], state

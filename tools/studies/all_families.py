@@ -103,6 +103,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 32},
     "rwkv": {"attention_hidden_size": 64, "context_length": 128},
     "falcon_h1": {"mamba_d_ssm": 128},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -240,7 +241,7 @@ def main(
     results: Annotated[Path, typer.Option(help="a file of rows, one a line")],
     only: Annotated[str, typer.Option(help="families, separated by commas; all by default")] = "",
     seconds: Annotated[float, typer.Option(help="what a family may take")] = 240,
-    recipes: Annotated[str, typer.Option(help="recipes to try behind the export")] = ",".join(RECIPES),
+    recipes: Annotated[str, typer.Option(help="recipes to try behind the export; empty for none")] = ",".join(RECIPES),
     markdown: Annotated[Path | None, typer.Option(help="write the table here too")] = None,
     attempt_family: Annotated[str, typer.Option("--attempt", hidden=True)] = "",
 ) -> None:
@@ -248,7 +249,8 @@ def main(
     if attempt_family:
         folder = Path(tempfile.mkdtemp(prefix="family-"))
         try:
-            results.write_text(json.dumps(attempt(attempt_family, folder, recipes.split(","))), "utf-8")
+            row = attempt(attempt_family, folder, [*filter(None, recipes.split(","))])
+            results.write_text(json.dumps(row), "utf-8")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
