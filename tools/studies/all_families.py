@@ -249,8 +249,8 @@ def main(
     if attempt_family:
         folder = Path(tempfile.mkdtemp(prefix="family-"))
         try:
-            row = attempt(attempt_family, folder, [*filter(None, recipes.split(","))])
-            results.write_text(json.dumps(row), "utf-8")
+            stages_of_family = attempt(attempt_family, folder, [*filter(None, recipes.split(","))])
+            results.write_text(json.dumps(stages_of_family), "utf-8")
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
