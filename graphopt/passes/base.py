@@ -97,7 +97,7 @@ class Pass(Options, ir.passes.InPlacePass, abc.ABC):
         return next(phase for phase in PHASES if cls.__module__.startswith(f"graphopt.passes.{phase}."))
 
     @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+    def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether ``recipe``, as it was requested, needs this step for ``graph`` and gets it unasked."""
         del graph, recipe
         return False

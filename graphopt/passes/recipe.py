@@ -105,8 +105,8 @@ class Recipe(BaseModel):
         return self.model_copy(update={"steps": tuple(step.on_this_machine() for step in self.steps)})
 
     def fitting(self, graph: ir.Graph) -> Recipe:
-        """Return the recipe with all steps that it needs for ``graph`` and does not name, see :meth:`Pass.needed`."""
-        return self._adding_all(step for step in PASSES.values() if step.needed(graph, self))
+        """Return the recipe with all steps that it needs for ``graph`` and lacks, see :meth:`Pass.is_needed`."""
+        return self._adding_all(step for step in PASSES.values() if step.is_needed(graph, self))
 
     def _adding_all(self, steps: Iterable[type[Pass]]) -> Recipe:
         return functools.reduce(lambda recipe, step: recipe.adding(step.name), steps, self)
@@ -188,7 +188,7 @@ def _with_options(step: Pass, options: Mapping[str, object]) -> Pass:
 def imports_of(graph: ir.Graph) -> list[Pass]:
     """Return the passes of the phase ``importing`` that a graph needs, with their default options."""
     recipe = Recipe(name="import", steps=())
-    return [step() for step in PASSES.values() if step.phase() == "importing" and step.needed(graph, recipe)]
+    return [step() for step in PASSES.values() if step.phase() == "importing" and step.is_needed(graph, recipe)]
 
 
 def presets() -> dict[str, Recipe]:

@@ -52,7 +52,7 @@ class PageKV(Pass):
         return self.page
 
     @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+    def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether caches grow, and the recipe writes them in place and has no other step for caches."""
         lower = recipe.options_of("lower")
         is_paged = (lower.get("target"), lower.get("caches")) == ("ort-cpu", "pages")

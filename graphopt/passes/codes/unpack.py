@@ -57,7 +57,7 @@ class Unpack(Pass):
     effect: ClassVar[Effect] = "exact"
 
     @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+    def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether a product is packed, and the recipe has work with codes."""
         return bool(recipe.phases & {"codes", "lower"}) and bool(packed_nodes(graph))
 

@@ -38,7 +38,7 @@ class GrowCaches(Pass):
     effect: ClassVar[Effect] = "exact"
 
     @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+    def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether a cache is cut to a window."""
         del recipe
         return bool(windowed_nodes(graph))

@@ -38,7 +38,7 @@ class WidenScales(Pass):
     effect: ClassVar[Effect] = "exact"
 
     @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+    def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether scales are stored in float16 and read in float32."""
         del recipe
         return bool(widened_scales(graph))

@@ -48,7 +48,7 @@ class CompactScales(Pass):
     after: ClassVar[tuple[str, ...]] = ("lower", "float16")
 
     @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+    def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether the recipe makes codes, or scales were compact as the graph came in."""
         return "codes" in recipe.phases or bool(widened_scales(graph))
 

@@ -60,7 +60,7 @@ class LevelScales(Pass):
     after: ClassVar[tuple[str, ...]] = ("lower", "float16")
 
     @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+    def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether packed scales have two levels already, and the recipe has work with codes."""
         return bool(packed_nodes(graph)) and bool(recipe.phases & {"codes", "lower"}) and bool(leveled_scales(graph))
 

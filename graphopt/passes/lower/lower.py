@@ -110,7 +110,7 @@ class Lower(Pass):
     caches: Literal["pages", "growing"] = "pages"
 
     @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+    def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return true: every recipe has this step."""
         del graph, recipe
         return True

@@ -43,7 +43,7 @@ class TieEmbedding(Pass):
     after: ClassVar[tuple[str, ...]] = ("lower",)
 
     @classmethod
-    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+    def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether another node reads, or read, the transposed token embedding, and no step changes weights."""
         if recipe.phases & {"algebra", "codes"}:
             return False

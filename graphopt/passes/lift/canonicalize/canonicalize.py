@@ -24,6 +24,7 @@ from graphopt.passes.lift.canonicalize.norms import lift_norms
 from graphopt.passes.lift.canonicalize.recurrences.lift_recurrences import lift_recurrences
 from graphopt.passes.lift.canonicalize.rotary import lift_rotary
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, lift_rotary_tables
+from graphopt.passes.lift.canonicalize.scatters import lift_scatters
 from graphopt.passes.lift.canonicalize.scores import lift_scores
 from graphopt.passes.lift.canonicalize.shapes import state_shapes
 from graphopt.passes.phases import CANONICAL_OPSETS
@@ -48,6 +49,7 @@ class Canonicalize(Pass):
         m = RMSNormalization(Sub(x, ReduceMean(x)), gain)
         r = Add(Mul(x, c), Mul(Concat(Neg(x2), x1), s))                  c, s: Cos, Sin of Concat(f, f)
         e = MatMul(a, Squeeze(Split(stack)[i]))                          stack: the matrices of all experts
+        f = ScatterND(ScatterND(empty, [0 .. a], p), [a ..], q)
 
     after::
 
@@ -56,6 +58,7 @@ class Canonicalize(Pass):
         m = LayerNormalization(x, gain; epsilon)
         r = RotaryEmbedding(x, Cos(f), Sin(f))
         e = MatMul(a, stack.i)
+        f = Concat(p, q)
 
     A ``Scan`` or ``Loop`` whose step is a linear recurrence (linear attention, state space models, delta rules) becomes
     ``ai.graphopt::LinearRecurrence``: what its step means is found out by running it.
@@ -91,6 +94,7 @@ def _lift(model: ir.Model, context: Context) -> None:
     drop_idle_reshapes(model, ledger)
     drop_idle_casts(model, ledger)
     unflatten_products(model, ledger)
+    lift_scatters(model, ledger)
     lift_fused_norms(model, ledger)
     lift_fused_activations(model, ledger)
     lift_norms(model, context)
