@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import (
+    Inputs,
     Jobs,
     Json,
     NoRun,
@@ -149,6 +150,7 @@ def optimize(
         typer.Option(help='what its quality must be to be written, such as "kl<0.05, same_first_choice>0.9"'),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="write a model that is judged to be broken, too")] = False,
+    inputs: Inputs = None,
     part_size: PartSize = None,
     show_all: ShowAll = False,
     as_json: Json = False,
@@ -159,7 +161,7 @@ def optimize(
     from graphopt.passes.recipe import load_recipe
 
     settings = [*(options or ()), *([f"serve.memory={kv_memory}"] if kv_memory is not None else [])]
-    full_recipe = chosen_recipe(load_recipe(recipe, add or (), settings), target, last_logits, float16)
+    full_recipe = chosen_recipe(load_recipe(recipe, add or (), settings), target, last_logits, float16, inputs)
     if shard is not None:
         from graphopt.compile.shards import evaluate_shard, parse_shard
 
@@ -234,6 +236,7 @@ def verify(
     after: Annotated[Path, typer.Argument(help="an artifact that `graphopt optimize` wrote")],
     no_run: NoRun = False,
     statistics: StatisticsFolder = None,
+    inputs: Inputs = None,
     show_all: Annotated[bool, typer.Option("--all", help="list each finding of each check")] = False,
     as_json: Json = False,
 ) -> None:
@@ -242,7 +245,7 @@ def verify(
     from graphopt.report.tables import checks_table, findings_table
 
     with progress() as say:
-        proof = run_verify(before, after, run=not no_run, statistics=statistics, on_stage=say)
+        proof = run_verify(before, after, run=not no_run, statistics=statistics, inputs=inputs, on_stage=say)
     if as_json:
         return print_json(proof)
     out.print(checks_table(proof.checks))

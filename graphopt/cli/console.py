@@ -42,6 +42,13 @@ PartSize = Annotated[
     str | None,
     typer.Option("--part-size", help="most bytes in a file of weights, such as 2GB; by default one file"),
 ]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(
+        "--inputs",
+        help="of a graph that reads no text: an .npz file, or a folder of .npz or .npy files; random inputs without",
+    ),
+]
 OnDevice = Annotated[Device, typer.Option("--device", help="what to compute on; cuda is an NVIDIA GPU")]
 Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it choose", min=0)]
 

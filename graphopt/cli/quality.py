@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, out, print_json, progress, read_text, write_text
+from graphopt.cli.console import Inputs, Json, out, print_json, progress, read_text, write_text
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def quality(
         Path | None,
         typer.Option(help="with --where: write a recipe that leaves in floats what is worth most for its bytes"),
     ] = None,
+    inputs: Inputs = None,
     as_json: Json = False,
 ) -> None:
     """Compare models with the one that they were made from, on text: KL divergence, first choices, a verdict."""
@@ -53,7 +54,9 @@ def quality(
     with progress() as say:
         for folder in after:
             task = read_manifest(folder).task
-            figures = quality_figures(before, folder, task, texts=texts, tokens=tokens, window=window, on_stage=say)
+            figures = quality_figures(
+                before, folder, task, texts=texts, tokens=tokens, window=window, on_stage=say, inputs=inputs
+            )
             rows.append((str(folder), figures))
             reports += [losses(before, folder, texts, window=window, on_stage=say)] if locate_losses else []
     if recipe is not None:

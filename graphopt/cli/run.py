@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, OnDevice, Threads, err, out, print_json, progress, read_text, show_notes
+from graphopt.cli.console import Inputs, Json, OnDevice, Threads, err, out, print_json, progress, read_text, show_notes
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
@@ -99,6 +99,10 @@ def run(
         Path | None,
         typer.Option("--cache", help="a file of `graphopt cache make`: prompts come behind its text"),
     ] = None,
+    inputs: Inputs = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="of a graph that reads no text: an .npz file for its outputs")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="tell what drafts did")] = False,
     threads: Threads = 0,
     device: OnDevice = "cpu",
@@ -107,6 +111,8 @@ def run(
     """Complete one or more prompts, or chat, streaming as the model goes; of an encoder, print cosines of embeddings.
 
     An encoder-decoder reads each prompt, or each recording, and its text is printed.
+
+    Of a graph that reads no text, its outputs for --inputs, or for random inputs, are printed, and written by --save.
 
     Of a classifier the classes of each prompt are printed, of a reranker the documents (all prompts but the first) by
     their score for the query (the first).
@@ -120,10 +126,12 @@ def run(
     from graphopt.inference.session import open_folder, session_from
     from graphopt.tasks import TASKS
 
-    _check_options(chat, prompt or audio, system, logprobs, as_json)
     model = open_folder(folder, threads=threads, device=device)
+    task = TASKS[model.manifest.task].with_inputs(inputs)
+    _check_options(chat, prompt or audio or not task.reads_text, system, logprobs, as_json)
     show_notes(model.notes)
-    task = TASKS[model.manifest.task]
+    if save is not None and task.reads_text:
+        raise InputError(f"{task.noun} has no outputs to save", file=folder, remedy="leave out --save")
     if (audio or language) and not task.parts:
         raise InputError(f"{task.noun} reads no recordings", file=folder, remedy="leave out --audio and --language")
     if not task.generates:
@@ -132,6 +140,8 @@ def run(
         if chat or seed or any(option is not None for option in options):
             remedy = f"leave out the options of generating: {_GENERATION}"
             raise InputError(f"{task.noun} generates nothing", file=folder, remedy=remedy)
+        if not task.reads_text:
+            return _print_outputs(task, model, prompt or [], save, as_json)
         return task.print_run(model.with_prompt(prompt_name), prompt or [], as_json)
     sampling = _sampling(folder if chat else None, temperature, top_k, top_p, seed)
     grammar = _grammar(json_schema, regex)
@@ -163,6 +173,19 @@ def run(
     return None
 
 
+def _print_outputs(task: Any, model: Any, prompts: Sequence[str], save: Path | None, as_json: bool) -> None:
+    """Print the outputs of a graph that is fed arrays.
+
+    Raises:
+        InputError: there are prompts.
+    """
+    from graphopt.cli.graphs import print_outputs
+
+    if prompts:
+        raise InputError(f"{task.noun} reads no text", file=model.file, remedy="give --inputs FILE.npz, not --prompt")
+    return print_outputs(model, task.samples, save, as_json)
+
+
 def _load_cache(session: Session, file: Path, chat: bool, system: str | None) -> PromptCache:
     """Read a file of `graphopt cache make`.
 
@@ -180,9 +203,7 @@ def _load_cache(session: Session, file: Path, chat: bool, system: str | None) ->
     return cache
 
 
-def _check_options(
-    chat: bool, prompt: Sequence[object] | None, system: str | None, logprobs: int | None, as_json: bool
-) -> None:
+def _check_options(chat: bool, prompt: object, system: str | None, logprobs: int | None, as_json: bool) -> None:
     """Refuse options that say nothing without another one.
 
     Raises:

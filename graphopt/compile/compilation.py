@@ -81,6 +81,7 @@ class Compilation:
         work: the folder for evaluated weights and statistics.
         run: whether the model may be run.
         statistics: the folder of statistics of models; ``None`` for one in ``work``.
+        inputs: of a graph that reads no text, what it is fed, in the place of what the recipe says.
         executor: what evaluates weights; ``None`` for this process.
         on_stage: called when a stage begins.
 
@@ -101,7 +102,7 @@ class Compilation:
         InputError: the model or the recipe cannot be read, or the recipe has steps for caches that the model has not.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, what a compilation can be given
         self,
         source: str | Path | Artifact,
         recipe: str | Path | Recipe | Mapping[str, Any],
@@ -110,6 +111,7 @@ class Compilation:
         work: Path,
         run: bool = True,
         statistics: str | Path | None = None,
+        inputs: Path | None = None,
         executor: Executor | None = None,
         on_stage: Progress = silent,
     ) -> None:
@@ -131,7 +133,11 @@ class Compilation:
         self._entries, positions = self.recipe.session_entries(), self.source.manifest.model.max_positions
         runner = Runner(self._entries)
 
-        def texts() -> list[IntArray]:
+        task = TASKS[self.source.manifest.task].with_inputs(inputs or self.recipe.calibration.inputs)
+
+        def texts() -> Sequence[IntArray] | Sequence[Mapping[str, Array]]:
+            if not task.reads_text:
+                return task.sample_feeds(self.source.model, runner, self.recipe.calibration.windows)
             return texts_of(self.source.companions, self.recipe.calibration, positions)
 
         folder = Path(statistics or statistics_in(work))
@@ -139,7 +145,6 @@ class Compilation:
             folder, texts, runner if run else None, feeds=self._feeds_of_text, on_stage=on_stage
         )
         self.statistics = Statistics(self.calibration)
-        task = TASKS[self.source.manifest.task]
         self.context = make_context(task, self.recipe.target, runner, self.statistics, positions)
         self.evaluator = Evaluator(store_in(work), executor)
         self.reports: list[PassReport] = []
@@ -252,6 +257,7 @@ class Compilation:
             native=native,
             context=context_tokens_of(self.passes, self.context.max_positions),
             evaluator=self.evaluator,
+            task=self.context.task,
         )
 
     def apply_checked(self, passes: Sequence[Pass], verifier: Verifier, on_stage: Callable[[str], None]) -> list[Check]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from graphopt.analysis.structure.cost import weight_totals
 from graphopt.artifact.hf_config import with_positions
 from graphopt.artifact.manifest import Manifest, installed_versions
+from graphopt.tasks.graph.task import RANDOM_STATISTICS
 from graphopt.verification.kernels import KernelReport, quantized_products
 from graphopt.verification.notes import OF_GRAPH, notes_of, precision_of
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from graphopt.artifact.artifact import Artifact
-    from graphopt.graph.diagnostics import Check, PassReport
+    from graphopt.graph.diagnostics import Check, Fact, PassReport
     from graphopt.passes.recipe import Recipe
 
 
@@ -39,11 +40,12 @@ def manifest_of(
         kernels: how its quantized products run; ``None`` if it has none.
     """
     before = source.manifest
+    earlier_notes = (note for note in before.notes if note.code not in OF_GRAPH)
     return Manifest(
         source=before.source,
         task=before.task,
         model=with_positions(before.model, model.metadata_props),
-        notes=[note for note in before.notes if note.code not in OF_GRAPH] + notes_of(model),
+        notes=list(dict.fromkeys((*earlier_notes, *notes_of(model), *_of_statistics(reports)))),
         recipe=recipe.model_dump(mode="json"),
         passes=[*before.passes, *reports],
         checks=[*before.checks, *checks],
@@ -52,3 +54,9 @@ def manifest_of(
         session=recipe.session_entries() if quantized_products(model.graph) else {},
         versions=before.versions | installed_versions(),
     )
+
+
+def _of_statistics(reports: Sequence[PassReport]) -> list[Fact]:
+    """Return what a reader should know of the inputs that statistics were collected on."""
+    facts = (change.what for report in reports for change in report.changes)
+    return list(dict.fromkeys(fact for fact in facts if fact.code == RANDOM_STATISTICS.code))

@@ -57,6 +57,7 @@ def optimize(
     force: bool = False,
     statistics: str | Path | None = None,
     part_size: int | None = None,
+    inputs: str | Path | None = None,
     on_stage: Progress = silent,
 ) -> Artifact:
     """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
@@ -86,6 +87,9 @@ def optimize(
         statistics: a folder in which statistics of models are kept, for recipes that share them. By default they lie
             in the work folder. See :mod:`graphopt.quantization.statistics`.
         part_size: the most bytes in a file of weights, where the disk or a tool wants small files; ``None`` for one.
+        inputs: of a graph that reads no text: an ``.npz`` file or a folder, see :mod:`graphopt.tasks.graph.files`, on
+            which passes are compared, statistics collected and the result judged. ``None``: what the recipe says, by
+            default random ones.
         on_stage: called when a stage begins, with how many are done.
 
     Returns:
@@ -97,7 +101,7 @@ def optimize(
         VerificationError: a check failed, the result is broken or does not meet ``require``; nothing was written.
     """
     requirement = None if require is None else Requirement.parse(require)
-    extended_recipe = chosen_recipe(load_recipe(recipe), None, last_logits, float16)
+    extended_recipe = chosen_recipe(load_recipe(recipe), None, last_logits, float16, inputs)
     if output is None:
         _refuse_without_output(work, requirement)
         temporary = tempfile.TemporaryDirectory(prefix="graphopt-")
@@ -241,7 +245,7 @@ class HeldOut:
 
     def __init__(self, model: str | Path | Artifact, recipe: Recipe, tokens: int, on_stage: Progress) -> None:
         self._file = model.place if isinstance(model, Artifact) else Path(model)
-        self._tokens, self._on_stage = tokens, on_stage
+        self._tokens, self._on_stage, self._inputs = tokens, on_stage, recipe.calibration.inputs
         steps = recipe.passes()
         # What a cache of few bits or few pages loses shows behind a longer text.
         self._window = 2 * WINDOW if any(step.phase() == "cache" for step in steps) else WINDOW
@@ -258,7 +262,7 @@ class HeldOut:
         manifest = result.manifest
         if not any(report.effect == "lossy" and report.changes for report in manifest.passes):
             return None
-        self._on_stage("judging it on held-out text")
+        self._on_stage(f"judging it on {'held-out text' if TASKS[manifest.task].reads_text else 'samples of inputs'}")
         comparisons = [check for check in manifest.checks if check.name == TASKS[manifest.task].quantity]
         if not self._tokens:
             return not_judged(NOT_ASKED())
@@ -274,11 +278,22 @@ class HeldOut:
             tokens=self._tokens,
             on_stage=self._on_stage,
             ask=reference,
+            inputs=self._inputs,
         )
 
 
-def chosen_recipe(recipe: Recipe, target: ChosenTarget | None, last_logits: int, float16: bool) -> Recipe:
+def chosen_recipe(
+    recipe: Recipe,
+    target: ChosenTarget | None,
+    last_logits: int,
+    float16: bool,
+    inputs: str | Path | None = None,
+) -> Recipe:
     """Return a recipe with what :func:`optimize` is asked for beside it."""
+    if inputs is not None:
+        recipe = recipe.model_copy(
+            update={"calibration": recipe.calibration.model_copy(update={"inputs": Path(inputs)})}
+        )
     if last_logits:
         recipe = recipe.adding("last_logits").setting("last_logits", positions=int(last_logits))
     recipe = recipe if target is None else recipe.lowered(target)

@@ -55,6 +55,7 @@ def verify(
     *,
     run: bool = True,
     statistics: str | Path | None = None,
+    inputs: str | Path | None = None,
     on_stage: Progress = silent,
 ) -> Proof:
     """Check that ``after`` computes what ``before`` computes, as far as its recipe says it should.
@@ -65,6 +66,7 @@ def verify(
         run: whether to run both as well, where they fit into memory.
         statistics: the folder in which statistics of the model are kept, for a recipe that needs them; without it they
             are collected again.
+        inputs: of a graph that reads no text: what it was calibrated and compared on, where that lies elsewhere now.
         on_stage: called when a stage begins, with how many are done.
 
     Raises:
@@ -73,7 +75,7 @@ def verify(
         VerificationError: a check failed; names the first node and tensor at fault.
     """
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        replay = Replay(Path(before), Path(after), Path(folder), statistics, run=run, on_stage=on_stage)
+        replay = Replay(Path(before), Path(after), Path(folder), statistics, run=run, inputs=inputs, on_stage=on_stage)
         names = replay.confirm_parts()
         checks = replay.checks()
     for name in names:
@@ -91,6 +93,7 @@ class Replay:
         folder: an empty one, for weights and models while they run.
         statistics: as for :func:`verify`.
         run: as for :func:`verify`.
+        inputs: as for :func:`verify`.
         on_stage: called when a stage begins.
     """
 
@@ -102,6 +105,7 @@ class Replay:
         statistics: str | Path | None,
         *,
         run: bool,
+        inputs: str | Path | None,
         on_stage: Progress,
     ) -> None:
         self._folder, self._file, self._on_stage = folder, after, on_stage
@@ -114,7 +118,13 @@ class Replay:
                 remedy="give BEFORE and then AFTER, a folder that `graphopt optimize` wrote",
             )
         self._compilation = Compilation(
-            self._before, recipe, work=folder, run=run, statistics=statistics or folder, on_stage=on_stage
+            self._before,
+            recipe,
+            work=folder,
+            run=run,
+            statistics=statistics or folder,
+            inputs=None if inputs is None else Path(inputs),
+            on_stage=on_stage,
         )
         self._confirm_passes()
         for artifact in (before, after):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import onnx_ir as ir
@@ -33,7 +34,24 @@ def load(onnx_file: Path, *, weights: bool = True) -> ir.Model:
     _check_opset(model, onnx_file)
     _check_external_data(model, onnx_file, weights)
     map_on_demand(model)
+    _fix_defaults(model.graph)
+    _name_nodes(model.graph)
     return model
+
+
+def _name_nodes(graph: ir.Graph) -> None:
+    """Give each node without a name one, by which reports, provenance and errors speak of it."""
+    names = {node.name for node in graph.all_nodes()}
+    numbers = itertools.count()
+    for node in graph.all_nodes():
+        if not node.name:
+            node.name = next(name for number in numbers if (name := f"{node.op_type}.{number}") not in names)
+
+
+def _fix_defaults(graph: ir.Graph) -> None:
+    """Make constants of inputs that have a default: files of IR version 3 list each weight as an input as well."""
+    for value in [value for value in graph.inputs if value.name in graph.initializers]:
+        graph.inputs.remove(value)
 
 
 def _check_opset(model: ir.Model, onnx_file: Path) -> None:

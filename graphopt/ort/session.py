@@ -207,12 +207,29 @@ def array_of(value: onnxruntime.OrtValue) -> Array:
     return np.frombuffer(memory, dtype).reshape(value.shape()).copy()
 
 
-def run(session: onnxruntime.InferenceSession, names: Sequence[str] | None, feeds: Mapping[str, Array]) -> list[Array]:
-    """Return outputs of a session, all by default; like ``session.run``, but also for bfloat16 and float8."""
+def run(
+    session: onnxruntime.InferenceSession,
+    names: Sequence[str] | None,
+    feeds: Mapping[str, Array],
+    *,
+    is_attempt: bool = False,
+) -> list[Array]:
+    """Return outputs of a session, all by default; like ``session.run``, but also for bfloat16 and float8.
+
+    Args:
+        session: the session.
+        names: of the outputs.
+        feeds: the inputs by name.
+        is_attempt: whether a failure is expected, and not to be logged by onnxruntime.
+    """
+    options = None
+    if is_attempt:
+        options = import_onnxruntime().RunOptions()
+        options.log_severity_level = _FATAL_ONLY
     if all(array.dtype.kind != "V" for array in feeds.values()):
-        outputs: list[Array] = session.run(names, dict(feeds))
+        outputs: list[Array] = session.run(names, dict(feeds), options)
         return outputs
-    values = session.run_with_ort_values(names, {name: ort_value(array) for name, array in feeds.items()})
+    values = session.run_with_ort_values(names, {name: ort_value(array) for name, array in feeds.items()}, options)
     return [array_of(value) for value in values]
 
 

@@ -147,7 +147,7 @@ class Recipe(BaseModel):
     def beside(self, folder: Path) -> Recipe:
         """Return the recipe with each file that a step names taken from ``folder``, where it lies there."""
         steps = tuple(step.beside(folder) for step in self.steps)
-        return self.model_copy(update={"steps": steps, "calibration": self.calibration.with_text_from(folder)})
+        return self.model_copy(update={"steps": steps, "calibration": self.calibration.with_files_from(folder)})
 
     def self_contained(self, statistics: Statistics) -> Recipe:
         """Return the recipe with what was measured in place of the files that hold it.

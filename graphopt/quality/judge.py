@@ -77,7 +77,7 @@ def _bytes_of(model: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if model.exists() else 0
 
 
-def judge(
+def judge(  # noqa: PLR0913, what all kinds of models are judged on
     reference: Path,
     artifact: Path,
     task: str,
@@ -87,6 +87,7 @@ def judge(
     tokens: int = TOKENS,
     on_stage: Progress = silent,
     ask: Ask | None = None,
+    inputs: Path | None = None,
 ) -> Check:
     """Measure an artifact on held-out text, beside what it was made from.
 
@@ -99,13 +100,22 @@ def judge(
         tokens: tokens to score.
         on_stage: called when a stage begins.
         ask: asks for what the reference says about the same texts, where it is run meanwhile.
+        inputs: of a model that reads no text: the file or folder of what it is fed; random inputs without.
 
     Returns:
         The check, measured with a verdict, or not covered with the reason.
     """
     try:
         figures = quality_figures(
-            reference, artifact, task, texts=texts, window=window, tokens=tokens, on_stage=on_stage, ask=ask
+            reference,
+            artifact,
+            task,
+            texts=texts,
+            window=window,
+            tokens=tokens,
+            on_stage=on_stage,
+            ask=ask,
+            inputs=inputs,
         )
     except (GraphoptError, FileNotFoundError) as error:
         return not_judged(NOT_JUDGED(why=str(error)))
@@ -113,7 +123,7 @@ def judge(
     return Check(name=CHECK, after="the recipe", status="measured", reason=reason, figures=figures)
 
 
-def quality_figures(
+def quality_figures(  # noqa: PLR0913, as above
     reference: Path,
     artifact: Path,
     task: str,
@@ -123,6 +133,7 @@ def quality_figures(
     tokens: int = TOKENS,
     on_stage: Progress = silent,
     ask: Ask | None = None,
+    inputs: Path | None = None,
 ) -> dict[str, float]:
     """Return the figures of :class:`graphopt.quality.Quality`, of an encoder those of its embeddings; finite ones only.
 
@@ -135,13 +146,14 @@ def quality_figures(
         tokens: see there.
         on_stage: see there.
         ask: see there.
+        inputs: see there.
 
     Raises:
         InputError: see :func:`graphopt.quality.compare` and :func:`graphopt.inference.embeddings.evaluate_embeddings`.
         FileNotFoundError: this Python was installed without the texts.
     """
     reading = {"texts": texts, "window": window, "tokens": tokens, "on_stage": on_stage, "ask": ask}
-    return TASKS[task].measure_quality(reference, artifact, **reading)
+    return TASKS[task].with_inputs(inputs).measure_quality(reference, artifact, **reading)
 
 
 def text_quality(

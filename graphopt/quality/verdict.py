@@ -35,6 +35,9 @@ METRICS = {
     "perplexity": "perplexity",
     "cosine": "cosine_mean",
     "rank_correlation": "rank_correlation",
+    "relative_error": "relative_error",
+    "same_class": "same_class_share",
+    "same_numbers": "same_numbers_share",
 }
 """What a requirement may name, and the figure that it means."""
 

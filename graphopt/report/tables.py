@@ -112,7 +112,8 @@ def summary(manifest: Manifest) -> list[str]:
         )
     if manifest.precision is not None:
         storage = ", ".join(f"{count} {name}" for name, count in manifest.precision.storage.items())
-        lines.append(f"stored: {storage} tensor(s)")
+        if storage:
+            lines.append(f"stored: {storage} tensor(s)")
         notes = "; ".join(map(sentence, manifest.precision.notes))
         lines.append(f"computed: activations {manifest.precision.activations}; {notes}")
     verdicts = [check for check in manifest.checks if check.name == QUALITY]
@@ -161,6 +162,8 @@ _FIGURES = {
     "kl_largest": ("largest", "{:.2f}"),
     "same_first_choice": ("same", "{:.1%}"),
     "cosine_mean": ("cosine", "{:.5f}"),
+    "relative_error": ("error", "{:.2g}"),
+    "same_class_share": ("same class", "{:.1%}"),
     "exact_copy": ("copy", "{:.0%}"),
     "exact_lookup": ("lookup", "{:.0%}"),
     "exact_arithmetic": ("sums", "{:.0%}"),

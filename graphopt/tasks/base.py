@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
     from graphopt.graph.diagnostics import Fact
+    from graphopt.ort.runner import Runner
     from graphopt.tasks.ports import Array, IntArray
 
 Floats = npt.NDArray[np.float64]
@@ -102,6 +103,7 @@ class Task(abc.ABC):
         output: the graph output that holds it.
         caches: whether models of this kind may have caches of keys and values.
         generates: whether it makes text token by token, and so takes the options of generating.
+        reads_text: whether it is fed tokens of texts, and so calibrated and judged on texts.
         is_fallback: whether a graph that no other task matches counts as one of these; one task is.
         auto_class: the class of transformers that loads a checkpoint.
         framework_names: what transformers calls outputs that have another name in the graph, by that name.
@@ -114,9 +116,20 @@ class Task(abc.ABC):
     output: ClassVar[str]
     caches: ClassVar[bool] = False
     generates: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = True
     is_fallback: ClassVar[bool] = False
     auto_class: ClassVar[str] = "AutoModel"
     framework_names: ClassVar[Mapping[str, str]] = {}
+
+    def with_inputs(self, inputs: Path | None) -> Task:
+        """Return the task with the inputs of a file or folder in the place of random ones; itself for ``None``.
+
+        Raises:
+            InputError: models of this kind read texts.
+        """
+        if inputs is None:
+            return self
+        raise self.refusal("reads texts, and no arrays", inputs)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -151,6 +164,24 @@ class Task(abc.ABC):
         """
         del graph
         raise self.refusal(f"reads no text, and {input_ids.size} tokens of text were to be read")
+
+    def sample_feeds(self, model: ir.Model, runner: Runner, count: int) -> list[dict[str, Array]]:
+        """Return what to feed to collect statistics on, of a model that reads no text: ``count`` samples at most.
+
+        Args:
+            model: the model as it came in.
+            runner: runs it, where that tells how it can be fed.
+            count: of samples that were given; of random ones a task may draw fewer.
+
+        Raises:
+            InputError: models of this kind cannot be calibrated, or see :meth:`check`.
+        """
+        del model, runner
+        raise self.refusal(f"cannot be fed the {count} samples that statistics are collected on")
+
+    def inputs_note(self) -> Fact | None:
+        """Return what a reader of statistics should know of the inputs that they were collected on; mostly nothing."""
+        return None
 
     def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
         """Yield a call of each size (batch, new tokens, past), with padding where there are several rows.

@@ -31,6 +31,12 @@ _DTYPES = {
     "tensor(int64)": np.int64,
     "tensor(int32)": np.int32,
     "tensor(uint8)": np.uint8,
+    "tensor(int8)": np.int8,
+    "tensor(int16)": np.int16,
+    "tensor(uint16)": np.uint16,
+    "tensor(uint32)": np.uint32,
+    "tensor(uint64)": np.uint64,
+    "tensor(bool)": np.bool_,
     "tensor(bfloat16)": ml_dtypes.bfloat16,
     "tensor(float8e4m3fn)": ml_dtypes.float8_e4m3fn,
 }

@@ -25,7 +25,7 @@ TASKS: Registry[Task] = Registry(
 def task_of_ports(inputs: Collection[str], outputs: Collection[str]) -> Task:
     """Return the kind of model that has such inputs and outputs: their names, or the ports by name.
 
-    A graph of no known kind counts as a causal language model, whose own check then says what it lacks.
+    A graph of no known kind is of the task ``graph``.
     """
     matches = (task for task in TASKS.values() if task.is_fallback or task.matches(inputs, outputs))
     return next(matches)

@@ -92,6 +92,7 @@ class Verifier:
         context: tokens that fill the cache before anything is compared, see
             :attr:`graphopt.passes.base.Pass.context_tokens`.
         evaluator: what evaluates weights; by default this process, into the folder.
+        task: what kind of model it is, with inputs of its own; by default as its ports say.
 
     Attributes:
         runner: runs the model.
@@ -108,11 +109,12 @@ class Verifier:
         native: bool = True,
         context: int = 0,
         evaluator: Evaluator | None = None,
+        task: Task | None = None,
     ) -> None:
         self.snapshots, self.runner = Snapshots(folder, evaluator), Runner(entries, native=native)
         self._in_floats = Runner({**entries, **_IN_FLOATS}, native=native)
         self._may_run, self._context = run, context
-        self._task: Task | None = None
+        self._task = task
         self._probe: Probe | None = None
         self._last: _Outputs | None = None
         self._first: Floats | None = None
@@ -125,7 +127,7 @@ class Verifier:
             InputError: onnxruntime cannot load it, or cannot run it.
             VerificationError: it computes NaN or infinity to begin with.
         """
-        task = self._task = task_of(model.graph)
+        task = self._task = self._task or task_of(model.graph)
         self.why_not = no_room_for(model) if self._may_run else NOT_ASKED()
         if self.why_not is not None:
             return

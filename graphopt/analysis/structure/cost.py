@@ -115,7 +115,7 @@ def _packed_bits(node: ir.Node, tensor: ir.TensorProtocol) -> int | None:
 def storage_formats(model: ir.Model) -> dict[str, int]:
     """Return how many weight tensors are stored in each format, such as ``{"fp6-e2m3": 42, "float32": 13}``."""
     counts: dict[str, int] = {}
-    for value, tensor in _distinct_tensors(model.graph):
+    for value, tensor in (item for graph in model.graphs() for item in _distinct_tensors(graph)):
         if not is_weight(value, tensor):
             continue
         codes = reader_of(value, _CODES)

@@ -149,7 +149,12 @@ def _measure(
         weights[name] = np.ascontiguousarray(expression_of(weight.const_value).numpy(), np.float32)
     model, feeds = Replaceable(graph, weights), task_of(graph.graph).text_feeds
     size = min(_WINDOW, tokens)
-    texts = [text[: size + 1] for text in calibration.texts[: max(1, tokens // size)]]
+    arrays = [text for text in calibration.texts[: max(1, tokens // size)] if isinstance(text, np.ndarray)]
+    if not arrays:
+        raise InputError(
+            "divergences are measured on text, and this model reads none", remedy="choose a recipe by hand"
+        )
+    texts = [text[: size + 1] for text in arrays]
     with Runner().open_model(model.model) as session:
         model.open(session, [(feeds(graph.graph, text[None, :-1]), text[1:]) for text in texts])
         for number, name in enumerate(remaining):

@@ -55,6 +55,9 @@ __all__ = ["STATISTICS", "STORAGE", "EmbeddingFormat", "LinearFormat", "Quantize
 # Of the types that onnxruntime fuses, those that it has no operator for that looks codes up in the layout of a product.
 _NOT_LOOKED_UP = (ir.DataType.INT2, ir.DataType.UINT2)
 
+# Operators whose second input is a weight.
+_WEIGHT_OPERATORS = frozenset(("MatMul", "Gemm", "Conv", "ConvTranspose", "LSTM", "GRU", "RNN"))
+
 STATISTICS = Rule(
     "quantize_weights.measured",
     "the inputs of {products} products were collected on {tokens} tokens, with the digest {text}; theirs is {digest}",
@@ -71,6 +74,9 @@ NO_LOOKUP = Rule(
     "quantize_weights.no-lookup", "it is tied to the lm_head, but onnxruntime looks nothing up in codes of {format}"
 )
 NO_MATRIX = Rule("quantize_weights.no-matrix", "{op_type} with a weight of shape [{shape}], not a matrix")
+IN_SUBGRAPHS = Rule(
+    "quantize_weights.in-subgraphs", "the subgraphs of {op_type} hold {numbers} weights, and stay as they are"
+)
 NOT_FLOAT = Rule("quantize_weights.not-float", "its weight is {type}, and Dequantize makes float")
 
 
@@ -166,6 +172,9 @@ class QuantizeWeights(Pass):
         if (self.rounding.needs is not None or self.low_rank) and products:
             statistics = context.statistics.inputs(model, products)
             ledger.report_change("statistics", _statistics_fact(statistics.values()))
+            note = context.task.inputs_note()
+            if note is not None:
+                ledger.report_change("statistics", note)
         for node, format_choice in products.items():
             rank = 0 if node in lm_heads else self.low_rank
             self._quantize_matrix(graph, node, format_choice, statistics.get(node), ledger, tied.get(node, ()), rank)
@@ -178,9 +187,12 @@ class QuantizeWeights(Pass):
                 quantize_table(graph, node, self.embedding, options.scale, ledger)
         remaining = set(linear_nodes(graph))
         for node in graph:
-            matrix = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
+            matrix = weight_of(node, 1) if node.op_type in _WEIGHT_OPERATORS else None
             if matrix is not None and node not in remaining:
                 ledger.skipped(node, NO_MATRIX(op_type=node.op_type, shape=[str(dim) for dim in matrix.shape or ()]))
+            numbers = _numbers_in_subgraphs(node)
+            if numbers:
+                ledger.skipped(node, IN_SUBGRAPHS(op_type=node.op_type, numbers=numbers))
 
     def _formats_of_products(self, graph: ir.Graph, ledger: Ledger) -> dict[ir.Node, LinearFormat]:
         """Return the format of each product that gets codes; say why others do not."""
@@ -284,6 +296,19 @@ class QuantizeWeights(Pass):
         activations = self.activations or "int8"
         if not standard and activations != "float32":
             round_input(graph, node, {"activations": activations, "group": group, "clip": 1.0}, ledger)
+
+
+def _numbers_in_subgraphs(node: ir.Node) -> int:
+    """Return how many floating-point weights the subgraphs of a node hold."""
+    graphs: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            graphs.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            graphs += attribute.as_graphs()
+    inner_graphs = [inner for graph in graphs for inner in (graph, *graph.subgraphs())]
+    tensors = [value.const_value for graph in inner_graphs for value in graph.initializers.values()]
+    return sum(tensor.size for tensor in tensors if tensor is not None and tensor.dtype.is_floating_point())
 
 
 def _statistics_fact(inputs: Iterable[InputStatistics]) -> Fact:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from graphopt.tasks import task_of
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from graphopt.ort.runner import Runner
@@ -45,9 +46,12 @@ Feeds = dict[str, Array]
 class Calibration:
     """Collects what the inputs of products look like on some texts, and keeps it by the content of model and texts.
 
+    Of a graph that reads no text a "text" is what it is fed once: its inputs by name.
+
     Args:
         folder: where statistics are kept. A folder that lasts serves every recipe that asks for the same.
-        texts: returns the tokens of each text, int64 [length]; called only where nothing is kept yet.
+        texts: returns the tokens of each text, int64 [length], or the inputs of each sample; called when statistics
+            are asked for.
         runner: runs the parts of the model; ``None`` where no model may be run.
         feeds: returns the inputs of a graph for tokens [batch, length]; by default its task says.
         limit: bytes that the sums of one piece may take.
@@ -60,7 +64,7 @@ class Calibration:
     def __init__(
         self,
         folder: Path,
-        texts: Callable[[], Sequence[IntArray]],
+        texts: Callable[[], Sequence[IntArray] | Sequence[Mapping[str, Array]]],
         runner: Runner | None,
         *,
         feeds: Callable[[ir.Graph, IntArray], Mapping[str, Array]] | None = None,
@@ -73,15 +77,19 @@ class Calibration:
         self.statistics: dict[str, InputStatistics] = {}
 
     @cached_property
-    def texts(self) -> list[IntArray]:
-        """The tokens of each text."""
+    def texts(self) -> list[IntArray | Mapping[str, Array]]:
+        """The tokens of each text, or the inputs of each sample."""
         return list(self._texts())
 
     @cached_property
     def text_digest(self) -> str:
-        """SHA-256 of the tokens."""
+        """SHA-256 of the tokens, or of the inputs."""
         digest = hashlib.sha256()
         for text in self.texts:
+            if isinstance(text, Mapping):
+                for name, array in text.items():
+                    digest.update(f"{name} {array.dtype} {array.shape}:".encode() + array.tobytes())
+                continue
             digest.update(f"{len(text)}:".encode() + np.ascontiguousarray(text, np.int64).tobytes())
         return digest.hexdigest()
 
@@ -170,11 +178,13 @@ class Calibration:
         with one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
             for row, ids in enumerate(self.texts):
                 self._on_stage(f"collecting statistics, part {number + 1} of {count}", row, len(self.texts))
-                values = {**feeds_of(ids[None]), **_load_boundary(before / str(row), piece.before)}
+                feeds = ids if isinstance(ids, Mapping) else feeds_of(ids[None])
+                values = {**feeds, **_load_boundary(before / str(row), piece.before)}
                 try:
                     results = run(session, outputs, {name: values[name] for name in input_names})
                 except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
-                    raise InputError(f"onnxruntime cannot run the model on {len(ids)} tokens: {error}") from error
+                    extent = f"sample {row + 1}" if isinstance(ids, Mapping) else f"{len(ids)} tokens"
+                    raise InputError(f"onnxruntime cannot run the model on {extent}: {error}") from error
                 values |= dict(zip(outputs, results, strict=True))
                 inputs = [values[tap.name or ""] for tap in piece.taps]
                 sums = [

@@ -1,4 +1,4 @@
-"""What a recipe says about the text that statistics are collected on."""
+"""What a recipe says about the text, or the inputs, that statistics are collected on."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class CalibrationOptions(BaseModel):
-    """The text that statistics are collected on, for steps that need them.
+    """The text, or the inputs, that statistics are collected on, for steps that need them.
 
     Attributes:
         text: a UTF-8 file, from the recipe's folder or the current one; by default source of the Python standard
             library, without the modules that models are judged by.
         window: tokens that the model reads at once; by default its positions, at most 1024.
-        windows: how many such windows, spaced evenly over the text.
+        windows: how many such windows, spaced evenly over the text; samples of inputs at most.
+        inputs: of a graph that reads no text: an ``.npz`` file, or a folder, see :mod:`graphopt.tasks.graph.files`. It
+            is also what passes are compared on. Without it, inputs are random.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -23,9 +25,10 @@ class CalibrationOptions(BaseModel):
     text: Path | None = None
     window: Annotated[int, Field(ge=2)] | None = None
     windows: Annotated[int, Field(ge=1)] = 64
+    inputs: Path | None = None
 
-    def with_text_from(self, folder: Path) -> CalibrationOptions:
-        """Return the options with the text taken from ``folder``, where the recipe was read, if it lies there."""
-        if self.text is None or not (folder / self.text).is_file():
-            return self
-        return self.model_copy(update={"text": folder / self.text})
+    def with_files_from(self, folder: Path) -> CalibrationOptions:
+        """Return the options with text and inputs from ``folder``, where the recipe was read, if they lie there."""
+        files = {"text": self.text, "inputs": self.inputs}
+        paths = {name: folder / file for name, file in files.items() if file is not None}
+        return self.model_copy(update={name: path for name, path in paths.items() if path.exists()})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, LOGITS, is_cross_port
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, LOGITS, is_cross_port, past_port
 from graphopt.tasks.base import Call, Task, classes_of, random_padding, upper
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
@@ -33,13 +33,13 @@ class CausalLM(Task):
     output: ClassVar[str] = LOGITS
     caches: ClassVar[bool] = True
     generates: ClassVar[bool] = True
-    is_fallback: ClassVar[bool] = True
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
 
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`Task`."""
         is_alone = class_rank(inputs, outputs) is None and not any(map(is_cross_port, inputs))
-        return INPUT_IDS in inputs and LOGITS in outputs and is_alone
+        has_cache = any(past_port(name) is not None for name in inputs)
+        return is_alone and (has_cache or (INPUT_IDS in inputs and LOGITS in outputs))
 
     def check(self, graph: ir.Graph) -> None:
         """See :class:`Task`."""

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     CommonSubexpressionEliminationPass,
-    IdentityEliminationPass,
     LiftConstantsToInitializersPass,
     RemoveUnusedNodesPass,
 )
@@ -28,12 +27,37 @@ def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
     """Constants become initializers; identities, repeated computations and unused nodes go."""
     before = len(list(model.graph))
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    IdentityEliminationPass()(model)
+    _drop_identities(model)
     CommonSubexpressionEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
     count = before - len(list(model.graph))
     if count:
         ledger.report_change("graph", PRUNING(nodes=count))
+
+
+def _drop_identities(model: ir.Model) -> None:
+    """Let what reads an ``Identity`` read its input, in graphs, subgraphs and functions.
+
+    One that makes the output of a graph, or of a branch, stays where its input is a port or a constant, an output of
+    that graph already, or a value of a graph outside: each output needs a value of its own.
+    """
+    for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
+        for node in list(graph):
+            if (node.domain, node.op_type) != ("", "Identity") or node.inputs[0] is None:
+                continue
+            source, output = node.inputs[0], node.outputs[0]
+            is_output = output.is_graph_output()
+            producer = source.producer()
+            if is_output and (producer is None or producer.graph is not node.graph or source.is_graph_output()):
+                continue
+            if source.type is None:
+                source.type = output.type
+            if source.shape is None:
+                source.shape = output.shape
+            output.replace_all_uses_with(source, replace_graph_outputs=True)
+            if is_output:
+                source.name = output.name
+            graph.remove(node, safe=True)
 
 
 def split_gemm(model: ir.Model, ledger: Ledger) -> None:

@@ -1,0 +1,53 @@
+"""Outputs are compared one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from graphopt.tasks.graph.outputs import differences, figures_of, looks_like_logits, outputs_of
+
+RANDOM = np.random.default_rng(0)
+
+
+def test_each_output_has_its_own_figures() -> None:
+    small, large = RANDOM.standard_normal((2, 5)).astype(np.float32) / 1e6, RANDOM.standard_normal((3, 4, 8, 8))
+    label = np.arange(8)
+    before = outputs_of([small, large, label, ["a"]], ["small", "large", "label", "words"])
+    assert list(before) == ["small", "large", "label"]
+    after = outputs_of([small * 1.1, large, np.where(label == 3, 9, label)], ["small", "large", "label"])
+    found = differences([before], [after])
+    # A small output beside a large one is not lost: its error is 10%, in one direction.
+    assert found["small"].relative_error == pytest.approx(0.1, rel=1e-6)
+    assert found["small"].cosine == pytest.approx(1)
+    assert found["small"].same_class == 1
+    assert found["large"].relative_error == 0
+    assert found["large"].same_class is None  # pictures are no classes
+    assert found["label"].same_numbers == 7 / 8
+    figures = figures_of(found)
+    assert figures["relative_error"] == pytest.approx(0.1, rel=1e-6)
+    assert (figures["same_numbers_share"], figures["same_class_share"], figures["outputs"]) == (7 / 8, 1, 3)
+    assert figures["relative_error of large"] == 0
+
+
+def test_classes_are_told_by_name_or_shape() -> None:
+    outputs = outputs_of([np.ones((1, 7, 3)), np.ones((1, 7, 3)), np.ones((4, 2))], ["y", "token_logits", "z"])
+    assert [looks_like_logits(name, output) for name, output in outputs.items()] == [False, True, True]
+
+
+def test_another_shape_is_a_difference_and_no_error() -> None:
+    before, after = (outputs_of([np.ones((count, 4), np.float32)], ["boxes"]) for count in (3, 2))
+    (found,) = differences([before], [after]).values()
+    assert not found.has_same_shape
+    assert found.cosine == pytest.approx(np.sqrt(2 / 3))
+    assert figures_of({"boxes": found})["other_shapes"] == 1
+
+
+def test_zeros_on_both_sides_are_equal() -> None:
+    zeros = outputs_of([np.zeros((2, 3), np.float32)], ["y"])
+    (same,) = differences([zeros], [zeros]).values()
+    assert (same.cosine, same.relative_error) == (1, 0)
+    ones = outputs_of([np.ones((2, 3), np.float32)], ["y"])
+    (other,) = differences([zeros], [ones]).values()
+    assert other.cosine == 0
+    assert "relative_error" not in figures_of({"y": other})  # infinite, and JSON has no such number
