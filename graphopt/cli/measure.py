@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, Threads, chosen_text, out, print_json, progress, show_notes, write_text
+from graphopt.cli.console import Inputs, Json, Threads, chosen_text, out, print_json, progress, show_notes, write_text
 from graphopt.errors import InputError
 
 
@@ -122,13 +122,14 @@ def heads(
 
 @command("profile")
 def profile_model(
-    model: Annotated[Path, typer.Argument(help="an artifact, or an .onnx file of a causal language model")],
+    model: Annotated[Path, typer.Argument(help="an artifact, or an .onnx file")],
     prompt: Annotated[int, typer.Option("--prompt-tokens", min=1, help="tokens of the prompt")] = 128,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="single tokens behind it")] = 32,
     threads: Threads = 0,
     perfetto: Annotated[
         Path | None, typer.Option(help="also write onnxruntime's trace, which ui.perfetto.dev shows")
     ] = None,
+    inputs: Inputs = None,
     as_json: Json = False,
 ) -> None:
     """Show where time goes, prompt and single tokens apart: by role, layers together, and by the pass that made it."""
@@ -137,7 +138,9 @@ def profile_model(
     from graphopt.report.trace_builder import trace
 
     with progress() as say:
-        measurement = profile(model, prompt=prompt, tokens=tokens, threads=threads, perfetto=perfetto, on_stage=say)
+        measurement = profile(
+            model, prompt=prompt, tokens=tokens, threads=threads, perfetto=perfetto, inputs=inputs, on_stage=say
+        )
     if as_json:
         return print_json(measurement)
     model_trace = trace(model, prompt + tokens)

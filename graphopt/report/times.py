@@ -96,7 +96,7 @@ def times_table(trace: Trace, run: Run, bandwidth: float) -> ConsoleTable:
     """Show where the time of one run goes; of a single token also which share of the bandwidth a role reaches."""
     is_token = run.tokens == 1
     columns = figure_columns("nodes", "time", "share", *(["MB", "bandwidth"] if is_token else []))
-    title = "one token" if is_token else f"a prompt of {run.tokens} tokens"
+    title = _title(run)
     table = ConsoleTable(["role", *columns, "kernels", "slowest node"], f"{title}: {duration(run.seconds)}")
     for row in rows(trace, run)[:ROWS]:
         reads = [f"{row.bytes / 1e6:.2f}", f"{bandwidth_share(row, bandwidth):.0%}"] if row.bytes else ["", ""]
@@ -122,12 +122,18 @@ def summary_lines(trace: Trace, measurement: Profile) -> Iterator[str]:
 
 def run_lines(trace: Trace, run: Run) -> Iterator[str]:
     """Say of one kind of run how long it took, and which passes made the nodes that took most of it."""
-    title = "one token" if run.tokens == 1 else f"a prompt of {run.tokens} tokens"
+    speed = f", {run.tokens / run.seconds:,.1f} tokens/s" if run.tokens else ""
     yield (
-        f"{title}: {duration(run.seconds)}, {run.tokens / run.seconds:,.1f} tokens/s (with the profiler "
-        f"{duration(run.profiled)}; times are scaled to a run without it)"
+        f"{_title(run)}: {duration(run.seconds)}{speed} (with the profiler {duration(run.profiled)}; times are scaled "
+        "to a run without it)"
     )
     yield "by the last pass: " + ", ".join(f"{n} {s / run.seconds:.0%}" for n, s in by_pass(trace, run)[:6])
+
+
+def _title(run: Run) -> str:
+    if run.tokens == 1:
+        return "one token"
+    return f"a prompt of {run.tokens} tokens" if run.tokens else "one run"
 
 
 def duration(seconds: float) -> str:

@@ -179,6 +179,15 @@ class Task(abc.ABC):
         del model, runner
         raise self.refusal(f"cannot be fed the {count} samples that statistics are collected on")
 
+    def first_sample(self, graph: ir.Graph, session: onnxruntime.InferenceSession) -> dict[str, Array]:
+        """Return what to feed to a session once, of a model that reads no text.
+
+        Raises:
+            InputError: models of this kind cannot be fed, or see :meth:`check`.
+        """
+        del graph, session
+        raise self.refusal("cannot be fed here")
+
     def inputs_note(self) -> Fact | None:
         """Return what a reader of statistics should know of the inputs that they were collected on; mostly nothing."""
         return None

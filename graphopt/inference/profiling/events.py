@@ -57,8 +57,17 @@ def read_events(file: Path) -> tuple[list[list[Event]], list[int]]:
     if not runs:
         raise InputError("the profile of onnxruntime holds no run of the model", file=file)
     runs.sort()
-    kernels.sort(key=lambda event: event.start)
-    return list(_by_run(kernels, runs)), [duration for _, duration in runs]
+    kernels.sort(key=lambda event: (event.start, -event.duration))
+    return list(_by_run(list(_outer(kernels)), runs)), [duration for _, duration in runs]
+
+
+def _outer(kernels: Sequence[Event]) -> Iterator[Event]:
+    """Yield events that lie in no other: a branch or a loop takes the time of the nodes inside."""
+    end = 0
+    for event in kernels:
+        if event.start + event.duration > end or not event.duration:
+            yield event
+            end = max(end, event.start + event.duration)
 
 
 def _by_run(kernels: Sequence[Event], runs: Sequence[tuple[int, int]]) -> Iterator[list[Event]]:

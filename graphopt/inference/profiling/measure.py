@@ -21,10 +21,15 @@ from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.profiling.events import Event, origins, read_events
 from graphopt.inference.session import OpenModel, open_folder, session_from
 from graphopt.ort.session import open_session
+from graphopt.ort.session import run as run_session
+from graphopt.tasks import TASKS
+from graphopt.tasks.encoder import vocabulary_of
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from graphopt.tasks import Task
 
 PROMPT, TOKENS, REPEATS = 128, 32, 5
 """Tokens of a prompt, single tokens behind it, and how often the prompt is read."""
@@ -40,7 +45,7 @@ class Run(BaseModel):
     """What one kind of run takes.
 
     Attributes:
-        tokens: new tokens of one run.
+        tokens: new tokens of one run; 0 of a graph that reads no text.
         runs: how many were profiled.
         seconds: of one run without a profile, the median.
         profiled: of one run while it is profiled, the median.
@@ -67,7 +72,7 @@ class Profile(BaseModel):
         model: the folder or file.
         threads: of onnxruntime, 0 where it chose.
         bandwidth: bytes per second that this machine reads from memory, probed between the runs.
-        prompt: reading a prompt.
+        prompt: reading a prompt; of a graph that reads no text one run.
         token: computing one more token; ``None`` for a model that makes no text.
     """
 
@@ -88,23 +93,31 @@ def profile(
     repeats: int = REPEATS,
     threads: int = 0,
     perfetto: Path | None = None,
+    inputs: Path | None = None,
     on_stage: Progress = silent,
 ) -> Profile:
-    """Run a causal language model with onnxruntime's profiler, and tell its time by the nodes of its file.
+    """Run a model with onnxruntime's profiler, and tell its time by the nodes of its file.
+
+    A model that generates text reads a prompt, then single tokens; an encoder reads a prompt. A graph of any kind runs
+    its first sample.
 
     Args:
         path: an artifact or an ``.onnx`` file.
         prompt: tokens of a prompt.
         tokens: single tokens behind it.
-        repeats: how often the prompt is read.
+        repeats: how often the prompt is read, or the sample run.
         threads: threads that one operator may use; 0 lets onnxruntime choose.
         perfetto: where to write the trace of onnxruntime, which https://ui.perfetto.dev reads; ``None`` for nowhere.
+        inputs: of a graph that reads no text: a file or folder of inputs; ``None`` for random ones.
         on_stage: called when a stage begins.
 
     Raises:
-        InputError: it is no causal language model, or cannot be run; or its prompt is too long.
+        InputError: it cannot be run, or its prompt is too long.
     """
     model = open_folder(path, threads=threads)
+    task = TASKS[model.manifest.task].with_inputs(inputs)
+    if not task.generates:
+        return _profile_calls(model, task, prompt, repeats, _Options(path, threads, perfetto, on_stage))
     limit = session_from(model).max_positions
     if limit is not None and prompt + tokens > limit:
         raise InputError(
@@ -121,30 +134,101 @@ def profile(
             steps.append(_time(lambda position=position: decoder.step(ids[:, position : position + 1])))  # type: ignore[misc]
         return feeds[1:], steps
 
-    on_stage("running it without a profile")
-    plain = run(model)
-    bandwidth = probe()
-    on_stage("running it with a profile")
+    measurement = _measure(model, run, _Options(path, threads, perfetto, on_stage))
+    kernels, seconds = measurement.kernels, measurement.seconds
+    # The first prompt warms up; every prompt is read in equally many pieces.
+    first = (len(kernels) - tokens) // (repeats + 1)
+    parts = slice(first, len(kernels) - tokens), slice(len(kernels) - tokens, None)
+    runs = [
+        _run(kernels[part], seconds[part], count, new, statistics.median(times), measurement.names)
+        for part, count, new, times in zip(parts, (repeats, tokens), (prompt, 1), measurement.times, strict=True)
+    ]
+    bandwidth = max(measurement.bandwidth, probe())
+    return Profile(model=str(path), threads=threads, bandwidth=bandwidth, prompt=runs[0], token=runs[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What a profile is asked for, see :func:`profile`."""
+
+    path: Path
+    threads: int
+    perfetto: Path | None
+    on_stage: Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measurement:
+    """Runs without a profile and with one.
+
+    Attributes:
+        times: seconds of runs without a profile, by their kind.
+        bandwidth: of the memory, between them.
+        kernels: of each run with a profile.
+        seconds: of each, in microseconds.
+        names: of nodes in the file, by those that onnxruntime runs.
+    """
+
+    times: tuple[list[float], list[float]]
+    bandwidth: float
+    kernels: list[list[Event]]
+    seconds: list[int]
+    names: Mapping[str, str]
+
+
+def _measure(
+    model: OpenModel, run: Callable[[OpenModel], tuple[list[float], list[float]]], options: _Options
+) -> _Measurement:
+    """Run a model without a profile, and then with one."""
+    options.on_stage("running it without a profile")
+    times, bandwidth = run(model), probe()
+    options.on_stage("running it with a profile")
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         entries, graph_file = {**model.manifest.session, **_EXTERNAL}, Path(folder) / "optimized.onnx"
         session = open_session(
-            model.file, entries=entries, threads=threads, optimized_to=graph_file, profile=Path(folder) / "profile"
+            model.file,
+            entries=entries,
+            threads=options.threads,
+            optimized_to=graph_file,
+            profile=Path(folder) / "profile",
         )
         run(dataclasses.replace(model, inference=session))
         trace = Path(session.end_profiling())
         kernels, seconds = read_events(trace)
         names = origins(load_file(model.file).graph, ir.load(graph_file).graph)
-        if perfetto is not None:
-            perfetto.write_bytes(trace.read_bytes())
-    # The first prompt warms up; every prompt is read in equally many pieces.
-    first = (len(kernels) - tokens) // (repeats + 1)
-    parts = slice(first, len(kernels) - tokens), slice(len(kernels) - tokens, None)
-    runs = [
-        _run(kernels[part], seconds[part], count, new, statistics.median(times), names)
-        for part, count, new, times in zip(parts, (repeats, tokens), (prompt, 1), plain, strict=True)
-    ]
-    bandwidth = max(bandwidth, probe())
-    return Profile(model=str(path), threads=threads, bandwidth=bandwidth, prompt=runs[0], token=runs[1])
+        if options.perfetto is not None:
+            options.perfetto.write_bytes(trace.read_bytes())
+    return _Measurement(times, bandwidth, kernels, seconds, names)
+
+
+def _profile_calls(model: OpenModel, task: Task, prompt: int, repeats: int, options: _Options) -> Profile:
+    """Profile a model that generates nothing: equal calls, of which the first warms up."""
+    graph = load_file(model.file).graph
+    if task.reads_text:
+        feeds = task.text_feeds(graph, np.random.default_rng(0).integers(0, vocabulary_of(graph) or 2, (1, prompt)))
+    else:
+        feeds = task.first_sample(graph, model.inference)
+
+    def run(opened: OpenModel) -> tuple[list[float], list[float]]:
+        session = opened.inference
+        return [_time(lambda: run_session(session, None, feeds)) for _ in range(repeats + 1)][1:], []
+
+    try:
+        measurement = _measure(model, run, options)
+    except InputError:
+        raise
+    except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
+        raise InputError(f"onnxruntime cannot run the model: {error}", file=model.file) from error
+    part = _run(
+        measurement.kernels[1:],
+        measurement.seconds[1:],
+        repeats,
+        prompt if task.reads_text else 0,
+        statistics.median(measurement.times[0]),
+        measurement.names,
+    )
+    bandwidth = max(measurement.bandwidth, probe())
+    return Profile(model=str(options.path), threads=options.threads, bandwidth=bandwidth, prompt=part)
 
 
 def _run(

@@ -12,7 +12,7 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.tasks.base import Probe, Task, upper
 from graphopt.tasks.graph.probe import GraphProbe
-from graphopt.tasks.graph.samples import Samples
+from graphopt.tasks.graph.samples import Samples, cast_feeds
 from graphopt.tasks.ports import port_of_value
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import onnx_ir as ir
+    import onnxruntime
 
     from graphopt.ort.runner import Runner
     from graphopt.tasks.ports import Array
@@ -89,6 +90,11 @@ class GraphTask(Task):
             with runner.open_model(model) as session:
                 self.samples.settle(model.graph, session)
         return self.samples.feeds(model.graph, min(count, RANDOM_SAMPLES) if self.samples.is_random else count)
+
+    def first_sample(self, graph: ir.Graph, session: onnxruntime.InferenceSession) -> dict[str, Array]:
+        """See :class:`graphopt.tasks.base.Task`."""
+        self.samples.settle(graph, session)
+        return cast_feeds(self.samples.feeds(graph, 1)[0], session)
 
     def inputs_note(self) -> Fact | None:
         """Say that inputs were random, where they were."""

@@ -13,6 +13,7 @@ from graphopt import cli
 from graphopt.artifact.manifest import read_manifest
 from graphopt.compile.replay import verify
 from graphopt.errors import InputError, VerificationError
+from graphopt.inference.profiling import profile
 from graphopt.quality.judge import quality_figures
 from tests.tasks.graph import graphs
 
@@ -133,3 +134,15 @@ def test_what_a_graph_cannot_do_is_said(
 def test_a_language_model_takes_no_arrays(llama_artifact: Path, inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a causal language model reads texts, and no arrays"):
         graphopt.optimize(llama_artifact, "int4-rtn", tmp_path / "out", inputs=inputs)
+
+
+def test_a_profile_counts_a_branch_once(tmp_path: Path) -> None:
+    file = graphs.sound(tmp_path / "sound.onnx")
+    measurement = profile(file, repeats=3, threads=1)
+    assert measurement.token is None
+    assert measurement.prompt.tokens == 0
+    branch = next(name for name, kernels in measurement.prompt.kernels.items() if kernels == ["If"])
+    assert measurement.prompt.nodes[branch] > 0
+    assert not any("LSTM" in kernels for kernels in measurement.prompt.kernels.values())
+    total = sum(measurement.prompt.nodes.values()) + measurement.prompt.between
+    assert total == pytest.approx(measurement.prompt.seconds, rel=0.05)
