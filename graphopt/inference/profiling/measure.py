@@ -209,8 +209,8 @@ def _profile_calls(model: OpenModel, task: Task, prompt: int, repeats: int, opti
     else:
         feeds = task.first_sample(graph, model.inference)
 
-    def run(opened: OpenModel) -> tuple[list[float], list[float]]:
-        session = opened.inference
+    def run(target: OpenModel) -> tuple[list[float], list[float]]:
+        session = target.inference
         return [_time(lambda: run_session(session, None, feeds)) for _ in range(repeats + 1)][1:], []
 
     try:

@@ -100,11 +100,6 @@ class GraphTask(Task):
         """Say that inputs were random, where they were."""
         return RANDOM_STATISTICS() if self.samples.is_random else None
 
-    def facts(self, folder: Path) -> Any:
-        """Return no facts: a configuration beside a graph of any kind says nothing that is known of it."""
-        del folder
-        return upper("graphopt.artifact.hf_config:ModelFacts")()
-
     def why_no_genai(self) -> Fact:
         """See :class:`graphopt.tasks.base.Task`."""
         return NO_GENERATION()
