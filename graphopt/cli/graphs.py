@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from graphopt.cli.console import out, print_json
 from graphopt.errors import InputError
 
@@ -55,6 +53,8 @@ def print_outputs(model: OpenModel, samples: Samples, save: Path | None, as_json
 
 
 def _cells(result: Any) -> list[str]:
+    import numpy as np
+
     if not isinstance(result, np.ndarray):
         return [type(result).__name__, str(len(result)), "", "", "", ""]
     shape = f"[{', '.join(map(str, result.shape))}]"
@@ -67,6 +67,8 @@ def _cells(result: Any) -> list[str]:
 
 
 def _plain(result: Any) -> Any:
+    import numpy as np
+
     if isinstance(result, np.ndarray):
         return (result.astype(np.float64) if result.dtype.kind == "V" else result).tolist()
     return [_plain(part) for part in result] if isinstance(result, list) else result
@@ -78,6 +80,8 @@ def _save(file: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         InputError: an output is no array, samples have different shapes, or the file cannot be written.
     """
+    import numpy as np
+
     arrays: dict[str, Any] = {}
     for name in runs[0]:
         parts = [item[name] for item in runs]
