@@ -225,7 +225,8 @@ class Replay:
             kernels = recorded_kernels(report, stored_manifest.precision, compilation.model, compilation.recipe, file)
         artifact = compilation.artifact(compilation.recipe, checks, kernels)
         artifact.parts = self._after.parts
-        manifest = artifact.manifest.model_copy(update={"notes": confirm_companions(artifact, self._file)})
+        notes, parts = confirm_companions(artifact, self._file), dict.fromkeys(compilation.parts, "")
+        manifest = artifact.manifest.model_copy(update={"notes": notes, "parts": parts})
         confirm_manifest(manifest, stored_manifest, file, self._before.manifest)
 
     def _run_both(self) -> Check:

@@ -176,8 +176,12 @@ def test_logits_of_many_tokens_or_with_a_cache_are_those_of_a_language_model() -
         return task_of_ports({**ids, **dict.fromkeys(others)}, {"logits": Port("logits", float32, shape)}).name
 
     assert task((None, 3)) == "logits_classifier"
-    assert task((None, None, 9)) == "logits_token_classifier"
-    assert task((None, None, 256)) == task((None, None, None)) == "causal_lm"
+    assert task((None, None, 9), "attention_mask") == "logits_token_classifier"
+    # without a mask it reads from left to right, whatever its vocabulary
+    assert task((None, None, 9)) == "causal_lm"
+    assert (
+        task((None, None, 256), "attention_mask") == task((None, None, 256)) == task((None, None, None)) == "causal_lm"
+    )
     assert task((None, 9), "past_key_values.0.key") == task((None, 300), "block_table") == "causal_lm"
 
 

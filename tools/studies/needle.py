@@ -40,8 +40,17 @@ from rich.table import Column, Table
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.ort.session import open_session
 from graphopt.runtime_ops import DOMAIN, declare
-from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, PAGES, RETRIEVAL, STORAGES, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import (
+    DENSE,
+    LEVELS,
+    PAGES,
+    RETRIEVAL,
+    STORAGES,
+    STREAMING,
+    KVAttributes,
+)
 from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from tools.bench.parts.haystack import Haystack, Needle, question, summaries
 from tools.bench.parts.options import JsonFile, token_counts
 
@@ -82,6 +91,9 @@ def main(
     """Plant needles, ask for each, print how many of them each policy finds."""
     if storage not in STORAGES or page not in PAGES or size % 16:
         raise typer.BadParameter(f"storage is one of {STORAGES}, page one of {PAGES}, size a multiple of 16")
+    unit = STORAGE_OF[storage].unit if storage in LEVELS else 1
+    if page % unit or size % unit:
+        raise typer.BadParameter(f"{storage} packs {unit} numbers at a time: page and size are multiples of {unit}")
     needle, counts = Needle(cosine, channels, common), token_counts(contexts)
     if 0 in counts:
         raise typer.BadParameter("a context of no tokens has no room for a needle")

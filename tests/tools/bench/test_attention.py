@@ -16,8 +16,16 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import (
+    DENSE,
+    LEVELS,
+    RETRIEVAL,
+    STORAGES,
+    STREAMING,
+    KVAttributes,
+)
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from tools.bench import attention as bench_attention
 from tools.bench.parts import (
     attention_ggml,
@@ -46,17 +54,23 @@ _ENGINES = [
 ]
 
 
-MakeProblem = Callable[[int, int], AttentionProblem]
+MakeProblem = Callable[..., AttentionProblem]
+
+
+def page_of(name: str) -> int:
+    """Return the tokens of a page for a storage or an engine: as few as its codes allow."""
+    storage = next((word for word in name.split("-") if word in LEVELS), None)
+    return _PAGE if storage is None else max(_PAGE, STORAGE_OF[storage].unit)
 
 
 @pytest.fixture
 def make_problem(make_memory: Callable[[int], Memory], tmp_path: Path) -> MakeProblem:
     """Return a function that makes the problem of so many new tokens in a context."""
 
-    def make(context: int, tokens: int) -> AttentionProblem:
+    def make(context: int, tokens: int, page: int = _PAGE) -> AttentionProblem:
         ggml = os.environ.get("GRAPHOPT_BENCH_GGML")
         settings = Settings(make_memory(1 << 17), tmp_path, Path(ggml) if ggml else None)
-        case = AttentionCase(context, tokens, 4, _KV_HEADS, _SIZE, _PAGE, budget=48)
+        case = AttentionCase(context, tokens, 4, _KV_HEADS, _SIZE, page, budget=48)
         return AttentionProblem(case, Sequence(_KV_HEADS, _SIZE), settings)
 
     return make
@@ -125,7 +139,7 @@ def test_what_cannot_be_timed_is_refused(tmp_path: Path, options: list[str]) -> 
 def test_every_engine_computes_attention(make_problem: MakeProblem, engine: Any, tokens: int) -> None:
     if engine.name.startswith("llama.cpp") and not os.environ.get("GRAPHOPT_BENCH_GGML"):
         pytest.skip("GRAPHOPT_BENCH_GGML names no build of llama.cpp")
-    problem = make_problem(251, tokens)
+    problem = make_problem(251, tokens, page_of(engine.name))
     if tokens > 1 and engine.name.endswith("-grouped"):
         with pytest.raises(UnavailableError, match="several new tokens"):
             engine.prepare(problem)
@@ -162,12 +176,12 @@ def test_a_step_that_would_round_another_page_each_time_is_refused(make_problem:
 )
 def test_the_state_is_what_the_operator_leaves(storage: str, policy: int, summary: str) -> None:
     """Float64 attention too, and which tokens it reads."""
-    context, tokens = 150, 2
+    context, tokens, page = 150, 2, page_of(storage)
     is_rounded = storage.startswith("int")
     attrs = KVAttributes(
         kv_heads=_KV_HEADS,
         scale=_SIZE**-0.5,
-        page=_PAGE,
+        page=page,
         storage=storage,
         sink_pages=int(is_rounded),
         recent_pages=int(is_rounded),
@@ -179,7 +193,7 @@ def test_the_state_is_what_the_operator_leaves(storage: str, policy: int, summar
     )
     pages = 5 if policy == STREAMING else 10
     sequence = Sequence(_KV_HEADS, _SIZE)
-    case = AttentionCase(context, tokens, 4, _KV_HEADS, _SIZE, _PAGE, budget=48)
+    case = AttentionCase(context, tokens, 4, _KV_HEADS, _SIZE, page, budget=48)
     problem = AttentionProblem(case, sequence, None)  # type: ignore[arg-type]
     state = attrs.state(1, pages, _SIZE).zeros()
     none, y = np.zeros(0, np.float32), np.zeros(0)
@@ -194,7 +208,7 @@ def test_the_state_is_what_the_operator_leaves(storage: str, policy: int, summar
     filled = attention_state.fill(attrs, sequence, context, pages, threads=1)
     filled["summaries"] = state["summaries"]
     if policy == RETRIEVAL:
-        filled["summaries"] = attention_state.summarize(summary, _PAGE, sequence, context, pages, threads=1)
+        filled["summaries"] = attention_state.summarize(summary, page, sequence, context, pages, threads=1)
         # A running mean is rounded at every token, up to 16 times, a sum is too.
         np.testing.assert_allclose(filled["summaries"], state["summaries"], rtol=0, atol=16 * 2e-6)
         if summary == "bounds":
