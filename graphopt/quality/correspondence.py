@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.folding import fold
 from graphopt.analysis.structure.folding.labels import matrix_of, rounds
 from graphopt.analysis.structure.folding.trunk import constant_nodes
+from graphopt.analysis.structure.products import expert_count
 from graphopt.analysis.structure.roles import roles_of
 from graphopt.analysis.structure.token_cost import constants_of
 from graphopt.graph.weights import weight_of
@@ -66,6 +67,9 @@ def products_of(reference: ir.Model, after: ir.Model) -> tuple[list[Product], li
     for node in after.graph:
         matrix = matrix_of(node, constant)
         if matrix is None or node in constant:
+            continue
+        if expert_count(node) is not None:  # the reference multiplies by each expert elsewhere
+            unmatched.append(node.name or "?")
             continue
         data = _input_before_rounding(node)
         floats = [] if data is None else partners.of(node.name, data, matrix)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.structure.product_codes import dequantize_of
+from graphopt.analysis.structure.products import expert_count
 from graphopt.numerics.formats import format_stored_as
 from graphopt.quality.correspondence import Product, matrix_in_floats
 from graphopt.runtime_ops import DOMAIN, Role, signature_of
@@ -112,12 +113,12 @@ def histogram(product: Product, node: ir.Node) -> Histogram | None:
 
 
 def grid_of(node: ir.Node) -> Grid | None:
-    """Return what the matrix of a product is stored as; ``None`` where it is not codes of a table with its scales."""
+    """Return what the one matrix of a product is stored as; ``None`` where it is not codes of a table with scales."""
     signature = signature_of(node)
     is_packed = signature is not None and signature.is_product and node.domain == DOMAIN
     reader = node if is_packed else dequantize_of(node)
     signature = None if reader is None else signature_of(reader)
-    if reader is None or signature is None:
+    if reader is None or signature is None or expert_count(reader) is not None:
         return None
     ports = zip(signature.inputs, reader.inputs, strict=False)
     arrays = {port.role: _numbers(value) for port, value in ports if not port.is_absent(value)}

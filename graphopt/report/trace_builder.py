@@ -13,6 +13,7 @@ from graphopt.analysis.structure.folding.labels import matrix_of
 from graphopt.analysis.structure.folding.repeats import Part, repeats
 from graphopt.analysis.structure.folding.repeats import Repeat as Run
 from graphopt.analysis.structure.folding.trunk import constant_nodes, inputs_of
+from graphopt.analysis.structure.products import expert_count
 from graphopt.analysis.structure.roles import roles_of
 from graphopt.analysis.structure.token_cost import attention_cost, constants_of, token_cost
 from graphopt.artifact.artifact import MODEL
@@ -175,7 +176,9 @@ class _Tracer:
             if matrix is None or chosen_count is None or not matrix[1]:
                 continue
             products = [n for n in nodes if self.roles[n] in EXPERTS and matrix_of(n, self.constant) is not None]
-            counts = Counter(self.roles[node] for node in products)
+            counts: Counter[str] = Counter()
+            for node in products:
+                counts[self.roles[node]] += expert_count(node) or 1
             shares |= {n: chosen_count / matrix[1] for n in products if counts[self.roles[n]] % matrix[1] == 0}
         return shares
 

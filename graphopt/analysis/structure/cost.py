@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel
 
-from graphopt.analysis.structure.products import reads_packed
+from graphopt.analysis.structure.products import expert_count, reads_packed
 from graphopt.graph.weights import source_of
 from graphopt.numerics.formats import FORMATS
 from graphopt.runtime_ops import DECODING, Role, port, port_at, ports_of, signature_of
@@ -98,7 +98,8 @@ def parameters_in(value: ir.Value, tensor: ir.TensorProtocol) -> int:
 def _numbers(node: ir.Node, tensor: ir.TensorProtocol) -> int:
     """Return how many numbers the codes in ``tensor``, which ``node`` reads, stand for."""
     if reads_packed(node):  # whose codes are padded
-        return node.attributes.get_int("rows", 0) * node.attributes.get_int("columns", 0)
+        matrix = node.attributes.get_int("rows", 0) * node.attributes.get_int("columns", 0)
+        return matrix * (expert_count(node) or 1)
     bits = _packed_bits(node, tensor)
     return tensor.size if bits is None else tensor.size * 8 // bits
 

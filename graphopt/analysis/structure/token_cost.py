@@ -13,6 +13,7 @@ from graphopt.analysis.structure.contrib import head_sizes
 from graphopt.analysis.structure.cost import is_weight, reader_of
 from graphopt.analysis.structure.folding.labels import dims, matrix_of
 from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, layer_of
+from graphopt.analysis.structure.products import expert_count
 from graphopt.errors import InputError
 from graphopt.runtime_ops import DECODING, DOMAIN, Cost
 
@@ -62,6 +63,8 @@ def token_cost(node: ir.Node, constant: set[ir.Node], share: float = 1.0) -> Cos
     matrix = matrix_of(node, constant)
     if matrix is None:
         return Cost(operations=0, bytes=round(share * size))
+    if (experts := expert_count(node)) is not None:
+        return Cost(operations=round(share * 2 * experts * prod(matrix)), bytes=round(share * size))
     # A part of a weight that several products share, such as the experts of one tensor.
     right = node.inputs[1]
     whole = max(prod(tensor.shape.numpy()) for tensor in tensors)

@@ -57,7 +57,7 @@ class LevelScales(Pass):
 
     name: ClassVar[str] = "level_scales"
     effect: ClassVar[Effect] = "lossy"
-    after: ClassVar[tuple[str, ...]] = ("lower", "float16")
+    after: ClassVar[tuple[str, ...]] = ("lower", "group_experts", "float16")
 
     @classmethod
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:

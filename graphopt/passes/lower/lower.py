@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.analysis.structure.experts import expert_products
 from graphopt.analysis.structure.product_codes import (
     LOGICAL,
     StoredCodes,
@@ -51,6 +52,7 @@ PACKED_DYNAMIC = Rule(
     wide=_WIDE,
 )
 PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
+EXPERT = Rule("lower.expert", "experts share one node, whose kernel reads this layout")
 NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads float")
 
 _PER_TOKEN = {"int8": 8, "int4": 4}
@@ -80,7 +82,8 @@ class Lower(Pass):
     graph states becomes a part of the product, and so does a rotation that only this product reads. Where the graph
     states none and ONNX has the form, the target decides: ``portable`` keeps it; for ``ort-cpu`` it becomes
     ``MatMulTable`` where graphopt's kernel was measured to be faster with the instruction set of the machine that
-    optimizes, or the one named as in ``--target ort-cpu:avx2``; for ``ort-cuda`` where it can. onnxruntime fuses the
+    optimizes, or the one named as in ``--target ort-cpu:avx2``, and for all experts of a mixture, which the step
+    ``group_experts`` puts into one node; for ``ort-cuda`` where it can. onnxruntime fuses the
     standard form into ``MatMulNBits``, which rounds x to int8 in groups unless a session entry forbids it;
     ``MatMulTable`` says in the graph what x is rounded to. The graph then means that rounding, where before it meant
     none: the pass counts as lossy, and is measured. With ``bfloat16`` the product rounds the table too. For GPUs the
@@ -124,6 +127,7 @@ class Lower(Pass):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Pack what the standard has no form for, and what the target runs faster; say why the others stay."""
         ledger = context.ledger
+        experts = expert_products(model.graph) if self.target == "ort-cpu" else set()
         for node in coded_nodes(model.graph):
             codes, rounding = stored_codes(node), rounding_of(node)
             if isinstance(codes, StoredCodes):
@@ -134,6 +138,8 @@ class Lower(Pass):
                 ledger.skipped(node, codes)
             elif not codes.is_standard:
                 _replace(model.graph, node, codes, "float32", ledger)
+            elif node in experts:
+                _replace(model.graph, node, codes, self.activations or "int8", ledger, reason=EXPERT())
             else:
                 self._choose(model.graph, node, codes, ledger)
             if not isinstance(codes, Fact) and column_lookups(codes.reader):

@@ -76,7 +76,16 @@ def round_activations(bases: BasisGraph, node: ir.Node, x: ir.Value, y: ir.Value
 
 @unary
 def multiply_by_codes(bases: BasisGraph, node: ir.Node, x: ir.Value, y: ir.Value) -> None:
-    """``x W`` with W as codes, chosen for these coordinates of x and of the product: both stay, other axes pass on."""
+    """``x W`` with W as codes, chosen for these coordinates of x and of the product: both stay, other axes pass on.
+
+    Of experts, rows of x may be shared by slots, which are an axis that y has beside them.
+    """
+    if rank(x) < rank(y):
+        bases.pin(bases.axis(x, -1), node, CODES(), "observed")
+        bases.pin(bases.axis(y, -1), node, CODES(), "made")
+        for before, after in zip(bases.axes(x)[:-1], bases.axes(y), strict=False):
+            bases.join(before, after, node)
+        return
     _pin_last(bases, node, x, y, CODES())
 
 

@@ -47,6 +47,7 @@ class Float16(Pass):
     after: ClassVar[tuple[str, ...]] = (
         "tie_embedding",
         "lower",
+        "group_experts",
     )
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
