@@ -147,6 +147,8 @@ HALVES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
     "NVFP4": (),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    "IQ1_M": (),
 }
 """Types that the package gguf does not write, and where their blocks have float16 numbers."""
 
@@ -158,6 +160,9 @@ def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     for place in HALVES[kind]:
         scale = np.random.default_rng(place).uniform(1e-5, 3e-5, blocks.shape[:-1]).astype(np.float16)
         blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    if kind == "IQ1_M":  # the scale lies in the highest bits of four words: about 2^-14
+        blocks[..., 49::2] &= 0x0F
+        blocks[..., 53] |= 0x50
     if kind == "NVFP4":
         blocks[..., :4] &= 0x3F  # scales below 2, none of them negative
     return blocks.reshape(*shape[:-1], -1)

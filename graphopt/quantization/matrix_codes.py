@@ -6,13 +6,16 @@ import dataclasses
 import math
 from abc import abstractmethod
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.weights import Array, Bundle, Expression, Region, Shape
 from graphopt.numerics.formats import FORMATS, Format, format_of
+
+if TYPE_CHECKING:
+    from graphopt.quantization.entry_codes import EntryCoding, EntryRows
 
 # What DequantizeLinear has a type for and onnxruntime a kernel.
 _STANDARD = (ir.DataType.INT4, ir.DataType.INT8, ir.DataType.UINT4, ir.DataType.UINT8)
@@ -64,11 +67,11 @@ class CodedTensor(Expression):
 
     @property
     @abstractmethod
-    def coding(self) -> Coding | None:
+    def coding(self) -> Coding | EntryCoding | None:
         """How it is stored; ``None`` where no format of ours can say it."""
 
     @abstractmethod
-    def coded_rows(self, rows: Array) -> CodedRows:
+    def coded_rows(self, rows: Array) -> CodedRows | EntryRows:
         """Return the codes of some rows, int64 [rows].
 
         Raises:
@@ -232,7 +235,7 @@ class StackedCodes(CodedTensor):
         return (sum(source.shape[0] for source in self.sources), self.sources[0].shape[1])
 
     @property
-    def coding(self) -> Coding | None:
+    def coding(self) -> Coding | EntryCoding | None:
         """That of each of them."""
         return self.sources[0].coding
 
@@ -246,7 +249,7 @@ class StackedCodes(CodedTensor):
                 parts.append(source.evaluate((slice(begin, end), columns)))
         return np.concatenate(parts) if parts else np.zeros((0, columns.stop - columns.start), np.float32)
 
-    def coded_rows(self, rows: Array) -> CodedRows:
+    def coded_rows(self, rows: Array) -> CodedRows | EntryRows:
         """Return the codes of some rows, each from its tensor.
 
         Raises:
@@ -263,7 +266,8 @@ class StackedCodes(CodedTensor):
         arrays = (
             np.concatenate(arrays)[back] if arrays[0] is not None else None for arrays in zip(*parts, strict=True)
         )
-        return CodedRows(*arrays)  # type: ignore[arg-type]
+        rows_of_all: CodedRows | EntryRows = type(parts[0])(*arrays)
+        return rows_of_all
 
     def _first_rows(self) -> Array:
         return np.cumsum([0, *(source.shape[0] for source in self.sources[:-1])])
@@ -396,15 +400,20 @@ class KeptCodes(Bundle):
     as_zero_points: bool = False
 
     def __post_init__(self) -> None:
-        if self.source.coding is None or (self.looked_up and not self.can_be_looked_up):
+        if not isinstance(self.source.coding, Coding) or (self.looked_up and not self.can_be_looked_up):
             raise ValueError(f"{self.source} has no codes that can be kept")
 
     @property
     def coding(self) -> Coding:
         """How the tensor is stored."""
         coding = self.source.coding
-        assert coding is not None
+        assert isinstance(coding, Coding)
         return coding
+
+    def _coded_rows(self) -> CodedRows:
+        rows = self.source.coded_rows(self.order)
+        assert isinstance(rows, CodedRows)
+        return rows
 
     @property
     def format(self) -> Format:
@@ -435,7 +444,7 @@ class KeptCodes(Bundle):
         has_form = self.standard and onnx_type in _STANDARD and not self.has_minimums
         has_form = has_form and self.group in _STANDARD_GROUPS
         if has_form and self.coding.zero_points:
-            points = self.source.coded_rows(self.order).offsets
+            points = self._coded_rows().offsets
             assert points is not None
             has_form = bool((points >= 0).all() and (points < 2**self.format.bits).all())
         return self.looked_up or has_form
@@ -464,7 +473,7 @@ class KeptCodes(Bundle):
         Raises:
             ValueError: the file means numbers that its own scales cannot make, as a NaN among them.
         """
-        codes, scales, offsets = self.source.coded_rows(self.order)
+        codes, scales, offsets = self._coded_rows()
         parts = {"scales": scales}
         if self.has_minimums:
             assert offsets is not None

@@ -211,6 +211,9 @@ def largest(case: Case) -> float:
     size = np.abs(x).max(initial=0)
     if case.operator == "Hadamard":
         return 1e-2 * size * np.sqrt(len(others[0]) * len(others[1]))
+    if case.operator == "MatMulCodebook":
+        scales, level_table, books, shifts = (np.abs(others[index]).max(initial=0) for index in (1, 3, 4, 5))
+        return 1e-5 * size * (2 * books + shifts + level_table) * level_table * scales * x.shape[-1]
     _, scales, table, zero_points, _, *matrices = others
     weight = (np.abs(table).max() + np.abs(zero_points).max()) * np.abs(scales).max()
     turned = np.sqrt(np.prod([len(matrix) for matrix in matrices]))

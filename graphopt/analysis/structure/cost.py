@@ -97,7 +97,7 @@ def parameters_in(value: ir.Value, tensor: ir.TensorProtocol) -> int:
 
 def _numbers(node: ir.Node, tensor: ir.TensorProtocol) -> int:
     """Return how many numbers the codes in ``tensor``, which ``node`` reads, stand for."""
-    if reads_packed(node):  # whose codes are padded
+    if "rows" in node.attributes:  # whose codes are padded
         matrix = node.attributes.get_int("rows", 0) * node.attributes.get_int("columns", 0)
         return matrix * (expert_count(node) or 1)
     bits = _packed_bits(node, tensor)
@@ -150,6 +150,8 @@ def packed_format(node: ir.Node) -> str:
     if isinstance(table.const_value, ir.ExternalTensor) and not Path(table.const_value.path).is_file():
         return f"a table of {table.const_value.size} values"
     bits, values = _packed_bits(node, codes.const_value), table.const_value.numpy()
+    if "index_bits" in node.attributes:
+        return f"a book of {len(values)} by {values.shape[1]} values"
     for candidate in FORMATS.values():
         if bits in (None, candidate.bits) and np.array_equal(next(iter(candidate.operands.values())), values):
             return candidate.name

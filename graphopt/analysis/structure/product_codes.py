@@ -3,11 +3,13 @@
     y = MatMul(x, DequantizeLinear(codes, scales, zero points))                     where ONNX and onnxruntime have it
     y = MatMul(x, ai.graphopt::Dequantize(codes, scales, table, zero points))       anywhere else
     y = MatMul(x, ai.graphopt::DequantizeTrellis(codes, scales, tables))            codes of a trellis
+    y = MatMul(x, ai.graphopt::DequantizeCodebook(codes, scales, levels, ...))      codes of vectors, packed already
     y = MatMul(ai.graphopt::RoundActivations(x), ...)                               where x is rounded to few bits
 
     e = Gather(Transpose(W), ids)                 where W, one of these matrices, is a tied token embedding too
 
-Codes lie as [K, N], scales and zero points as [groups, N].
+Codes lie as [K, N], scales and zero points as [groups, N]; those of vectors as their product reads them, since an entry
+lies in several rows or columns.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from graphopt.graph.weights import weight_of
 from graphopt.numerics.formats import Format, format_stored_as
 from graphopt.runtime_ops import Role, signature_of
 from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
+from graphopt.runtime_ops.dequantize_codebook.spec.op import DEQUANTIZE_CODEBOOK
 from graphopt.runtime_ops.dequantize_trellis.spec.op import DEQUANTIZE_TRELLIS
 from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
@@ -34,7 +37,7 @@ NOT_IN_ROWS = Rule("codes.not-in-rows", "its scales are not in groups of rows")
 SCALES_NOT_FLOAT = Rule("codes.scales-not-float", "its scales are {type}, not float32")
 ODD_GROUP = Rule("codes.odd-group", "its groups have {group} rows, which is no multiple of 16")
 
-LOGICAL = (DEQUANTIZE.name, DEQUANTIZE_TRELLIS.name, ROUND_ACTIVATIONS.name)
+LOGICAL = (DEQUANTIZE.name, DEQUANTIZE_TRELLIS.name, DEQUANTIZE_CODEBOOK.name, ROUND_ACTIVATIONS.name)
 """Our operators that stand for codes before they are packed; none is left after the step ``lower``."""
 
 
@@ -103,6 +106,14 @@ def dequantize_of(node: ir.Node) -> ir.Node | None:
     right = node.inputs[1] if node.op_type == "MatMul" and not node.domain else None
     producer = None if right is None else right.producer()
     return producer if producer is not None and is_dequantize(producer) else None
+
+
+def codebook_of(node: ir.Node) -> ir.Node | None:
+    """Return the ``DequantizeCodebook`` that makes the right side of the ``MatMul`` ``node``, if there is one."""
+    right = node.inputs[1] if node.op_type == "MatMul" and not node.domain else None
+    producer = None if right is None else right.producer()
+    is_own = producer is not None and (producer.domain, producer.op_type) == (DOMAIN, DEQUANTIZE_CODEBOOK.name)
+    return producer if is_own else None
 
 
 def column_lookups(reader: ir.Node) -> list[ir.Node]:

@@ -20,9 +20,12 @@ from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.common.logical_codes import dequantize, set_type
 from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
 from graphopt.quantization.checkpoints.importer import coded_matrices
+from graphopt.quantization.entry_codes import EntryCoding, KeptEntries
 from graphopt.quantization.gguf.codes import GgmlCodes, has_codes
+from graphopt.quantization.gguf.entries import GgmlEntries, has_entries
 from graphopt.quantization.gguf.file import open_gguf
 from graphopt.quantization.matrix_codes import CodedTensor, KeptCodes, StackedCodes, stacking_of
+from graphopt.runtime_ops.dequantize_codebook.spec.op import DEQUANTIZE_CODEBOOK
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,6 +42,7 @@ NOT_OF_FILE = Rule("keep_codes.not-of-file", "the file has no codes of these num
 NO_LOOKUP = Rule(
     "keep_codes.no-lookup", "a table that is looked up needs integers with scales alone, and {kind} has others"
 )
+ON_CPUS = Rule("keep_codes.on-cpus", "kernels on GPUs know no codes of vectors, as {kind} has them")
 INPUT_ORDER = Rule("keep_codes.reordered", "{input} in the order of the groups of {weight}")
 
 # For each row of numbers that a tensor of the file means: the tensors' names and the row of each.
@@ -60,6 +64,7 @@ class KeepCodes(Pass):
         y = MatMul(x, Dequantize(codes[:, r], scales[:, r], table, minimums[:, r]; group))            Q6_K, Q4_1, ...
         y = MatMul(x, DequantizeLinear(codes[:, r], scales[:, r], zero points[:, r]; axis=0, block_size))     GPTQ, AWQ
         y = MatMul(Gather(x, order), DequantizeLinear(codes[order, r], ...))                  GPTQ, by activation
+        y = MatMul(x, DequantizeCodebook(codes[r], scales[r], levels[r], books, ...))             IQ1, IQ2 and IQ3 types
         e = DequantizeLinear(Gather(codes, ids), Cast(Gather(scales, ids)); axis=-1)                  Q8_0, Q6_K, ...
         e = Gather(Transpose(W), ids)                  W the matrix of the lm_head, by Dequantize     tied, any type
 
@@ -100,6 +105,9 @@ class KeepCodes(Pass):
             if matches is None:
                 context.ledger.skipped(node, NOT_OF_FILE())
             else:
+                if isinstance(matches[0].coding, EntryCoding):
+                    self._keep_entries(model.graph, node, weight, KeptEntries(*matches), context, is_tied=node in tied)
+                    continue
                 # onnxruntime would hold a tied matrix twice, packed for its product and as it is for the lookup
                 standard = node not in tied or context.target == "portable"
                 on_gpu = context.target == "ort-cuda"
@@ -120,8 +128,44 @@ class KeepCodes(Pass):
             )
         if self.file.is_dir():
             return coded_matrices(self.file)
-        tensors = open_gguf(self.file).tensors
-        return {name: GgmlCodes(tensor) for name, tensor in tensors.items() if has_codes(tensor)}  # type: ignore[arg-type]
+        coded_tensors: dict[str, CodedTensor] = {}
+        for name, tensor in open_gguf(self.file).tensors.items():
+            if has_codes(tensor):
+                coded_tensors[name] = GgmlCodes(tensor)  # type: ignore[arg-type]
+            elif has_entries(tensor):
+                coded_tensors[name] = GgmlEntries(tensor)  # type: ignore[arg-type]
+        return coded_tensors
+
+    def _keep_entries(
+        self,
+        graph: ir.Graph,
+        node: ir.Node,
+        weight: ir.Value,
+        kept_entries: KeptEntries,
+        context: Context,
+        *,
+        is_tied: bool,
+    ) -> None:
+        """Let ``node`` multiply by codes of vectors where kernels know them."""
+        book, kind = kept_entries.codebook, kept_entries.source.kind
+        if is_tied or context.target == "ort-cuda":
+            context.ledger.skipped(node, NO_LOOKUP(kind=kind) if is_tied else ON_CPUS(kind=kind))
+            return
+        parts = {
+            part: new_weight(graph, f"{weight.name}.{part}", WeightTensor(Part(kept_entries, part)))
+            for part in kept_entries.parts
+        }
+        tables = {port: shared_constant(graph, f"{book.name}.{port}", array) for port, array in book.operands.items()}
+        rows, columns = kept_entries.matrix_shape
+        reader = DEQUANTIZE_CODEBOOK.node(
+            {**parts, **tables}, book.attributes(rows, columns), name=f"{node.name}.dequantize"
+        )
+        set_type(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, [rows, columns])
+        graph.insert_before(node, reader)
+        node.replace_input_with(1, reader.outputs[0])
+        fact = CODES_KEPT(weight=weight.name, kind=kind, format=book.name, group=book.group)
+        context.ledger.changed(reader, fact, [weight])
+        drop(graph, weight)
 
     def _keep_matrix(
         self,
@@ -166,7 +210,7 @@ class KeepCodes(Pass):
             ledger.skipped(node, NOT_OF_FILE())
             return
         tensor = matches[0]
-        if not KeptCodes(*matches).can_be_looked_up:
+        if isinstance(tensor.coding, EntryCoding) or not KeptCodes(*matches).can_be_looked_up:
             ledger.skipped(node, NO_LOOKUP(kind=tensor.kind))
             return
         kept_codes = KeptCodes(*matches, looked_up=True)

@@ -17,7 +17,9 @@ from graphopt.passes.common.leveled_scales import join_levels
 from graphopt.passes.common.logical_codes import columns_of, dequantize
 from graphopt.passes.common.table_layout import UnpackCodes, UntileScales
 from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
+from graphopt.runtime_ops.matmul_codebook.spec.op import MATMUL_CODEBOOK
 from graphopt.runtime_ops.matmul_table.spec.packing import bits_of
+from graphopt.runtime_ops.schema import attributes_of
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
@@ -47,6 +49,8 @@ class Unpack(Pass):
         y2 = MatMul(RoundActivations(Hadamard(x, left, right); bits per token, clip), Dequantize(...))
         e  = Gather(Transpose(Dequantize(...)), ids)
 
+    ``MatMulCodebook`` becomes a ``MatMul`` of ``DequantizeCodebook``, of the same tensors.
+
     Codes, scales and zero points are the same numbers in another layout; scales in two levels (``level_scales``) become
     one constant. The step ``lower`` makes the same product
     of them again, to the last bit. graphopt adds this step itself where a packed model is optimized once more by a
@@ -66,6 +70,11 @@ class Unpack(Pass):
         graph, ledger = model.graph, context.ledger
         join_levels(graph)
         for node in packed_nodes(graph):
+            if node.op_type == MATMUL_CODEBOOK.name:
+                new = _logical_entries(graph, node)
+                replace(node, new)
+                ledger.changed(new, PRODUCT_UNPACKED(op_type=node.op_type), [node])
+                continue
             reason = _refusal(node)
             if reason is not None:
                 ledger.skipped(node, reason)
@@ -130,6 +139,15 @@ def _logical(graph: ir.Graph, node: ir.Node) -> ir.Node:
     weight.name, weight.dtype, weight.shape = f"{reader.name}d", ir.DataType.FLOAT, ir.Shape([rows, columns])
     graph.insert_before(node, reader)
     return ir.node("MatMul", [_rotate_input(graph, node), weight], name=node.name)
+
+
+def _logical_entries(graph: ir.Graph, node: ir.Node) -> ir.Node:
+    """Return the product of a matrix of codes of vectors, which lie in the same bytes; its reader is inserted."""
+    x, *operands = node.inputs
+    reader = OPERATORS["DequantizeCodebook"].node(operands, attributes_of(node), name=f"{node.name}.dequantize")
+    reader.outputs[0].name = f"{reader.name}d"
+    graph.insert_before(node, reader)
+    return ir.node("MatMul", [x, reader.outputs[0]], name=node.name)
 
 
 def _lookups(node: ir.Node) -> list[ir.Node]:

@@ -11,6 +11,7 @@ from graphopt.analysis.structure.experts import expert_products
 from graphopt.analysis.structure.product_codes import (
     LOGICAL,
     StoredCodes,
+    codebook_of,
     coded_nodes,
     column_lookups,
     dequantize_of,
@@ -31,6 +32,7 @@ from graphopt.runtime_ops.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.runtime_ops.dequantize_trellis.spec.op import are_bytes
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
+from graphopt.runtime_ops.schema import attributes_of
 from graphopt.util.targets import InstructionSet, Target
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ PACKED_DYNAMIC = Rule(
     rotation=", {rotation} inside",
     wide=_WIDE,
 )
+PACKED_CODEBOOK = Rule("lower.packed-codebook", "MatMulCodebook, inputs as they are")
 PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
 EXPERT = Rule("lower.expert", "experts share one node, whose kernel reads this layout")
 NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads float")
@@ -67,6 +70,7 @@ class Lower(Pass):
         y2 = MatMul(RoundActivations(Hadamard(x, left, right); bits per token, clip), ...)
         y3 = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
         y4 = MatMul(x, DequantizeTrellis(codes, scales, tables; bits, group))             likewise
+        y5 = MatMul(x, DequantizeCodebook(codes, scales, levels, ...))
         e = Gather(Transpose(W), ids)                   W, the matrix of one of these products
 
     after::
@@ -75,6 +79,7 @@ class Lower(Pass):
         y2 = ai.graphopt::MatMulDynamic(x, packed codes, ..., 0, left, right; group, bits, clip)
         y3 = MatMul(x, DequantizeLinear(...))  or  ai.graphopt::MatMulTable(x, ...; activations)
         y4 = ai.graphopt::MatMulTable(x, packed codes, scales, tables, 0, 0; group, activations, trellis)
+        y5 = ai.graphopt::MatMulCodebook(x, codes, scales, levels, ...)
         e = ai.graphopt::GatherTable(ids, packed codes, scales, table, zero points)  or  standard operators of codes
         Max(y3, 0) for Relu(y3), and a reshape between two DequantizeLinear of one product: see ``fusible``
 
@@ -144,6 +149,9 @@ class Lower(Pass):
                 self._choose(model.graph, node, codes, ledger)
             if not isinstance(codes, Fact) and column_lookups(codes.reader):
                 gather_standard(model.graph, codes, ledger, node.name or "?")
+        for node in model.graph:
+            if (reader := codebook_of(node)) is not None:
+                self._multiply_entries(node, reader, ledger)
         standard = [node for node in model.graph if dequantize_of(node) is not None]
         keep_fusible(model.graph, standard, ledger)
 
@@ -179,6 +187,19 @@ class Lower(Pass):
                 node=node.name,
                 remedy="round both tables to multiples of one power of two, whose sums are 127 of it at most",
             )
+
+    def _multiply_entries(self, node: ir.Node, reader: ir.Node, ledger: Ledger) -> None:
+        """Make one node of a product and the codes of vectors that it reads."""
+        x = node.inputs[0]
+        if self.target == "ort-cuda":
+            raise InputError(
+                "kernels on GPUs know no codes of vectors, which a weight of the node is",
+                node=node.name,
+                remedy="leave out keep_codes, or choose --target ort-cpu",
+            )
+        new = OPERATORS["MatMulCodebook"].node([x, *reader.inputs], attributes_of(reader), name=node.name)
+        replace(node, new)
+        ledger.changed(new, PACKED_CODEBOOK(), [reader, node])
 
     def _choose(self, graph: ir.Graph, node: ir.Node, codes: StoredCodes, ledger: Ledger) -> None:
         if self.target == "portable":

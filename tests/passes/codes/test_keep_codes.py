@@ -10,7 +10,7 @@ import pytest
 from graphopt.errors import InputError
 from graphopt.graph.weights import weight_of
 from graphopt.ort.session import open_session
-from graphopt.passes.codes.keep_codes import NO_LOOKUP, NOT_OF_FILE, KeepCodes
+from graphopt.passes.codes.keep_codes import NO_LOOKUP, NOT_OF_FILE, ON_CPUS, KeepCodes
 from graphopt.passes.context import make_context
 from graphopt.runtime_ops import declare, port
 from graphopt.tasks import task_of
@@ -98,6 +98,41 @@ def test_codes_of_experts_compute_the_same(kinds: tuple[str, ...], tmp_path: Pat
     run_pass(model, "lower")
     declare(model)
     assert relative(before, exact_logits(model, tmp_path / "lowered")) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kinds", [("IQ2_XXS", "IQ3_S"), ("IQ1_M", "IQ2_S"), ("IQ3_XXS", "IQ1_S"), ("IQ2_XS",)])
+def test_codes_of_vectors_compute_the_same(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    model, path = model_and_file(tmp_path, kinds, table="Q6_K", stacked=True)
+    before = exact_logits(model, tmp_path / "before")
+    report = run_pass(model, "keep_codes", file=path)
+    assert not report.skips
+    logical = model.clone()
+    declare(logical)
+    assert relative(before, exact_logits(logical, tmp_path / "logical")) <= TOLERANCE
+    run_pass(model, "lower")
+    declare(model)
+    assert {node.op_type for node in model.graph if node.domain} == {"MatMulCodebook"}
+    assert relative(before, exact_logits(model, tmp_path / "lowered")) <= TOLERANCE
+    of_file = {row.name: row for row in gguf.GGUFReader(path).tensors if row.tensor_type.name in kinds}
+    stored = [node.inputs[index].const_value for node in model.graph if node.domain for index in (1, 2, 3)]  # type: ignore[union-attr]
+    # the last product has 24 columns, which are padded to whole tiles of 16; test_entries.py compares bytes without
+    assert sum(tensor.nbytes for tensor in stored) <= 1.03 * sum(row.n_bytes for row in of_file.values())  # type: ignore[union-attr]
+    # what is packed is unpacked again, for another recipe
+    run_pass(model, "unpack")
+    declare(model)
+    assert not [node for node in model.graph if node.op_type == "MatMulCodebook"]
+    assert relative(before, exact_logits(model, tmp_path / "unpacked")) <= TOLERANCE
+
+
+def test_codes_of_vectors_stay_floats_where_no_kernel_knows_them(tmp_path: Path) -> None:
+    model, path = model_and_file(tmp_path, ("IQ2_S",), table="IQ2_S", tied=True)
+    run_pass(model, "canonicalize")
+    on_gpu = model.clone()
+    report = run_pass(model, "keep_codes", file=path)
+    assert {skip.reason for skip in report.skips} == {NO_LOOKUP(kind="IQ2_S")}
+    report = KeepCodes(file=path)(on_gpu, make_context(task_of(on_gpu.graph), "ort-cuda")).report
+    assert {skip.reason for skip in report.skips} == {NO_LOOKUP(kind="IQ2_S"), ON_CPUS(kind="IQ2_S")}
+    assert not [node for node in on_gpu.graph if node.op_type == "DequantizeCodebook"]
 
 
 def test_rows_of_tensors_of_two_types_are_no_codes_of_one(tmp_path: Path) -> None:
