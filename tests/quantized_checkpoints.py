@@ -193,6 +193,68 @@ def bitsandbytes(kind: str, *, nested: bool) -> Quantizer:
     return quantize
 
 
+def bitsandbytes_int8(random: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+    """Quantize as LLM.int8() does: each row by its largest magnitude."""
+    codes = random.integers(-127, 128, shape).astype(np.int8)
+    largest = random.uniform(0.2, 0.4, shape[0]).astype(np.float32)
+    scales = (largest.astype(np.float64) / 127).astype(np.float32)
+    tensors = {
+        ".weight": torch.from_numpy(codes),
+        ".SCB": torch.from_numpy(largest),
+        ".weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return Quantized(tensors, codes * scales[:, None], codes.view(np.uint8), np.arange(shape[1]))
+
+
+def exl3(bits: int, generator: str = "", *, signs_alone: bool = False) -> Quantizer:
+    """Return the quantizer of ExLlamaV3's layout, of random codes, spelled out weight by weight."""
+
+    def value(window: int) -> np.float16:
+        if generator == "mul1":
+            word = window * 0x83DCD12D % 2**32
+            total = sum(word >> shift & 255 for shift in (0, 8, 16, 24))
+            step, bias = (
+                np.array(number, np.uint16).view(np.float16).astype(np.float64) for number in (0x1EEE, 0xC931)
+            )
+            return np.float16((total + 1024) * step + bias)
+        word = window * 0xCBAC1FED if generator == "mcg" else window * 89226354 + 64248484
+        word = word % 2**32 & 0x8FFF8FFF ^ 0x3B603B60
+        low, high = (np.array(word >> shift & 0xFFFF, np.uint16).view(np.float16) for shift in (0, 16))
+        return np.float16(low + high)
+
+    values = np.array([value(window) for window in range(2**16)])
+
+    def quantize(random: np.random.Generator, shape: tuple[int, int]) -> Quantized:
+        outputs, inputs = shape
+        words = random.integers(0, 2**32, (inputs // 16, outputs // 16, 8 * bits), np.uint32)
+        inner = np.zeros((inputs, outputs))
+        for row, column in np.ndindex(words.shape[:2]):
+            flags = "".join(f"{word:032b}" for word in words[row, column])
+            around = flags[-16:] + flags
+            for number in range(256):
+                end = 16 + (number + 1) * bits
+                lane, j = divmod(number, 8)
+                r, c = lane % 4 * 2 + j % 2 + (8 if j & 2 else 0), lane // 4 + (8 if j & 4 else 0)
+                inner[16 * row + r, 16 * column + c] = values[int(around[end - 16 : end], 2)]
+        sides = []
+        for size in (inputs, outputs):
+            signs = random.choice([-1.0, 1.0], size)
+            sides.append((signs if signs_alone else signs * random.uniform(0.1, 0.4, size)).astype(np.float16))
+        rotation = np.array([[(-1) ** (i & j).bit_count() for i in range(128)] for j in range(128)]) / np.sqrt(128)
+        left, right = (np.kron(np.eye(size // 128), rotation) for size in (inputs, outputs))
+        matrix = sides[0].astype(np.float64)[:, None] * (left @ inner @ right) * sides[1].astype(np.float64)
+        tensors = {".trellis": torch.from_numpy(words.view(np.int16))}
+        for name, side in zip(("su", "sv"), sides, strict=True):
+            packed = np.packbits(side < 0, bitorder="little").view(np.int16)
+            tensors |= {f".{name}": torch.from_numpy(packed)} if signs_alone else {f".{name}h": torch.from_numpy(side)}
+        if generator:
+            factor = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}[generator]
+            tensors[f".{generator}"] = torch.tensor(factor - 2**32, dtype=torch.int32)
+        return Quantized(tensors, matrix.T, np.zeros(shape, np.uint8), np.arange(inputs))
+
+    return quantize
+
+
 def bitnet(random: np.random.Generator, shape: tuple[int, int]) -> Quantized:
     """Quantize in BitNet's packing of transformers, with a scale that divides."""
     codes, quarter = random.integers(0, 3, shape).astype(np.uint8), shape[0] // 4

@@ -36,7 +36,9 @@ from tests.quantized_checkpoints import (
     awq,
     bitnet,
     bitsandbytes,
+    bitsandbytes_int8,
     compressed,
+    exl3,
     expected_logits,
     fp8,
     gptq,
@@ -90,6 +92,7 @@ CASES: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     "nf4": (bitsandbytes("nf4", nested=False), {**BITSANDBYTES}),
     "nf4-nested": (bitsandbytes("nf4", nested=True), {**BITSANDBYTES}),
     "fp4-nested": (bitsandbytes("fp4", nested=True), {**BITSANDBYTES}),
+    "llm-int8": (bitsandbytes_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "bitnet": (bitnet, {"quant_method": "bitnet", "bits": 2}),
     "fp8-tensor": (fp8("tensor", ".weight_scale"), {"quant_method": "fp8"}),
     "fp8-row": (fp8("row", ".weight_scale"), {"quant_method": "fbgemm_fp8"}),
@@ -142,7 +145,7 @@ def with_weights(exported: Path, folder: Path) -> ir.Model:
 
 
 def test_every_importer_has_a_case() -> None:
-    assert {settings["quant_method"] for _, settings in CASES.values()} == set(IMPORTERS) - {"mxfp4"}
+    assert {settings["quant_method"] for _, settings in CASES.values()} == set(IMPORTERS) - {"mxfp4", "exl3"}
 
 
 def test_experts_in_mxfp4_mean_what_the_layout_defines(tmp_path: Path) -> None:
@@ -158,6 +161,61 @@ def test_experts_in_mxfp4_mean_what_the_layout_defines(tmp_path: Path) -> None:
     expected = FP4[codes] * np.repeat(2.0 ** (exponents.astype(np.float32) - 127), 32, -1)
     assert list(weights) == ["mlp.gate_up_proj"]
     assert np.array_equal(weights["mlp.gate_up_proj"].numpy(), expected.swapaxes(1, 2))
+
+
+EXL3 = {"quant_method": "exl3", "version": "0.0.9"}
+
+
+@pytest.mark.parametrize(
+    ("bits", "generator", "signs_alone"), [(2, "", True), (3, "mcg", False), (4, "mul1", False), (5, "", False)]
+)
+def test_trellises_behind_rotations_mean_what_the_layout_defines(
+    bits: int, generator: str, signs_alone: bool, tmp_path: Path
+) -> None:
+    layer = exl3(bits, generator, signs_alone=signs_alone)(np.random.default_rng(bits), (256, 128))
+    tensors = {f"proj{part}": tensor for part, tensor in layer.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    expressions = tensors_of_folder(tmp_path)
+    assert expressions is not None
+    weights = decoded_weights(expressions, EXL3, str(tmp_path))
+    assert list(weights) == ["proj.weight"]
+    matrix = weights["proj.weight"]
+    # sums of 128 numbers in float64, twice, rounded once more to float32
+    bound = 1e-6 * np.abs(layer.matrix).max()
+    assert np.abs(matrix.numpy() - layer.matrix).max() <= bound
+    part = (slice(100, 200), slice(3, 70))
+    assert np.array_equal(matrix.evaluate(part), matrix.numpy()[part])
+
+
+@pytest.mark.parametrize(
+    ("part", "replacement", "message"),
+    [
+        (".svh", None, "lacks a tensor"),
+        (".suh", torch.zeros(64, dtype=torch.float16), "should be [128]"),
+        (".trellis", torch.zeros(8, 8, 40, dtype=torch.int16), "1 to 8 whole bits"),
+        (".trellis", torch.zeros(8, 3, 48, dtype=torch.int16), "multiples of 128"),
+        (".mcg", torch.tensor(5, dtype=torch.int32), "should be 0xcbac1fed"),
+    ],
+)
+def test_a_trellis_that_does_not_fit_is_refused(
+    part: str, replacement: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    tensors = {
+        "proj.trellis": torch.zeros(8, 8, 48, dtype=torch.int16),
+        "proj.suh": torch.ones(128, dtype=torch.float16),
+        "proj.svh": torch.ones(128, dtype=torch.float16),
+        "proj.mcg": torch.tensor(0xCBAC1FED - 2**32, dtype=torch.int32),
+    }
+    del tensors[f"proj{part}"]
+    if replacement is not None:
+        tensors[f"proj{part}"] = replacement
+    save_file(tensors, tmp_path / "model.safetensors")
+    expressions = tensors_of_folder(tmp_path)
+    assert expressions is not None
+    with pytest.raises(InputError) as refusal:
+        decoded_weights(expressions, EXL3, str(tmp_path))
+    assert message in str(refusal.value)
+    assert f"proj{part}" in str(refusal.value)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -245,6 +303,8 @@ LAYER = "model.layers.0.self_attn.q_proj"
         ("modelopt-nvfp4", ".weight_scale", torch.zeros(256, 8), "should be [256, 16]"),
         ("nf4", ".weight", torch.zeros(5, 1, dtype=torch.uint8), "does not hold 256 x 256 codes of 4 bits"),
         ("nf4", ".weight.quant_state.bitsandbytes__nf4", torch.zeros(5, dtype=torch.uint8), "does not say shape"),
+        ("llm-int8", ".SCB", torch.zeros(3), "should be [256]"),
+        ("llm-int8", ".weight_format", torch.tensor(1), "do not lie one behind the other"),
         ("bitnet", ".weight_scale", torch.zeros(1), "should be one number"),
         ("fp8-block", ".weight", torch.zeros(256, 256), "is no matrix of 8 bits"),
         ("fp8-block", ".weight_scale_inv", torch.zeros(3, 2), "no scales of a matrix of 256 rows and 256 columns"),
