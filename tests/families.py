@@ -147,6 +147,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("FalconH1Config", {**_GROUPED, **_MAMBA2_PART, "mamba_d_ssm": 128, "head_dim": 16}),
     # selective scan
     "mamba": ("MambaConfig", {**_SHORT, "state_size": 16, "pad_token_id": 0}),
+    # weighted means, shifts by a token; transformers halves weights of later layers than these
+    "rwkv": (
+        "RwkvConfig",
+        {**_SHORT, "attention_hidden_size": HIDDEN, "intermediate_size": 96, "context_length": POSITIONS},
+    ),
     # RG-LRU in one layer, attention in the next, whose window no padding of a test fills
     "recurrent_gemma": (
         "RecurrentGemmaConfig",

@@ -6,6 +6,7 @@ There is one loop, :func:`run`: completions, conversations, grammars and drafts 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -26,6 +27,7 @@ from graphopt.inference.decoding.speculation import Drafting, Speculation
 if TYPE_CHECKING:
     from graphopt.inference.decoding.grammar import Grammar
     from graphopt.inference.decoding.proposers import Proposer
+    from graphopt.inference.prefix_cache import PrefixCache
     from graphopt.inference.prompt_cache import PromptCache
     from graphopt.inference.session import Session
     from graphopt.tasks.ports import IntArray
@@ -98,7 +100,7 @@ def generate(
     grammar: Grammar | None = None,
     logprobs: int | None = None,
     proposer: Proposer | Speculation | None = None,
-    cache: PromptCache | None = None,
+    cache: PromptCache | PrefixCache | None = None,
 ) -> list[Completion]:
     """Complete each prompt; see :func:`stream` for the arguments and errors."""
     settings = Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs)
@@ -115,7 +117,7 @@ def stream(
     grammar: Grammar | None = None,
     logprobs: int | None = None,
     proposer: Proposer | Speculation | None = None,
-    cache: PromptCache | None = None,
+    cache: PromptCache | PrefixCache | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step; arguments are checked at once, the model runs as the steps are consumed.
 
@@ -129,7 +131,8 @@ def stream(
         logprobs: how many of the most likely tokens to list beside each chosen one, with their log probabilities.
         proposer: what guesses tokens that are checked several at a time; the text stays the same. A
             :class:`graphopt.inference.decoding.speculation.Speculation` also says how long drafts are, and counts.
-        cache: a beginning that the model has read already: what prompts share with it is not fed again.
+        cache: a beginning that the model has read already, or one for the beginnings of all prompts that were run with
+            it: what prompts share with it is not fed again.
 
     Raises:
         InputError: a prompt is empty, longer than the model's positions or holds an unknown token; ``max_new_tokens``
@@ -147,7 +150,7 @@ def complete(
     prompts: str | Sequence[Prompt],
     settings: Settings,
     proposer: Proposer | Speculation | None = None,
-    cache: PromptCache | None = None,
+    cache: PromptCache | PrefixCache | None = None,
 ) -> list[Completion]:
     """Complete each prompt, as :func:`generate` does."""
     rows = _rows(session, prompts, settings)
@@ -161,7 +164,7 @@ def steps(
     prompts: str | Sequence[Prompt],
     settings: Settings,
     proposer: Proposer | Speculation | None = None,
-    cache: PromptCache | None = None,
+    cache: PromptCache | PrefixCache | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step, as :func:`stream` does."""
     return _generate(session, _rows(session, prompts, settings), proposer, cache)
@@ -272,12 +275,35 @@ def _generate(
     session: Session,
     rows: Sequence[Continuation],
     proposer: Proposer | Speculation | None,
-    cache: PromptCache | None,
+    cache: PromptCache | PrefixCache | None,
 ) -> Iterator[Step]:
     drafts = None if proposer is None else as_speculation(proposer).start(session, rows)
     prompts = [row.prompt for row in rows]
     decoder, prefix = (Decoder(session, len(rows), room=room_for(rows)), 0) if cache is None else cache.fork(prompts)
-    return run(decoder, rows, *_padded_left([prompt[prefix:] for prompt in prompts]), drafts=drafts)
+    ids, mask = _padded_left([prompt[prefix:] for prompt in prompts])
+    return _remember(run(decoder, rows, ids, mask, drafts=drafts), decoder, rows, cache)
+
+
+def _remember(
+    steps: Generator[Step, None, None],
+    decoder: Decoder,
+    rows: Sequence[Continuation],
+    cache: PromptCache | PrefixCache | None,
+) -> Iterator[Step]:
+    """Yield steps, and give the states behind the prompts, and behind the last step, to a cache that takes them.
+
+    After an error it is not known what the states hold, and they are dropped.
+    """
+    if cache is None or len(rows) > 1:
+        yield from steps
+        return
+    (row,) = rows
+    with contextlib.suppress(GeneratorExit), contextlib.closing(steps):
+        for step in steps:
+            if decoder.tokens[0] == len(row.prompt):
+                decoder.keep()
+            yield step
+    cache.add([*row.prompt, *row.tokens], decoder)
 
 
 def as_speculation(proposer: Proposer | Speculation) -> Speculation:

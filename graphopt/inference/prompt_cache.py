@@ -110,6 +110,9 @@ class PromptCache:
         prefix = go_back(decoder, min(shared_length(self.prompt.tokens, prompt[:-1]) for prompt in prompts))
         return (decoder, prefix) if prefix is not None else (Decoder(self.session, len(prompts)), 0)
 
+    def add(self, tokens: Sequence[int], decoder: Decoder) -> None:
+        """Do nothing: what was run behind the prompt does not become part of it."""
+
 
 def shared_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Return how many tokens, or letters, two texts have in common from the first on."""

@@ -41,6 +41,7 @@ FAMILY_GROUPS = (
         "gated delta rule and attention", (*_RECURRENCE, *_ATTENTION), ("olmo_hybrid", "qwen3_5_text", "qwen3_next")
     ),
     FamilyGroup("lightning attention and attention", ("recurrent_state", *_ATTENTION), ("minimax",)),
+    FamilyGroup("weighted means", _RECURRENCE, ("rwkv",)),
     FamilyGroup("RG-LRU and attention", (*_RECURRENCE, *_ATTENTION), ("recurrent_gemma",)),
     FamilyGroup("SSD", _RECURRENCE, ("mamba2",)),
     FamilyGroup("SSD and attention", (*_RECURRENCE, *_ATTENTION), ("falcon_h1", "granitemoehybrid")),

@@ -20,7 +20,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
-from graphopt.models import griffin, lightning, substitutes
+from graphopt.models import griffin, lightning, rwkv, substitutes
 from graphopt.models.recurrent_calls import Calls, convolve, mask_new_tokens, recur
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ def recurrences_as_nodes() -> Iterator[None]:
             "update_conv_state": functools.partialmethod(_update_conv_state, calls),
             "update_recurrent_state": _update_recurrent_state,
         },
+        # else `generate` makes a mask of attention where no layer attends
+        caches.LinearAttentionCacheLayerMixin: {"is_compileable": False},
         caches.Cache: {"get_recurrent_state": _recording(calls, caches.Cache.get_recurrent_state)},
     }
     functions = {name: functools.partial(function, calls) for name, function in _FUNCTIONS.items()}
@@ -264,6 +266,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _METHODS: dict[tuple[str, str], Callable[[Calls, Callable[..., Any]], Callable[..., Any]]] = {
     ("RecurrentGemmaForCausalLM", "forward"): griffin.with_cache,
     ("RecurrentGemmaRecurrentBlock", "forward"): griffin.with_cached_states,
+    ("RwkvForCausalLM", "forward"): rwkv.with_cache,
     ("MiniMaxForCausalLM", "forward"): lightning.with_cache,
     ("modeling_minimax", "MiniMaxCache"): lightning.plain_cache,
     ("MiniMaxLightningAttention", "forward"): lightning.with_cached_state,

@@ -30,12 +30,18 @@ NODES = {
     "granitemoehybrid": {"CausalConv": 1, "LinearRecurrence": 1},
     "falcon_h1": {"CausalConv": 2, "LinearRecurrence": 2},
     "mamba": {"CausalConv": 2, "LinearRecurrence": 2},
+    "rwkv": {"CausalConv": 6, "LinearRecurrence": 2},
     "recurrent_gemma": {"CausalConv": 1, "LinearRecurrence": 1},
 }
 STATES = {
     "qwen3_next": ["0.conv_state", "0.recurrent_state", "1.key", "1.value"],
     "lfm2": ["0.conv_state", "1.key", "1.value"],
     "mamba2": ["0.conv_state", "0.recurrent_state", "1.conv_state", "1.recurrent_state"],
+    "rwkv": [
+        f"{layer}.{state}"
+        for layer in range(2)
+        for state in ("conv_state", "conv_state_1", "conv_state_2", "recurrent_state")
+    ],
 }
 
 

@@ -73,6 +73,11 @@ SIZES = {
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 4,
+    "index_topk": 16,
     "mamba_n_heads": 4,
     "mamba_d_head": 32,
     "mamba_d_state": 16,
@@ -147,6 +152,8 @@ def _sizes_of(config: Any) -> dict[str, Any]:
     }
     if "qk_rope_head_dim" in settings and "head_dim" in settings:
         settings["head_dim"] = settings["qk_rope_head_dim"]
+    if "kv_lora_rank" in settings and "num_key_value_heads" in settings:
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
         kinds = known.get(name)
         if isinstance(kinds, list) and kinds:

@@ -87,6 +87,8 @@ class Decoder:
     def feed(self, input_ids: IntArray, mask: IntArray | None = None) -> Iterator[tuple[int, Logits]]:
         """Feed any number of new tokens piece by piece, so that memory holds the logits of one piece only.
 
+        Where states are recurrent, the beginnings of pieces are kept: another text that shares them can start there.
+
         Args:
             input_ids: the new tokens, [batch, length].
             mask: as for :meth:`step`.
@@ -108,6 +110,8 @@ class Decoder:
         piece = self._piece(batch, length)
         for begin in range(0, length, piece):
             part = slice(begin, begin + piece)
+            if begin:
+                self.keep()
             yield begin, self.step(input_ids[:, part], None if mask is None else mask[:, part])
 
     def _feed_rows(self, input_ids: IntArray, mask: IntArray) -> Iterator[tuple[int, Logits]]:

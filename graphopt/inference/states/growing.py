@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +30,13 @@ if TYPE_CHECKING:
 
 _Values = dict[str, Any]  # an OrtValue by the name of an input
 
-_CHECKPOINTS = 4
-"""Checkpoints that are kept; the oldest goes first."""
+_CHECKPOINTS = 16
+"""Checkpoints that are kept, at most."""
+
+_CHECKPOINT_BYTES = 1 << 28
+"""Memory that they take, at most, where there are more than :data:`_MIN_CHECKPOINTS`."""
+
+_MIN_CHECKPOINTS = 4
 
 
 class _StepStates(StateStore):
@@ -90,9 +94,7 @@ class _StepStates(StateStore):
     def fork(self, rows: Sequence[int]) -> StateStore:
         """See :class:`StateStore`."""
         store = self._open(len(rows))
-        store._values = {
-            name: ort_value(np.ascontiguousarray(array[list(rows)])) for name, array in self._arrays().items()
-        }
+        store._values = _rows_of(self._values, rows)
         return store
 
     @property
@@ -176,18 +178,30 @@ class RecurrentStates(_StepStates):
 
     def __init__(self, interface: Interface, batch: int, *, device: Device = "cpu") -> None:
         super().__init__(interface, interface.recurrent, batch, device=device)
-        self._checkpoints: deque[tuple[IntArray, _Values]] = deque(maxlen=_CHECKPOINTS)
+        self._checkpoints: list[tuple[IntArray, _Values]] = []
+
+    @property
+    def bytes(self) -> int:
+        """See :class:`StateStore`; checkpoints are part of it, where they are not the states themselves."""
+        states = {id(values): values for values in (self._values, *(values for _, values in self._checkpoints))}
+        return sum(value.tensor_size_in_bytes() for values in states.values() for value in values.values())
 
     def keep(self, tokens: IntArray) -> None:
-        """See :class:`StateStore`."""
+        """See :class:`StateStore`. Where there are too many, those that stay lie as far apart as they can."""
+        if self._checkpoints and (self._checkpoints[-1][0] == tokens).all():
+            return
         self._checkpoints.append((tokens.copy(), self._values))
+        size = max(1, sum(value.tensor_size_in_bytes() for value in self._values.values()))
+        while len(self._checkpoints) > max(_MIN_CHECKPOINTS, min(_CHECKPOINTS, _CHECKPOINT_BYTES // size)):
+            lengths = [int(count.max()) for count, _ in self._checkpoints]
+            gaps = [after - before for before, after in zip([0, *lengths], lengths[1:], strict=False)]
+            del self._checkpoints[gaps.index(min(gaps))]
 
     def rewind(self, tokens: IntArray, lengths: IntArray) -> None:
         """See :class:`StateStore`: each row to 0 tokens, or to a length at which :meth:`keep` was called."""
         sources = [self._source(row, int(tokens[row]), int(lengths[row])) for row in range(self.batch)]
         self._take_rows(sources)
-        shorter = [entry for entry in self._checkpoints if (entry[0] <= lengths).all()]
-        self._checkpoints = deque(shorter, maxlen=_CHECKPOINTS)
+        self._checkpoints = [entry for entry in self._checkpoints if (entry[0] <= lengths).all()]
 
     def nearest(self, tokens: IntArray, lengths: IntArray) -> IntArray:
         """See :class:`StateStore`."""
@@ -198,6 +212,16 @@ class RecurrentStates(_StepStates):
     def mark(self, tokens: IntArray) -> Mark:
         """See :class:`StateStore`."""
         return Mark(tokens, [self._values])
+
+    def fork(self, rows: Sequence[int]) -> RecurrentStates:
+        """See :class:`StateStore`; checkpoints go along. States are not written again, so a single row shares them."""
+        store, indices = self._open(len(rows)), list(rows)
+        is_same = indices == list(range(self.batch))
+        store._values = self._values if is_same else _rows_of(self._values, indices)
+        store._checkpoints = [
+            (tokens[indices], values if is_same else _rows_of(values, indices)) for tokens, values in self._checkpoints
+        ]
+        return store
 
     def roll_back(self, mark: Mark, tokens: IntArray, lengths: IntArray) -> IntArray:
         """See :class:`StateStore`."""
@@ -233,3 +257,7 @@ class RecurrentStates(_StepStates):
 
     def _open(self, batch: int) -> RecurrentStates:
         return RecurrentStates(self._interface, batch, device=self._device)
+
+
+def _rows_of(values: _Values, rows: Sequence[int]) -> _Values:
+    return {name: ort_value(np.ascontiguousarray(array_of(value)[list(rows)])) for name, value in values.items()}
