@@ -1,6 +1,7 @@
-"""Measure decoding of artifacts side by side: tokens per second, interleaved, medians and ratios.
+"""Measure decoding, or reading of prompts, of artifacts side by side: tokens per second, interleaved, medians, ratios.
 
     python tools/bench/decode.py graphopt-demo/float32 graphopt-demo/rotate-int4
+    python tools/bench/decode.py small medium --read 512                               # how fast prompts are read
     python tools/bench/decode.py kept --gguf model.Q4_1.gguf --ggml llama.cpp/build    # llama-bench beside them
 
 Each round opens one artifact after the other anew, so that no idle session's threads spin beside the one that is timed.
@@ -17,11 +18,13 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import graphopt
+from graphopt.inference.decoding.decoder import Decoder
 
 
 def tokens_per_second(folder: Path, prompt: str, tokens: int, threads: int) -> float:
@@ -33,16 +36,28 @@ def tokens_per_second(folder: Path, prompt: str, tokens: int, threads: int) -> f
     return len(made) / (time.perf_counter() - started)
 
 
-def llama_bench(file: Path, build: Path, tokens: int, threads: int) -> float:
-    """Return what llama.cpp's own benchmark says of decoding ``tokens`` tokens of a GGUF file."""
+def prompt_tokens_per_second(folder: Path, tokens: int, threads: int) -> float:
+    """Return the speed of reading a prompt of ``tokens`` tokens, all logits computed, after a run to warm up."""
+    session = graphopt.load(folder, threads=threads)
+    prompt = np.random.default_rng(0).integers(0, session.interface.vocabulary or 1, (1, tokens))
+    for _ in Decoder(session, 1, room=tokens).feed(prompt):
+        pass
+    decoder, started = Decoder(session, 1, room=tokens), time.perf_counter()
+    for _ in decoder.feed(prompt):
+        pass
+    return tokens / (time.perf_counter() - started)
+
+
+def llama_bench(file: Path, build: Path, tokens: int, threads: int, read: int) -> float:
+    """Return what llama.cpp's own benchmark says of decoding ``tokens`` tokens of a GGUF file, or reading."""
     command = [
         str(build / "bin" / "llama-bench"),
         "-m",
         str(file),
         "-p",
-        "0",
+        str(read),
         "-n",
-        str(tokens),
+        "0" if read else str(tokens),
         "-r",
         "1",
         "-o",
@@ -57,6 +72,7 @@ def main(
     folders: Annotated[list[Path], typer.Argument(help="artifacts; ratios are to the first")],
     prompt: str = "def read_lines(path):",
     tokens: int = 128,
+    read: Annotated[int, typer.Option(min=0, help="time reading a prompt of so many tokens instead of decoding")] = 0,
     rounds: int = 7,
     threads: Annotated[int, typer.Option(help="0 lets the engine choose")] = 0,
     gguf: Annotated[Path | None, typer.Option(help="a file for llama.cpp's llama-bench, in every round too")] = None,
@@ -69,9 +85,10 @@ def main(
     speeds: dict[Path, list[float]] = {folder: [] for folder in [*folders, *([] if gguf is None else [gguf])]}
     for _ in range(rounds):
         for folder in folders:
-            speeds[folder].append(tokens_per_second(folder, prompt, tokens, threads))
+            speed = prompt_tokens_per_second(folder, read, threads) if read else None
+            speeds[folder].append(speed or tokens_per_second(folder, prompt, tokens, threads))
         if gguf is not None and ggml is not None:
-            speeds[gguf].append(llama_bench(gguf, ggml, tokens, threads))
+            speeds[gguf].append(llama_bench(gguf, ggml, tokens, threads, read))
     first = statistics.median(speeds[folders[0]])
     table = Table("artifact", "tokens/s", "lowest", "highest", "ratio")
     rows = []

@@ -29,6 +29,7 @@ from graphopt.passes.common.branches import put_beside
 from graphopt.passes.common.formats import (
     Activations,
     EmbeddingFormat,
+    GroupedFormat,
     LinearFormat,
     ProductRole,
     check_names,
@@ -177,7 +178,11 @@ class QuantizeWeights(Pass):
                 ledger.report_change("statistics", note)
         for node, format_choice in products.items():
             rank = 0 if node in lm_heads else self.low_rank
-            self._quantize_matrix(graph, node, format_choice, statistics.get(node), ledger, tied.get(node, ()), rank)
+            target_format = format_choice.for_target(context.target)
+            in_place = None if target_format is format_choice else format_of(format_choice.format).name
+            self._quantize_matrix(
+                graph, node, target_format, statistics.get(node), ledger, tied.get(node, ()), rank, in_place=in_place
+            )
         for node in lookups(graph):
             if node not in tokens:
                 ledger.skipped(node, NOT_TOKENS())
@@ -230,11 +235,13 @@ class QuantizeWeights(Pass):
         self,
         graph: ir.Graph,
         node: ir.Node,
-        format_choice: LinearFormat,
+        format_choice: GroupedFormat,
         statistics: InputStatistics | None,
         ledger: Ledger,
         tied: Sequence[ir.Node],
         rank: int,
+        *,
+        in_place: str | None,
     ) -> None:
         weight, format = weight_of(node, 1), format_of(format_choice.format)
         assert weight is not None and weight.const_value is not None
@@ -278,6 +285,7 @@ class QuantizeWeights(Pass):
             asked=format_choice.group if standard and group != format_choice.group else None,
             rows=rows if standard else None,
             rounding=None if method == NEAREST else method.method,
+            in_place=in_place,
             few=statistics.tokens if statistics is not None and has_few_tokens else None,
             rounding_asked=requested.method if has_few_tokens else None,
             dead=None if statistics is None or has_few_tokens else statistics.dead or None,

@@ -14,6 +14,8 @@ from graphopt.passes.base import Options
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from graphopt.util.targets import Target
+
 # onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
 # from these opsets on.
 _GROUPS = (16, 32, 64, 128, 256)
@@ -55,14 +57,28 @@ ProductRole = Literal[
 """What a product of a layer is for, as :mod:`graphopt.analysis.structure.roles` tells."""
 
 
-class LinearFormat(Options):
-    """A number format for matrices, and how many rows share a scale (``None``: all of a column).
+class GroupedFormat(Options):
+    """A number format, and how many rows of a matrix share a scale (``None``: all of a column).
 
     The format is one of :data:`graphopt.numerics.formats.FORMATS`, or a table of one's own: the value of each code.
     """
 
     format: Annotated[str | tuple[float, ...], AfterValidator(_check_format)] = "int4"
     group: Literal[16, 32, 64, 128, 256] | None = 64
+
+
+class LinearFormat(GroupedFormat):
+    """A number format for matrices, and what takes its place where the target has no kernel for it.
+
+    Attributes:
+        on_gpus: the format for ``ort-cuda``, whose kernels read no trellis; ``None``: the same one.
+    """
+
+    on_gpus: GroupedFormat | None = None
+
+    def for_target(self, target: Target) -> GroupedFormat:
+        """Return the format for a target."""
+        return self.on_gpus if self.on_gpus is not None and target == "ort-cuda" else self
 
 
 class EmbeddingFormat(Options):
@@ -75,7 +91,7 @@ class EmbeddingFormat(Options):
     group: int | None = Field(default=None, ge=1)
 
 
-def fused_group(format: Format, choice: LinearFormat, rows: int, opset: int) -> int | None:
+def fused_group(format: Format, choice: GroupedFormat, rows: int, opset: int) -> int | None:
     """Return the largest group up to the wanted one that onnxruntime can fuse, or ``None`` where there is none."""
     first_opset = None if format.onnx_type is None else _FUSED_TYPES.get(format.onnx_type)
     if first_opset is None or opset < first_opset or choice.group is None:

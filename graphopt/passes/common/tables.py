@@ -25,6 +25,7 @@ STORAGE = Rule(
     per_column=" with a scale per column",
     asked=" ({asked} does not divide {rows} rows)",
     rounding=" by {rounding}",
+    in_place=", in place of {in_place}, which no kernel on a GPU reads",
     few="; its inputs were seen for {few} tokens only, too few for {rounding_asked}",
     dead="; {dead} of its inputs were always 0",
     beside=", {beside} directions of what that loses beside it",

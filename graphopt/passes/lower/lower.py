@@ -179,7 +179,7 @@ class Lower(Pass):
             raise InputError(
                 f"kernels on GPUs know no trellises, which a weight of the node is: codes of {codes.bits} bits",
                 node=node.name,
-                remedy=f"choose --target ort-cpu, or a table of as many bits, such as nl{codes.bits}",
+                remedy="choose --target ort-cpu, or another format for GPUs, as in `on_gpus: {format: nl4}`",
             )
         if not are_bytes(codes.values, codes.bits):
             raise InputError(

@@ -17,9 +17,12 @@ from graphopt.graph import provenance
 from graphopt.numerics.formats import FORMATS, format_of
 from graphopt.ort.session import ACCURACY_LEVEL, open_session
 from graphopt.passes.codes.quantize_weights import STORAGE, EmbeddingFormat, LinearFormat, QuantizeWeights
+from graphopt.passes.context import make_context
 from graphopt.passes.lower.lower import Lower
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.float16_scales import fits_half
+from graphopt.tasks import task_of
+from graphopt.util.targets import Target
 from tests.graphs import residual_model, run_pass, save, session
 
 
@@ -331,3 +334,16 @@ def test_experts_are_quantized_and_what_chooses_them_is_not(make_artifact: Calla
     experts = [change for change in report.changes if ".experts." in change.where]
     # of each of four experts in two layers, gate and up in one matrix, and down
     assert len(experts) == 2 * 4 * 2
+
+
+@pytest.mark.parametrize(("target", "name"), [("ort-cuda", "nl4"), ("ort-cpu", "t4"), ("portable", "t4")])
+def test_a_format_without_kernels_on_gpus_has_another_there_and_says_so(target: Target, name: str) -> None:
+    formats = LinearFormat(format="t4", group=None, on_gpus={"format": "nl4", "group": 16})
+    model = residual_model(width=32, inner=48)
+    report = QuantizeWeights(linear=formats, lm_head=formats)(model, make_context(task_of(model.graph), target)).report
+    texts = [str(change.what) for change in report.changes if change.what.code == STORAGE.code]
+    matrices = [text for text in texts if name in text]
+    assert len(matrices) == len(texts) - 1  # the token embedding is a table of int8
+    ending = " as nl4 in groups of 16, in place of t4, which no kernel on a GPU reads"
+    assert all(text.endswith(ending if name == "nl4" else " with a scale per column") for text in matrices)
+    Lower(target=target)(model)
