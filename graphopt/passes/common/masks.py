@@ -82,6 +82,7 @@ NOT_CAUSAL = Rule(
 )
 NO_WINDOW = Rule("mask.no-window", "it is neither causal nor a sliding window, with padding or without")
 NOT_TRIED = Rule("mask.not-tried", "it could not be run on a single sequence")
+NO_CALLS = Rule("mask.no-calls", "nothing tells how {noun} is fed in sizes that would show what the mask means")
 SHOWS_PADDING = Rule("mask.shows-padding", "it lets queries see padding, which a cache in pages does not store")
 
 Evaluation = list[tuple[_Instance, Array]] | Fact
@@ -126,6 +127,8 @@ class MaskEvaluator:
                 port.shape = ir.Shape(["batch", "heads", "past", "size"])
         lengths_around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
         calls = list(task.calls(graph, _INSTANCES + lengths_around))
+        if not calls:  # every meaning would agree with nothing
+            return NO_CALLS(noun=task.noun)
         try:
             results = self._runner.run(part, [call.feeds for call in calls])
         except Exception as error:  # whatever onnxruntime raises: a mask that cannot be read is left alone

@@ -117,3 +117,32 @@ def test_a_mask_that_cannot_be_run_on_its_own_is_left_alone_with_the_reason() ->
     report = canonicalize(model)
     assert any("cannot be run on its own" in str(skip.reason) for skip in report.skips)
     assert attention.attributes.get_int("is_causal") == 0
+
+
+def windows_of_pixels() -> ir.Model:
+    """Return one Attention over patches of a picture that see those of their own half: no order, nothing to feed."""
+    patches = ir.val("patches", ir.DataType.FLOAT, ["batch", 2, 6, 4])
+    numbers = {"zero": np.array(0), "one": np.array(1), "half": np.array(3), "last": np.array([-1]), "first": [0]}
+    values = {n: ir.val(n, const_value=ir.tensor(np.array(v, np.int64), name=n)) for n, v in numbers.items()}
+    tape = ir.tape.Tape()
+    length = tape.op("Squeeze", [tape.op("Shape", [patches], {"start": 2, "end": 3})])
+    halves = tape.op("Div", [tape.op("Range", [values["zero"], length, values["one"]]), values["half"]])
+    rows, columns = (tape.op("Unsqueeze", [halves, values[axis]]) for axis in ("last", "first"))
+    mask = tape.op("Equal", [rows, columns])
+    y = tape.op("Attention", [patches, patches, patches, mask], {"is_causal": 0}, name="attention")
+    y.name, y.dtype, y.shape = "features", ir.DataType.FLOAT, ir.Shape(["batch", 2, 6, 4])
+    graph = ir.Graph(
+        [patches], [y], nodes=tape.nodes, initializers=values.values(), opset_imports={"": 23}, name="pixels"
+    )
+    return ir.Model(graph, ir_version=10)
+
+
+def test_a_mask_of_a_graph_that_nothing_tells_how_to_feed_stays() -> None:
+    """Every meaning agrees with no calls: the mask of a picture must not become that of a text."""
+    model = windows_of_pixels()
+    report = canonicalize(model)
+    (reason,) = (str(skip.reason) for skip in report.skips if "stays as it is" in str(skip.reason))
+    assert reason.endswith("nothing tells how a graph is fed in sizes that would show what the mask means")
+    (attention,) = (node for node in model.graph if node.op_type == "Attention")
+    assert attention.attributes.get_int("is_causal") == 0
+    assert attention.inputs[3] is not None
