@@ -23,12 +23,14 @@ import onnx_ir as ir
 from graphopt.analysis.structure.contrib import contrib_nodes
 from graphopt.analysis.structure.product_codes import coded_nodes, dequantize_of
 from graphopt.errors import InputError, VerificationError
+from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Check, Effect, Fact, Rule
 from graphopt.graph.editing import bypass
 from graphopt.ort.capacity import fit_as_floats, fit_beside, no_room_for
 from graphopt.ort.runner import Runner
 from graphopt.ort.session import ACCURACY_LEVEL, AS_IT_LIES, FEW_CALLS, NO_ENTRIES, Entries
 from graphopt.ort.snapshots import Snapshots
+from graphopt.passes.lower.accuracy_level import AccuracyLevel
 from graphopt.passes.lower.lower import lower_model
 from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
@@ -286,8 +288,13 @@ def _float32_inputs(model: ir.Model) -> Iterator[None]:
     """Let ``MatMulNBits`` leave its inputs alone meanwhile.
 
     Rounding them to int8 turns a difference in the last place into one of 1/127, and what a rewrite did is lost in it.
+    Where a pass made them round, that is what is measured.
     """
-    nodes = [node for node in contrib_nodes(model.graph, "MatMulNBits") if _LEVEL in node.attributes]
+    nodes = [
+        node
+        for node in contrib_nodes(model.graph, "MatMulNBits")
+        if _LEVEL in node.attributes and all(step.pass_name != AccuracyLevel.name for step in provenance.steps(node))
+    ]
     levels = [node.attributes[_LEVEL] for node in nodes]
     for node in nodes:
         node.attributes[_LEVEL] = ir.AttrInt64(_LEVEL, _FLOAT32)

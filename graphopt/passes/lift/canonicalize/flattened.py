@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.analysis.structure.cast_circles import cast_circles
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import bypass, name_output, remove, take_place
 from graphopt.graph.weights import new_weight, weight_of
@@ -42,7 +43,13 @@ def drop_idle_reshapes(model: ir.Model, ledger: Ledger) -> None:
 
 
 def drop_idle_casts(model: ir.Model, ledger: Ledger) -> None:
-    """Remove casts to the type that was there, and products with 1: older exporters write both."""
+    """Remove casts to the type that was there, directly or by a wider one, and products with 1."""
+    for node in cast_circles(model.graph):
+        first = node.inputs[0].producer() if node.inputs[0] is not None else None
+        source = None if first is None else first.inputs[0]
+        assert source is not None
+        bypass(node, source)
+        ledger.report_change(node.name or "?", CAST_GONE())
     for node in list(model.graph):
         x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
         if node.domain or x is None or x.dtype is None or y.is_graph_output():

@@ -1,0 +1,35 @@
+"""Weights that a file holds several times."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graphopt.graph.weights import expression_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+_SMALLEST = 256
+"""Bytes from which a weight counts: smaller ones are constants, such as shapes, that each node may have its own of."""
+
+
+def repeated_weights(model: ir.Model) -> list[tuple[ir.Value, list[ir.Value]]]:
+    """Return each weight of the graph that is stored again, with its copies, which may lie in subgraphs.
+
+    Equal are type, shape and every byte. One that is an output of a graph is no copy.
+    """
+    by_content: dict[tuple[object, ...], list[ir.Value]] = {}
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None or tensor.nbytes < _SMALLEST or value.is_graph_output() or value.is_graph_input():
+                continue
+            key = (graph is model.graph, tensor.dtype, tuple(tensor.shape.numpy()), expression_of(tensor).digest)
+            by_content.setdefault(key[1:], []).append(value)
+    groups = []
+    for values in by_content.values():
+        outer = next((value for value in values if value.graph is model.graph), None)
+        copies = [value for value in values if value is not outer]
+        if outer is not None and copies:
+            groups.append((outer, copies))
+    return groups

@@ -1,0 +1,1 @@
+"""One file, one examination: see :class:`graphopt.compile.doctor.examination.Examination`."""
