@@ -7,6 +7,9 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.value_types import type_of
 
+# Binary digits that a float of each type holds, the one that is not stored among them.
+_DIGITS = {ir.DataType.FLOAT16: 11, ir.DataType.BFLOAT16: 8, ir.DataType.FLOAT: 24, ir.DataType.DOUBLE: 53}
+
 
 def cast_circles(graph: ir.Graph) -> list[ir.Node]:
     """Return each cast of a cast that leads back to the type before both, with every number as it was.
@@ -38,6 +41,8 @@ def _target(node: ir.Node) -> ir.DataType:
 
 
 def _holds(wide: ir.DataType, narrow: ir.DataType) -> bool:
+    if narrow.is_integer() and wide.is_floating_point():  # NumPy calls int64 in float64 safe, which is so up to 2**53
+        return narrow.bitwidth <= _DIGITS.get(wide, 0)
     try:
         return bool(np.can_cast(narrow.numpy(), wide.numpy(), "safe"))
     except TypeError:  # a type that NumPy has not

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 # What is no computation, or not the same each time, or is stored in few bits on purpose.
-_STAY = frozenset(("Constant", "Identity", "If", "Loop", "Scan", "RandomNormal", "RandomUniform"))
-_STAY |= {"DequantizeLinear", "QuantizeLinear"}
+_STAY = frozenset(("Constant", "Identity", "If", "Loop", "Scan", "DequantizeLinear", "QuantizeLinear", "Bernoulli"))
+_STAY |= {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Multinomial", "Dropout"}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 NEW_LAYOUT = Rule("transpose_codes.transposed", "codes of {weight} as [{rows}, {columns}]")
 
+SCALES_NOT_STORED = Rule("transpose_codes.computed", "its scales or zero points are computed, and not constants")
+
 
 class TransposeCodes(Pass):
     """Store codes in the layout of the product.
@@ -46,9 +48,12 @@ class TransposeCodes(Pass):
             reader = None if old is None else old.producer()
             assert old is not None
             assert reader is not None
+            weights = [weight_of(reader, index) for index in range(len(reader.inputs))]
+            if any(weight is None and value is not None for weight, value in zip(weights, reader.inputs, strict=True)):
+                context.ledger.skipped(reader, SCALES_NOT_STORED())
+                continue
             values: list[ir.Value | None] = []
-            for index, value in enumerate(reader.inputs):
-                weight = weight_of(reader, index)
+            for weight, value in zip(weights, reader.inputs, strict=True):
                 if weight is None or weight.const_value is None or len(weight.const_value.shape) != 2:
                     values.append(value)
                     continue

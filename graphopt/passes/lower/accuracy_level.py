@@ -44,9 +44,6 @@ class AccuracyLevel(Pass):
     # The last: what comes behind would be compared through the rounding of inputs.
     after: ClassVar[tuple[str, ...]] = ("integer_zero_points", "compact_scales", "level_scales", "share_weights")
 
-    def requires(self, model: ir.Model) -> None:
-        """Demand nothing: the attribute is of any opset."""
-
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Set the attribute of each product that lacks it."""
         for node in slow_products(model.graph):

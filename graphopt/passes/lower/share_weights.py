@@ -35,9 +35,6 @@ class ShareWeights(Pass):
     effect: ClassVar[Effect] = "exact"
     after: ClassVar[tuple[str, ...]] = ("lower", "compact_scales", "level_scales", "tie_embedding")
 
-    def requires(self, model: ir.Model) -> None:
-        """Demand nothing: it is about stored numbers."""
-
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Keep the first of equal weights."""
         for first, copies in repeated_weights(model):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import onnx_ir as ir
-
 from graphopt.analysis.structure.doubles import double_casts, double_weights
 from graphopt.compile.doctor.examination import Examination, Patient, Symptom
 from graphopt.graph.diagnostics import Rule
+from graphopt.passes.lift.single_precision import why_not
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,8 +28,7 @@ class Doubles(Examination):
         if not weights and not casts:
             return
         size = sum(value.const_value.nbytes for value in weights if value.const_value is not None)
-        ports = (*patient.model.graph.inputs, *patient.model.graph.outputs)
-        is_port = any(value.dtype == ir.DataType.DOUBLE for value in ports)
+        stays = why_not(patient.model) is not None
         fact = DOUBLE(weights=len(weights), bytes=size, casts=len(casts))
-        reduction = 0 if is_port else size // 2
-        yield self.symptom(fact, [*weights, *casts], bytes_saved=reduction, steps=[] if is_port else None)
+        reduction = 0 if stays else size // 2
+        yield self.symptom(fact, [*weights, *casts], bytes_saved=reduction, steps=[] if stays else None)
