@@ -14,9 +14,10 @@ _SMALLEST = 256
 
 
 def repeated_weights(model: ir.Model) -> list[tuple[ir.Value, list[ir.Value]]]:
-    """Return each weight of the graph that is stored again, with its copies, which may lie in subgraphs.
+    """Return each weight that is stored again, with its copies; all of them may lie in subgraphs.
 
-    Equal are type, shape and every byte. One that is an output of a graph is no copy.
+    Equal are type, shape and every byte. One of the graph itself comes before those of subgraphs. One that is an output
+    of a graph is no copy.
     """
     by_content: dict[tuple[object, ...], list[ir.Value]] = {}
     for graph in model.graphs():
@@ -24,12 +25,11 @@ def repeated_weights(model: ir.Model) -> list[tuple[ir.Value, list[ir.Value]]]:
             tensor = value.const_value
             if tensor is None or tensor.nbytes < _SMALLEST or value.is_graph_output() or value.is_graph_input():
                 continue
-            key = (graph is model.graph, tensor.dtype, tuple(tensor.shape.numpy()), expression_of(tensor).digest)
-            by_content.setdefault(key[1:], []).append(value)
+            key = (tensor.dtype, tuple(tensor.shape.numpy()), expression_of(tensor).digest)
+            by_content.setdefault(key, []).append(value)
     groups = []
     for values in by_content.values():
-        outer = next((value for value in values if value.graph is model.graph), None)
-        copies = [value for value in values if value is not outer]
-        if outer is not None and copies:
-            groups.append((outer, copies))
+        first = next((value for value in values if value.graph is model.graph), values[0])
+        if len(values) > 1:
+            groups.append((first, [value for value in values if value is not first]))
     return groups

@@ -64,13 +64,13 @@ class IntegerZeroPoints(Pass):
             if 8 % bits or not np.isin(numbers, np.arange(1 << bits)).all():
                 context.ledger.skipped(node, NOT_WHOLE(weight=zeros.name, bits=bits))
                 continue
-            new_bytes = new_weight(graph, f"{zeros.name}.codes", ir.tensor(_pack(numbers.astype(np.uint8), bits)))
+            new_bytes = new_weight(graph, f"{zeros.name}.codes", ir.tensor(pack(numbers.astype(np.uint8), bits)))
             node.replace_input_with(_ZERO_POINTS, new_bytes)
             context.ledger.changed(node, PACKING(count=numbers.size, bits=bits), [node, zeros])
             drop(graph, zeros)
 
 
-def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """Return codes [columns, groups] as bytes [columns x ceil(groups bits / 8)], the first in the lowest bits."""
     per_byte = 8 // bits
     columns, groups = codes.shape

@@ -27,8 +27,8 @@ class ShareWeights(Pass):
 
         y = MatMul(x, A),  z = MatMul(x, A)
 
-    Weights of branches and loops are read from the graph around them. Exporters write a weight once for each module
-    that holds it; a file then has it as often.
+    Weights of branches and loops are read from the graph around them, which gets those that only branches have.
+    Exporters write a weight once for each module that holds it; a file then has it as often.
     """
 
     name: ClassVar[str] = "share_weights"
@@ -38,6 +38,7 @@ class ShareWeights(Pass):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Keep the first of equal weights."""
         for first, copies in repeated_weights(model):
+            _move_out(first, model)
             size = sum(copy.const_value.nbytes for copy in copies if copy.const_value is not None)
             for copy in copies:
                 graph = copy.graph
@@ -45,3 +46,16 @@ class ShareWeights(Pass):
                 if graph is not None:
                     del graph.initializers[copy.name or ""]
             context.ledger.changed(first, SHARING(weight=first.name, count=len(copies), bytes=size), copies)
+
+
+def _move_out(weight: ir.Value, model: ir.Model) -> None:
+    """Store a weight of a branch or loop in the graph around all of them, which they read."""
+    if weight.graph is model.graph or weight.graph is None:
+        return
+    results = (output for node in model.graph.all_nodes() for output in node.outputs)
+    ports = (value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values()))
+    names = {value.name for value in (*ports, *results) if value is not weight}
+    del weight.graph.initializers[weight.name or ""]
+    while weight.name in names:  # branches beside one another may use a name twice, a graph and its branches may not
+        weight.name = f"{weight.name}.shared"
+    model.graph.register_initializer(weight)
