@@ -80,8 +80,10 @@ def any_calls(
         attributes, what ``tokens_of`` returns for all columns, columns by call, and new tokens by call and row.
     """
     heads, compensate = draw(st.integers(1, 3)), draw(st.integers(0, 1))
+    storage = draw(st.sampled_from(storages))
     attributes = attributes_of(
-        storage=draw(st.sampled_from(storages)),
+        storage=storage,
+        clip=draw(st.sampled_from([1.0, 1.0, 0.7, 0.1])) if storage in LEVELS else 1.0,
         kv_heads=heads,
         page=draw(st.sampled_from(PAGES)),
         policies=draw(st.lists(st.integers(0, 2), min_size=heads, max_size=heads)),

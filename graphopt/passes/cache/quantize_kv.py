@@ -21,9 +21,13 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context
 
 _PAGE = 64
+_CLIPS = {"int2": 0.9}
 
 
-CACHE_STORED = Rule("quantize_kv.stored", "its cache is stored as {storage} in pages of {page}", floats=", {floats}")
+CACHE_STORED = Rule(
+    "quantize_kv.stored", "its cache is stored as {storage} in pages of {page}", clip=", {clip}", floats=", {floats}"
+)
+CLIP_SHARE = Rule("quantize_kv.clipped", "codes span {share} of the numbers of a set")
 FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
 STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
 
@@ -57,6 +61,10 @@ class QuantizeKV(Pass):
     step / 2. A page is rounded once, when it leaves the window of ``recent_pages``; the first ``sink_pages`` stay
     floats.
 
+    With ``clip`` codes span the middle of a set only: low = least + (1 - clip) / 2 span, L step = clip span. The few
+    numbers beyond it get the first or the last code, and all others have a smaller step (SKVQ, Duanmu et al. 2024).
+    That helps four levels, and harms more of them: a key that is cut off may be the one that a query looks for.
+
     Pages of floats have no scales. float8 (E4M3FN, Micikevicius et al. 2022) has 4 significant bits and cuts off at
     448; what is below 2^-6 has fewer bits, so it is for caches whose numbers are neither large nor tiny.
 
@@ -68,6 +76,8 @@ class QuantizeKV(Pass):
         page: tokens of a page, which share the scales of keys; ``None`` keeps it, or is 64 without pages.
         sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
         recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
+        clip: the share of what the numbers of a set span that codes span, for integers; ``None`` is 0.9 for int2 and
+            1 for the others: what lost least on a real model at 8192 tokens (docs/caches.md).
     """
 
     name: ClassVar[str] = "quantize_kv"
@@ -78,11 +88,17 @@ class QuantizeKV(Pass):
     page: Page | None = None
     sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
     recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
+    clip: Annotated[float, Field(gt=0, le=1)] | None = None
 
     @property
     def context_tokens(self) -> int:
         """See :class:`Pass`: enough that a page was rounded."""
         return (self.sink_pages + self.recent_pages + 2) * (self.page or _PAGE)
+
+    @property
+    def share_of_codes(self) -> float:
+        """What codes span of what numbers span; 1 where a storage is floats."""
+        return _CLIPS.get(self.storage, 1.0) if self.clip is None else self.clip
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Change the storage of every cache; say why where there is none in pages."""
@@ -94,6 +110,11 @@ class QuantizeKV(Pass):
             raise InputError(
                 f"quantize_kv stores caches as {options.storage}, and kernels on GPUs know no such codes",
                 remedy="choose int8 or int4, or --target ort-cpu",
+            )
+        if not integer and options.share_of_codes < 1:
+            raise InputError(
+                f"clip is a share of what codes span, and {options.storage} has no codes",
+                remedy="leave clip of quantize_kv out",
             )
         unit = STORAGE_OF[options.storage].unit if integer else 1
         for node in kv_nodes(model.graph):
@@ -116,9 +137,11 @@ class QuantizeKV(Pass):
                 "page": page,
                 "sink_pages": options.sink_pages if integer else 0,
                 "recent_pages": options.recent_pages if integer else 0,
+                "clip": options.share_of_codes,
             }
             change(model.graph, node, update)
             floats = FLOATS(first=options.sink_pages, newest=options.recent_pages) if integer else None
-            fact = CACHE_STORED(storage=options.storage, page=page, floats=floats)
+            clip = CLIP_SHARE(share=f"{options.share_of_codes:.0%}") if options.share_of_codes < 1 else None
+            fact = CACHE_STORED(storage=options.storage, page=page, clip=clip, floats=floats)
             ledger.changed(node, fact, [node])
         describe(model)

@@ -160,6 +160,8 @@ def _why_not(node: ir.Node) -> Fact | None:
         return READS_LESS()
     if sinks is not None and sinks.shape is not None and len(sinks.shape) > 1:
         return READS_LESS()
+    if kv.clip < 1:
+        return STORED_AS(why="tokens are rounded one by one, and their codes are not clipped: leave clip out")
     try:
         width(layer_of(node).head_size, kv.storage)
     except ValueError as error:

@@ -57,6 +57,28 @@ def test_ports_follow_the_storage(
         assert list(shape)[1:] == [2, 2 + 3 + 1, 2 * 32 * 16]
 
 
+@pytest.mark.parametrize(
+    ("options", "clip", "says"),
+    [
+        ({"storage": "int2"}, 0.9, "pages of 64, codes span 90% of the numbers of a set, 1 first"),
+        ({"storage": "int2", "clip": 1}, 1, "pages of 64, 1 first"),
+        ({"storage": "int4"}, 1, "pages of 64, 1 first"),
+        ({"storage": "int8", "clip": 0.5}, 0.5, "codes span 50% of the numbers of a set"),
+    ],
+)
+def test_codes_span_what_the_storage_or_the_recipe_asks_for(
+    options: dict[str, Any], clip: float, says: str, llama: ir.Model
+) -> None:
+    report = run_pass(llama, "quantize_kv", **options)
+    assert {layer.attributes.clip for layer in layers_of(llama.graph)} == {np.float32(clip)}
+    assert says in str(report.changes[-1].what)
+
+
+def test_floats_have_no_codes_to_clip(llama: ir.Model) -> None:
+    with pytest.raises(InputError, match="clip is a share of what codes span, and float16 has no codes"):
+        run_pass(llama, "quantize_kv", storage="float16", clip=0.9)
+
+
 def test_it_comes_before_or_behind_sparse_kv(llama_artifact: Path) -> None:
     layers = []
     for order in (("quantize_kv", "sparse_kv"), ("sparse_kv", "quantize_kv")):

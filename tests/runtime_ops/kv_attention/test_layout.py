@@ -128,6 +128,18 @@ def test_ties_go_to_even_codes() -> None:
     assert (codes.tolist(), float(low), float(step)) == ([0, 0, 2, 2, 15], 0, 1)
 
 
+def test_what_is_clipped_gets_the_first_or_the_last_code() -> None:
+    # of 0 to 16 the middle three quarters are 2 to 14
+    codes, low, step = round_page(np.array([0, 2, 3, 5, 14, 16], np.float32), 0, 3, clip=0.75)
+    assert (codes.tolist(), float(low), float(step)) == ([0, 0, 0, 1, 3, 3], 2, 4)
+
+
+@pytest.mark.parametrize(("clip", "storage"), [(0.0, "int4"), (1.5, "int4"), (float("nan"), "int4"), (0.5, "float16")])
+def test_a_share_that_is_none_is_refused(clip: float, storage: str) -> None:
+    with pytest.raises(ValueError, match="clip is a share above 0 and up to 1"):
+        attributes(storage=storage, clip=clip)
+
+
 @pytest.mark.parametrize("bad", [[np.nan, 1], [np.inf, 1], [-np.inf, np.inf], [3e38, -3e38]])
 def test_what_is_not_finite_is_stored_as_nan(bad: list[float]) -> None:
     page = np.ones((16, 16), np.float32)

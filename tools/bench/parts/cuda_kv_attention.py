@@ -72,6 +72,7 @@ def _case(
     for copy in range(copies):
         call = Call(type=10, storage=STORAGES.index(storage), rows=rows, columns=1, kv_heads=heads[1], group=group)
         call.size, call.page, call.pages, call.recent, call.scale = size, 64, tokens // 64, 1, attrs.scale
+        call.clip = attrs.clip
         for name, array in on_host.items():
             setattr(call, name, array.ctypes.data)
         tensors = {"query": query, "key": key, "value": value, "y": y[copy], **states[copy]}

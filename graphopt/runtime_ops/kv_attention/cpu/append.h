@@ -40,7 +40,7 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
       const Floats x = load_line<Floats>(slot + t * size + c);
       least = smaller(x, least), most = larger(x, most), spoiled = spoiled + (x - x);
     }
-    const Steps steps(least, most, spoiled, levels);
+    const Steps steps(least, most, spoiled, levels, layout.clip);
     store_line(key_low + c, steps.low), store_line(key_step + c, steps.step), store_line(inverse + c, steps.inverse);
   }
   uint8_t codes[kColumns];
@@ -62,7 +62,7 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
       least = smaller(x, least), most = larger(x, most), spoiled = spoiled + (x - x);
     }
     const float largest = largest_of(most), smallest = -largest_of(all_lanes(0.f) - least);
-    const Steps steps(all_lanes(smallest), all_lanes(largest), all_lanes(sum_of(spoiled)), levels);
+    const Steps steps(all_lanes(smallest), all_lanes(largest), all_lanes(sum_of(spoiled)), levels, layout.clip);
     float lane[kColumns];
     store_line(lane, steps.low), value_low[t] = lane[0];
     store_line(lane, steps.step), value_step[t] = lane[0];

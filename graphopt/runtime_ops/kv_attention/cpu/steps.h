@@ -7,12 +7,13 @@ namespace graphopt {
 namespace {
 
 // low, step and inverse step of 16 sets, from the least and the largest of each; `spoiled` is NaN where a set has a
-// number that is not finite, else 0.
+// number that is not finite, else 0. Codes span the share `clip` of what the numbers span.
 struct Steps {
   Floats low, step, inverse;
 
-  Steps(const Floats& least, const Floats& most, const Floats& spoiled, float levels) {
-    const Floats span = (most - least) + spoiled, nan = span - span;
+  Steps(const Floats& first, const Floats& most, const Floats& spoiled, float levels, float clip = 1) {
+    const Floats whole = (most - first) + spoiled, span = whole * clip, nan = span - span;
+    const Floats least = first + whole * ((1 - clip) / 2);
     for (size_t i = 0; i < kParts; ++i) {
       const Floats::Part s = span.part[i], zero = {};
       const Floats::Part tiny = Floats::Part{} + 1e-30f;

@@ -19,7 +19,7 @@ struct GraphoptKVAttention {
   int64_t rows, columns, kv_heads, group, size, page, pages;
   // attributes of the operator
   int64_t sink_pages, recent_pages, window, sinks, recent, budget, channels;
-  float mass, scale, softcap;
+  float mass, scale, softcap, clip;  // clip above 0 and at most 1
   int32_t mean, compensate;
   const uint8_t* policies;                // host: [Hk], numbers in GRAPHOPT_POLICIES, see kv_attention/shared/policy.h
   const int64_t *past, *fresh;            // host: [B], tokens that a row has, and that it gets

@@ -48,6 +48,9 @@ const char* check(const GraphoptKVAttention& call) {
   if (call.page != 16 && call.page != 32 && call.page != 64 && call.page != 128) {
     return refuse("page", call.page, "it must be 16, 32, 64 or 128");
   }
+  if (!(call.clip > 0 && call.clip <= 1)) {
+    return "KVAttention: clip must be above 0 and at most 1";
+  }
   if (call.pages < 0 || call.pages > kMostPages) return refuse("pages", call.pages, "on a GPU it must be 2^30 at most");
   if (call.rows < 0 || call.columns < 0 || call.columns > 1 << 30) {
     return refuse("columns", call.columns, "on a GPU a call must have 2^30 at most, and no fewer than no rows");
@@ -67,7 +70,7 @@ CudaCall some_rows(const GraphoptKVAttention& from, int64_t first) {
   const auto tokens = [](int64_t number) { return std::min(number, kMostTokens); };
   layout.window = tokens(from.window), layout.sinks = tokens(from.sinks), layout.recent = tokens(from.recent);
   layout.budget = tokens(from.budget), layout.channels = from.channels, layout.mass = from.mass;
-  layout.scale = from.scale, layout.softcap = from.softcap;
+  layout.scale = from.scale, layout.softcap = from.softcap, layout.clip = from.clip;
   layout.mean = from.mean, layout.compensate = from.compensate;
   bool uses[kPolicies] = {};
   for (int64_t head = 0; head < from.kv_heads; ++head) {

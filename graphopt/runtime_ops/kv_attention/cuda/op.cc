@@ -60,7 +60,7 @@ struct Kernel : KVTypes<Activations> {
     call.sink_pages = layout.sink_pages, call.recent_pages = layout.recent_pages, call.window = layout.window;
     call.sinks = layout.sinks, call.recent = layout.recent, call.budget = layout.budget;
     call.channels = layout.channels;
-    call.mass = layout.mass, call.scale = layout.scale, call.softcap = layout.softcap;
+    call.mass = layout.mass, call.scale = layout.scale, call.softcap = layout.softcap, call.clip = layout.clip;
     call.mean = layout.mean, call.compensate = layout.compensate;
     call.policies = reinterpret_cast<const uint8_t*>(attributes.policies.get());
     call.past = attention.past, call.fresh = attention.fresh;

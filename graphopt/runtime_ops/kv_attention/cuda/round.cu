@@ -23,12 +23,13 @@ struct Leaving {
 };
 
 // low, step and inverse step of a set of numbers, from its least and its largest; `spoiled` is NaN where the set has a
-// number that is not finite, else 0.
+// number that is not finite, else 0. Codes span the share `clip` of what the numbers span.
 struct Steps {
   float low, step, inverse;
 
-  GRAPHOPT_DEVICE Steps(float least, float most, float spoiled, float levels) {
-    const float span = (most - least) + spoiled, nan = span - span;
+  GRAPHOPT_DEVICE Steps(float first, float most, float spoiled, float levels, float clip) {
+    const float whole = (most - first) + spoiled, span = whole * clip, nan = span - span;
+    const float least = first + whole * ((1 - clip) / 2);
     const bool used = span >= 1e-30f && nan == 0;
     low = nan == 0 ? least : nan;
     step = used ? span / levels : 0;
@@ -91,13 +92,14 @@ void round_page(CudaCall call) {
   for (size_t c = thread; c < size; c += kRoundThreads) {
     Extent extent;
     for (size_t t = 0; t < tokens; ++t) extent.add(keys.at(t, c));
-    const Steps steps(extent.least, extent.most, extent.spoiled, levels);
+    const Steps steps(extent.least, extent.most, extent.spoiled, levels, layout.clip);
     scales[c] = key_low[c] = steps.low, scales[size + c] = steps.step, key_inverse[c] = steps.inverse;
   }
   for (size_t t = thread / kWarp; t < tokens; t += kRoundThreads / kWarp) {
     Extent extent;
     for (size_t c = static_cast<size_t>(lane()); c < size; c += kWarp) extent.add(values.at(t, c));
-    const Steps steps(-reduce_max(-extent.least), reduce_max(extent.most), reduce_sum(extent.spoiled), levels);
+    const float spoiled = reduce_sum(extent.spoiled);
+    const Steps steps(-reduce_max(-extent.least), reduce_max(extent.most), spoiled, levels, layout.clip);
     if (lane() == 0) {
       scales[2 * size + t] = value_low[t] = steps.low, scales[2 * size + tokens + t] = steps.step;
       value_inverse[t] = steps.inverse;

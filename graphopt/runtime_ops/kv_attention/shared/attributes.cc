@@ -76,6 +76,7 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "scale", &layout.scale));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "softcap", &layout.softcap));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "storage", storage, sizeof storage));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "clip", &layout.clip));
   struct Count {
     const char* name;
     int64_t *value, least, most;
@@ -115,6 +116,10 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   if (which == kKnown) return node.error("its attribute storage must be one of %s, not '%s'", kAllNames + 2, storage);
   if (type != kTypes[which]) return node.error("keys and values have another type than %s is stored in", storage);
   layout.store_as(static_cast<Storage>(which));
+  if (!(layout.clip > 0 && layout.clip <= 1) || (layout.clip < 1 && !layout.integers())) {
+    return node.error("its attribute clip must be above 0 and at most 1, and 1 for floats; it is %g for %s",
+                      static_cast<double>(layout.clip), storage);
+  }
   layout.kv_heads = static_cast<size_t>(heads);
   layout.page = static_cast<size_t>(page);
   if (layout.page % layout.unit()) {

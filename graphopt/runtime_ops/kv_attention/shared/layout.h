@@ -20,6 +20,7 @@ struct Layout : PolicyParameters {
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
   int64_t window = 0, sinks = 0, recent = 1;
   float scale = 1, softcap = 0;
+  float clip = 1;  // of what the numbers of a set span, the share that codes span
 
   inline __attribute__((always_inline)) void store_as(Storage how) {
     storage = how, bits = bits_of_storage(how), levels = levels_of_storage(how);

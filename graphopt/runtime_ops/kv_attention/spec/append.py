@@ -72,8 +72,8 @@ def _round_page(attributes: KVAttributes, state: State, page: int, channels: int
     physical = int(attributes.physical_page(page, state["keys"].shape[1]))
     slot = state["recent"][:, int(attributes.slot(page))]
     keys, values = np.moveaxis(slot.reshape(len(slot), 2, attributes.page, channels), 1, 0)
-    key_codes, key_low, key_step = round_page(keys, -2, attributes.levels)
-    value_codes, value_low, value_step = round_page(values, -1, attributes.levels)
+    key_codes, key_low, key_step = round_page(keys, -2, attributes.levels, attributes.clip)
+    value_codes, value_low, value_step = round_page(values, -1, attributes.levels, attributes.clip)
     state["keys"][:, physical] = pack_keys(key_codes, attributes.storage)
     state["values"][:, physical] = pack_values(value_codes, attributes.storage)
     state["scales"][:, physical] = np.concatenate([key_low, key_step, value_low, value_step], axis=-1)

@@ -64,8 +64,8 @@ def _with_parameters(cls: type[T]) -> type[T]:
 class KVAttributes:
     """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.spec.schema`.
 
-    Every node states those that are listed here. A parameter of a later policy is a field too, which only nodes state
-    that have a head of that policy. Floats are rounded to float32, as a node holds them.
+    Every node states those that are listed here, but for a ``clip`` of 1. A parameter of a later policy is a field too,
+    which only nodes state that have a head of that policy. Floats are rounded to float32, as a node holds them.
 
     Raises:
         ValueError: an attribute is out of its range, or two do not fit one another.
@@ -87,13 +87,14 @@ class KVAttributes:
     mass: float = 0.0
     channels: int = 0
     compensate: int = 0
+    clip: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
         parameters = [parameter for policy in POLICIES.values() for parameter in policy.parameters()]
         floats = [parameter.name for parameter in parameters if isinstance(parameter.absent, float)]
         with np.errstate(over="ignore"):  # what float32 cannot hold is refused below, as infinite
-            for name in ("scale", "softcap", *floats):
+            for name in ("scale", "softcap", "clip", *floats):
                 object.__setattr__(self, name, float(np.float32(getattr(self, name))))
         self._check_ranges(parameters)
         self._check_policies()
@@ -109,6 +110,11 @@ class KVAttributes:
         if self.levels is not None and self.page % self.stored.unit:
             raise ValueError(
                 f"KVAttention: with {self.storage} a page has a multiple of {self.stored.unit} tokens, not {self.page}"
+            )
+        if not 0 < self.clip <= 1 or (self.clip < 1 and self.levels is None):
+            raise ValueError(
+                f"KVAttention: clip is a share above 0 and up to 1 of what numbers span, and 1 for floats; it is "
+                f"{self.clip} for {self.storage}"
             )
         for parameter in parameters:
             parameter.check(getattr(self, parameter.name))
@@ -136,6 +142,8 @@ class KVAttributes:
         """Return the attributes by name, as a node takes them."""
         unused_policies = [policy for policy in POLICIES.values() if policy.number not in self.policies]
         absent = {parameter.name for policy in unused_policies for parameter in policy.parameters()} - _VERSION_1
+        if self.clip == 1:
+            absent.add("clip")
         return {name: value for name, value in asdict(self).items() if name not in absent} | {
             "policies": list(self.policies)
         }

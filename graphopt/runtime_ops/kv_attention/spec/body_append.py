@@ -223,7 +223,7 @@ def _round_pages(
     for index, (source, axis, pack) in enumerate(((key, -2, packed_keys), (value, -1, packed_values))):
         tokens, is_new = call.new_tokens(source, positions)
         old = call.pick(op.Gather(before, index, axis=3), _slot(call, leaving))
-        codes, low, step = round_numbers(op, op.Where(is_new, tokens, old), axis, attrs.levels)
+        codes, low, step = round_numbers(op, op.Where(is_new, tokens, old), axis, attrs.levels, attrs.clip)
         tensors.append(pack(op, codes, attrs))
         scales += [op.Squeeze(low, [axis]), op.Squeeze(step, [axis])]
     tensors.append(op.Concat(*scales, axis=-1))

@@ -64,23 +64,29 @@ def as_stored(op: OpBuilder, numbers: ir.Value, attrs: KVAttributes) -> ir.Value
     return op.Cast(op.Cast(numbers, to=_type(attrs)), to=ir.DataType.FLOAT)
 
 
-def round_numbers(op: OpBuilder, page: ir.Value, axis: int, levels: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+def round_numbers(
+    op: OpBuilder, page: ir.Value, axis: int, levels: int, clip: float
+) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return codes uint8, and low and step with an ``axis`` of 1; see ``round_page``."""
     low, high = op.ReduceMin(page, [axis], keepdims=1), op.ReduceMax(page, [axis], keepdims=1)
-    return _round_between(op, page, low, high, axis, levels)
+    span = op.Sub(high, low)
+    if clip < 1:
+        low = op.Add(low, op.Mul(span, float(np.float32((1 - clip) / 2))))
+        span = op.Mul(span, float(np.float32(clip)))
+    return _round_between(op, page, low, span, axis, levels)
 
 
 def rounded_tokens(op: OpBuilder, tokens: ir.Value, levels: int) -> tuple[ir.Value, ir.Value]:
     """Return codes uint8 of tokens [..., D], and scales with an axis of 1; see ``round_tokens``."""
     magnitude = op.ReduceMax(op.Abs(tokens), [-1], keepdims=1)
-    codes, low, step = _round_between(op, tokens, op.Neg(magnitude), magnitude, -1, levels)
+    low = op.Neg(magnitude)
+    codes, low, step = _round_between(op, tokens, low, op.Sub(magnitude, low), -1, levels)
     return codes, op.Where(op.IsNaN(low), low, step)
 
 
 def _round_between(
-    op: OpBuilder, page: ir.Value, low: ir.Value, high: ir.Value, axis: int, levels: int
+    op: OpBuilder, page: ir.Value, low: ir.Value, span: ir.Value, axis: int, levels: int
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    span = op.Sub(high, low)
     # minima and maxima may lose a NaN; x 0 is 0 for finite x and NaN otherwise
     spoiler = op.Add(op.ReduceSum(op.Mul(page, 0.0), [axis], keepdims=1), op.Mul(span, 0.0))
     is_bad = op.IsNaN(spoiler)

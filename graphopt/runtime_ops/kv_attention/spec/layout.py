@@ -87,22 +87,27 @@ def to_storage(numbers: Array, storage: str) -> Array:
         return numbers.astype(dtype)
 
 
-def round_page(page: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, Singles]:
+def round_page(page: Singles, axis: int, levels: int, clip: float = 1.0) -> tuple[Bytes, Singles, Singles]:
     """Round numbers to codes, all of it in float32 arithmetic.
 
-    low = min, span = max - min. Where span < 1e-30, step and codes are 0; else step = span / levels and
-    code = round((x - low) (levels / span)), ties to even, from 0 to levels. A set that is not finite, or whose span is
-    not, has low = NaN, step = 0 and codes 0.
+    whole = max - min, low = min + whole (1 - clip) / 2, span = whole clip. Where span < 1e-30, step and codes are 0;
+    else step = span / levels and code = round((x - low) (levels / span)), ties to even, from 0 to levels. A set that is
+    not finite, or whose span is not, has low = NaN, step = 0 and codes 0.
 
     Args:
         page: float32, of any shape.
         axis: the numbers along it share a scale: tokens for keys, channels for values.
         levels: the largest code.
+        clip: the share of what the numbers span that codes span, in (0, 1].
 
     Returns:
         codes uint8, the shape of ``page``; low and step, float32, without ``axis``.
     """
-    return _round(page, page.min(axis, keepdims=True), page.max(axis, keepdims=True), axis, levels)
+    low, high = page.min(axis, keepdims=True), page.max(axis, keepdims=True)
+    with np.errstate(invalid="ignore", over="ignore"):
+        whole = high - low
+        margin = whole * np.float32((1 - clip) / 2)
+        return _round(page, low + margin, whole * np.float32(clip), axis, levels)
 
 
 def round_tokens(tokens: Singles, levels: int) -> tuple[Bytes, Singles]:
@@ -118,13 +123,13 @@ def round_tokens(tokens: Singles, levels: int) -> tuple[Bytes, Singles]:
         codes uint8, the shape of ``tokens``; scales float32 [...], NaN where a number is not finite.
     """
     magnitude = np.abs(tokens).max(-1, keepdims=True)
-    codes, low, step = _round(tokens, -magnitude, magnitude, -1, levels)
+    with np.errstate(over="ignore"):
+        codes, low, step = _round(tokens, -magnitude, magnitude + magnitude, -1, levels)
     return codes, np.where(np.isnan(low), low, step)
 
 
-def _round(page: Singles, low: Singles, high: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, Singles]:
+def _round(page: Singles, low: Singles, span: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, Singles]:
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        span = high - low
         is_finite = np.isfinite(span)
         is_flat = ~is_finite | (span < TINY)
         divisor = np.where(is_flat, np.float32(1), span)

@@ -37,6 +37,8 @@ Attributes:
     channels: int, of the queries, by which scores are made; 0 for all D.
     compensate: int, 0 or 1: heads that stream read one token more, for those that they dropped. With a ``window`` it
         must be 0.
+    clip: float, above 0 and at most 1, of storages of integers: codes span this share of what the numbers of a set
+        span, its middle, and numbers beyond it get the first or the last code. Nodes may leave it out, for 1.
     The kernel takes nodes without the last three, as 0.
 
 Outputs:

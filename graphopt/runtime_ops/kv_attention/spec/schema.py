@@ -89,10 +89,13 @@ SCHEMA = Schema(
     outputs=outputs_of(STATES),
     attributes=_ATTRIBUTES,
     optional={
-        each.name: _TYPES[type(each.absent)]
-        for policy in POLICIES.values()
-        for each in policy.parameters()
-        if each.name not in _ATTRIBUTES
+        "clip": ir.AttributeType.FLOAT,
+        **{
+            each.name: _TYPES[type(each.absent)]
+            for policy in POLICIES.values()
+            for each in policy.parameters()
+            if each.name not in _ATTRIBUTES
+        },
     },
     shapes=shapes_of(STATES),
     cost=cost,
