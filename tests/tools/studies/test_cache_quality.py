@@ -1,0 +1,61 @@
+"""What the study of caches emulates is what the operator and llama.cpp's blocks do to numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+from tests.runtime_ops.kv_cases import Fed
+from tools.studies.cache_quality import row
+from tools.studies.caches.attention import _read
+from tools.studies.caches.methods import of_pages
+from tools.studies.caches.rounding import Tail, blocks_of_32
+
+TOKENS, CHANNELS, GROUP = 230, 32, 3
+
+
+@pytest.mark.parametrize(
+    ("bits", "options"),
+    [(8, {}), (4, {}), (3, {"clip": 0.9}), (2, {"clip": 0.7})],
+    ids=["int8", "int4", "int3", "int2"],
+)
+def test_emulated_pages_are_those_of_the_operator(bits: int, options: dict[str, Any]) -> None:
+    random = np.random.default_rng(bits)
+    query, key, value = (random.standard_normal((1, TOKENS, n * CHANNELS)).astype(np.float32) for n in (GROUP, 1, 1))
+    attributes = KVAttributes(1, 0.3, page=32, storage=f"int{bits}", sink_pages=1, recent_pages=1, **options)
+    nothing = np.zeros(0, np.float32)
+    tokens = {"query": query, "key": key, "value": value, "sink_logits": nothing, "sink_query": nothing}
+    cache = Fed(attributes, tokens, 8)
+    cache.call(TOKENS - 1)
+    expected = cache.call(1)[0, 0].reshape(GROUP, CHANNELS)
+
+    tail = Tail(page=32, first=1, newest=1)
+    method = of_pages(bits, rotated=False, tail=tail, **options)
+    k, v = torch.from_numpy(key), torch.from_numpy(value)
+    stored = method.apply(k, v)
+    last = torch.from_numpy(query[0, -1:].reshape(1, GROUP, CHANNELS)).transpose(0, 1) * 0.3
+    numbers = [each[0] for each in (*stored, k, v)]
+    found = _read(last, numbers, torch.tensor([TOKENS - 1]), tail)[:, 0]
+    # sums of 230 products in float32 by two programs
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "levels"), [("q8_0", 127), ("q5_0", 16), ("q4_0", 8)])
+def test_blocks_of_llama_err_by_their_steps(kind: str, levels: int) -> None:
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 5, 64)).astype(np.float32))
+    error = (blocks_of_32(x, kind) - x).abs().reshape(3, 5, 2, 32)
+    largest = x.reshape(3, 5, 2, 32).abs().amax(-1, keepdim=True)
+    # half a step, or a whole one at the end that has no code, and a step rounded to 11 bits
+    assert (error <= largest * ((0.5 if kind == "q8_0" else 1) / levels + 2**-10)).all()
+    assert error.mean() > largest.mean() / levels / 8
+
+
+def test_a_cache_that_changes_nothing_costs_nothing() -> None:
+    logits = torch.log_softmax(torch.arange(12.0).reshape(3, 4), -1)
+    same = row("floats", "emulated", 32, logits, logits, torch.tensor([0, 3, 3]), 0.0)
+    assert (same.kl_mean, same.same) == (0, 1)
+    assert same.perplexity == pytest.approx(1 / float(torch.softmax(torch.arange(4.0), -1)[3]))

@@ -1,0 +1,103 @@
+"""A model of transformers whose attention reads keys and values as a cache would give them back.
+
+A token reads what it would find when tokens come one by one: pages that have left the tail rounded, all others as
+floats. So all tokens of a piece go through the model together.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from graphopt.models.gguf.checkpoint import load_gguf
+from tools.studies.caches.rounding import Method, Tail, Tensor
+
+_ROWS = 256  # queries at a time
+
+
+class RoundedModel:
+    """A causal language model, the keys and values of a prefix that it has read as floats, and one way to round them.
+
+    Args:
+        checkpoint: a ``.gguf`` file or a Hugging Face folder.
+        ids: int64 [tokens], the text.
+        scored: the last tokens of it are fed again under each method.
+    """
+
+    def __init__(self, checkpoint: Path, ids: Tensor, scored: int) -> None:
+        torch.set_grad_enabled(False)
+        if checkpoint.suffix == ".gguf":
+            self.model = load_gguf(checkpoint)[0].eval()
+        else:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32).eval()
+        ALL_ATTENTION_FUNCTIONS.register("graphopt_rounded_cache", self._attention)
+        self.model.config._attn_implementation = "graphopt_rounded_cache"
+        self.ids, self.scored = ids, scored
+        self.prefix: dict[int, tuple[Tensor, Tensor]] = {}
+        self._method: Method | None = None
+        self._keeps = True
+        self.reference = self._log_probabilities(0)
+        self._keeps = False
+        self.prefix = {layer: (k[:, :-scored].clone(), v[:, :-scored].clone()) for layer, (k, v) in self.prefix.items()}
+
+    def log_probabilities(self, method: Method) -> Tensor:
+        """Return the logarithms of the probabilities behind each scored token, float32 [scored, vocabulary]."""
+        self._method = method
+        return self._log_probabilities(len(self.ids) - self.scored)
+
+    def _log_probabilities(self, first: int) -> Tensor:
+        positions = torch.arange(first, len(self.ids))[None]
+        hidden = self.model.model(self.ids[None, first:], position_ids=positions, use_cache=False).last_hidden_state
+        logits: Tensor = self.model.lm_head(hidden[0, -self.scored :])
+        return torch.log_softmax(logits.float(), -1)
+
+    def _rotary(self, keys: Tensor, direction: int) -> Tensor:
+        """Embed positions in keys [heads, tokens, channels], or take them off again: the halves are pairs."""
+        positions = torch.arange(keys.shape[1])[None]
+        cos, sin = self.model.model.rotary_emb(keys, positions)
+        first, second = keys.chunk(2, -1)
+        embedded: Tensor = keys * cos + torch.cat([-second, first], -1) * sin * direction
+        return embedded
+
+    def _attention(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **others: Any
+    ) -> tuple[Tensor, None]:
+        del mask, others
+        q, k, v = query[0], key[0], value[0]
+        if self._keeps:
+            self.prefix[module.layer_idx] = (k, v)
+        elif self.prefix:
+            k, v = (torch.cat(pair, 1) for pair in zip(self.prefix[module.layer_idx], (k, v), strict=True))
+        stored = (k, v) if self._method is None else self._method.apply(k, v, self._rotary)
+        tail = None if self._method is None else self._method.tail
+        group, out = q.shape[0] // k.shape[0], torch.empty_like(q)
+        for head in range(k.shape[0]):
+            heads = slice(head * group, (head + 1) * group)
+            numbers = [each[head] for each in (*stored, k, v)]
+            for begin in range(0, q.shape[1], _ROWS):
+                rows = slice(begin, begin + _ROWS)
+                end = k.shape[1] - q.shape[1] + min(begin + _ROWS, q.shape[1])
+                positions = torch.arange(end - q[0, rows].shape[0], end)
+                found = _read(q[heads, rows] * scaling, [each[:end] for each in numbers], positions, tail)
+                out[heads, rows] = found
+        return out.transpose(0, 1)[None], None
+
+
+def _read(q: Tensor, numbers: list[Tensor], positions: Tensor, tail: Tail | None) -> Tensor:
+    """Return what queries [group, rows, channels] at ``positions`` read of keys and values, stored and as floats."""
+    keys, values, float_keys, float_values = numbers
+    tokens, p = torch.arange(keys.shape[0])[None], positions[:, None]
+    scores = q @ keys.mT
+    is_stored = None
+    if tail is not None:
+        page = tokens // tail.page
+        is_stored = (page >= tail.first) & (page < p // tail.page - tail.newest)
+        scores = torch.where(is_stored, scores, q @ float_keys.mT)
+    weights = torch.softmax(scores.masked_fill_(tokens > p, -torch.inf), -1)
+    if is_stored is None:
+        return weights @ values
+    return (weights * is_stored) @ values + (weights * ~is_stored) @ float_values

@@ -1,0 +1,114 @@
+"""The methods that are compared: caches of graphopt, of llama.cpp, and of papers, as combinations of roundings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from tools.studies.caches.rounding import (
+    CHANNELS,
+    TOKENS,
+    Method,
+    Round,
+    Tail,
+    Tensor,
+    asymmetric,
+    blocks_of_32,
+    normalized,
+    symmetric,
+    tabled,
+    with_low_rank,
+    with_outliers,
+)
+
+TAIL = Tail()
+CLIPS = {2: 0.9}
+"""What ``quantize_kv`` takes for storages of so few bits."""
+
+SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+
+
+def of_pages(
+    bits: int,
+    value_bits: int | None = None,
+    *,
+    rotated: bool = True,
+    clip: float = 1.0,
+    tail: Tail = TAIL,
+    name: str = "",
+) -> Method:
+    """Return pages of ``KVAttention``: keys with a low and a step per channel and page, values with those per token."""
+    value_bits = value_bits or bits
+    keys = partial(asymmetric, axis=TOKENS, bits=bits, clip=clip)
+    values = partial(asymmetric, axis=CHANNELS, bits=value_bits, clip=clip)
+    shown = (name or f"int{bits}") + ("" if value_bits == bits else f" keys, int{value_bits} values")
+    shown += (", rotated" if rotated else "") + (f", clip {clip}" if clip < 1 else "")
+    return Method(shown, (keys, values), (bits + value_bits) / 2, tail, rotated)
+
+
+def in_pages(name: str, rounds: tuple[Round, Round], bits: float, *, before_rotary: bool = False) -> Method:
+    """Return a method in pages with the usual tail, rotated unless keys are rounded before the rotary embedding."""
+    return Method(name, rounds, bits, TAIL, not before_rotary, before_rotary)
+
+
+def methods() -> list[Method]:
+    """Return all methods; what matters most comes first."""
+    found = [Method(f"llama.cpp {kind}", alike(blocks_of_32, kind=kind), bits) for kind, bits in _LLAMA.items()]
+    found += [of_pages(bits, clip=CLIPS.get(bits, 1.0)) for bits in (6, 4, 3, 2)]
+    found.append(of_pages(2))
+    found += [of_pages(bits, rotated=False) for bits in (6, 4, 3, 2)]
+    found += [of_pages(bits, clip=clip) for bits, clip in ((4, 0.95), (3, 0.95), (2, 0.8), (2, 0.7))]
+    found += [
+        of_pages(2, clip=CLIPS[2], tail=Tail(newest=3), name="int2, three newest pages"),
+        of_pages(3, 2, clip=CLIPS[2]),
+        of_pages(4, 2, clip=CLIPS[2]),
+        of_pages(2, 4, clip=CLIPS[2]),
+        of_pages(8, 4),
+        of_pages(4, 8),
+    ]
+    return found + of_papers() + of_blocks()
+
+
+def of_papers() -> list[Method]:
+    """Return methods of papers, in pages with the same tail as those of graphopt."""
+    found = []
+    for bits in (3, 2):
+        clip = CLIPS.get(bits, 1.0)
+        rows, columns = (partial(asymmetric, axis=axis, bits=bits, clip=clip) for axis in (CHANNELS, TOKENS))
+        by_error, by_table = partial(asymmetric, bits=bits, shares=SHARES), partial(tabled, bits=bits)
+        shown = f"{bits} bits" + (f", clip {clip}" if clip < 1 else "")
+        found += [
+            in_pages(f"KVarN: rows and columns normalized, {shown}", (normalized(columns), normalized(rows)), bits),
+            in_pages(f"SKVQ: each set clipped by least squares, {bits} bits", by_axis(by_error), bits),
+            in_pages(f"KVQuant: tables, {bits} bits", by_axis(by_table), bits),
+            in_pages(f"KVQuant: keys before rotary, {shown}", (columns, rows), bits, before_rotary=True),
+            in_pages(f"KVQuant: 1% outliers, {shown}", (with_outliers(columns, 0.01), with_outliers(rows, 0.01)), bits),
+            in_pages(f"per token and head, {shown}", (rows, rows), bits),
+            in_pages(f"GEAR: a residual of rank 2, {shown}", (with_low_rank(columns, 2), with_low_rank(rows, 2)), bits),
+        ]
+    return found
+
+
+def of_blocks() -> list[Method]:
+    """Return blocks of the server: each token by itself, the newest too."""
+    found = []
+    for keys, values in ((8, 8), (4, 4), (8, 4)):
+        rounds = (partial(symmetric, bits=keys), partial(symmetric, bits=values))
+        name = f"blocks of the server, int{keys}" + ("" if keys == values else f" keys, int{values} values")
+        found.append(Method(f"{name}, rotated", rounds, (keys + values) / 2))
+        found.append(Method(f"{name}, rotated, keys centred", rounds, (keys + values) / 2, centred=True))
+    return found
+
+
+def alike(function: Callable[..., Tensor], **options: Any) -> tuple[Round, Round]:
+    """Return what rounds keys and values in the same way."""
+    return partial(function, **options), partial(function, **options)
+
+
+def by_axis(function: Callable[..., Tensor]) -> tuple[Round, Round]:
+    """Return what rounds keys along the tokens of a page, and values along their channels."""
+    return partial(function, axis=TOKENS), partial(function, axis=CHANNELS)
+
+
+_LLAMA = {"q8_0": 8.5, "q5_0": 5.5, "q4_0": 4.5}
