@@ -73,6 +73,7 @@ def any_calls(
     groups: Sequence[int],
     head_sizes: Sequence[int],
     storages: Sequence[str] = STORAGES,
+    has_factors: bool = True,
 ) -> tuple[KVAttributes, Arrays, list[int], list[list[int]]]:
     """Draw attributes, and tokens for up to ``most`` calls of up to ``tokens`` columns each.
 
@@ -84,6 +85,7 @@ def any_calls(
     attributes = attributes_of(
         storage=storage,
         clip=draw(st.sampled_from([1.0, 1.0, 0.7, 0.1])) if storage in LEVELS else 1.0,
+        token_factors=draw(st.integers(0, 1)) if has_factors and storage in LEVELS else 0,
         kv_heads=heads,
         page=draw(st.sampled_from(PAGES)),
         policies=draw(st.lists(st.integers(0, 2), min_size=heads, max_size=heads)),

@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 _PAGE = 64
 _CLIPS = {"int2": 0.9}
+_WITH_FACTORS = ("int3", "int2")
 
 
 CACHE_STORED = Rule(
-    "quantize_kv.stored", "its cache is stored as {storage} in pages of {page}", clip=", {clip}", floats=", {floats}"
+    "quantize_kv.stored",
+    "its cache is stored as {storage} in pages of {page}",
+    factors=", {factors}",
+    clip=", {clip}",
+    floats=", {floats}",
 )
+TOKEN_FACTORS = Rule("quantize_kv.token-factors", "keys with a factor per token")
 CLIP_SHARE = Rule("quantize_kv.clipped", "codes span {share} of the numbers of a set")
 FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
 STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
@@ -65,6 +71,10 @@ class QuantizeKV(Pass):
     numbers beyond it get the first or the last code, and all others have a smaller step (SKVQ, Duanmu et al. 2024).
     That helps four levels, and harms more of them: a key that is cut off may be the one that a query looks for.
 
+    With ``token_factors`` each key of a page is divided by its size before that, so that one step of a channel fits
+    small and large keys: K = factor[t] (low[c] + step[c] codes[t, c]). Scores of a page are multiplied by the factors
+    when it is read (after KVarN, arXiv 2606.03458, which normalizes rows and columns of keys and values).
+
     Pages of floats have no scales. float8 (E4M3FN, Micikevicius et al. 2022) has 4 significant bits and cuts off at
     448; what is below 2^-6 has fewer bits, so it is for caches whose numbers are neither large nor tiny.
 
@@ -78,6 +88,8 @@ class QuantizeKV(Pass):
         recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
         clip: the share of what the numbers of a set span that codes span, for integers; ``None`` is 0.9 for int2 and
             1 for the others: what lost least on a real model at 8192 tokens (docs/caches.md).
+        token_factors: whether keys of integers have a factor per token; ``None``: int3 and int2 have, more bits gain
+            nothing by it. For CPUs only.
     """
 
     name: ClassVar[str] = "quantize_kv"
@@ -89,6 +101,7 @@ class QuantizeKV(Pass):
     sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
     recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
     clip: Annotated[float, Field(gt=0, le=1)] | None = None
+    token_factors: bool | None = None
 
     @property
     def context_tokens(self) -> int:
@@ -99,6 +112,11 @@ class QuantizeKV(Pass):
     def share_of_codes(self) -> float:
         """What codes span of what numbers span; 1 where a storage is floats."""
         return _CLIPS.get(self.storage, 1.0) if self.clip is None else self.clip
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether keys get a factor per token."""
+        return self.storage in _WITH_FACTORS if self.token_factors is None else self.token_factors
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Change the storage of every cache; say why where there is none in pages."""
@@ -115,6 +133,17 @@ class QuantizeKV(Pass):
             raise InputError(
                 f"clip is a share of what codes span, and {options.storage} has no codes",
                 remedy="leave clip of quantize_kv out",
+            )
+        has_factors = options.has_factors
+        if has_factors and not integer:
+            raise InputError(
+                f"token_factors belong to keys of integers, and {options.storage} has no scales",
+                remedy="leave token_factors of quantize_kv out",
+            )
+        if has_factors and context.target == "ort-cuda":
+            raise InputError(
+                "quantize_kv gives keys a factor per token, and kernels on GPUs know none",
+                remedy="leave token_factors of quantize_kv out, or choose --target ort-cpu",
             )
         unit = STORAGE_OF[options.storage].unit if integer else 1
         for node in kv_nodes(model.graph):
@@ -138,10 +167,12 @@ class QuantizeKV(Pass):
                 "sink_pages": options.sink_pages if integer else 0,
                 "recent_pages": options.recent_pages if integer else 0,
                 "clip": options.share_of_codes,
+                "token_factors": int(has_factors),
             }
             change(model.graph, node, update)
             floats = FLOATS(first=options.sink_pages, newest=options.recent_pages) if integer else None
             clip = CLIP_SHARE(share=f"{options.share_of_codes:.0%}") if options.share_of_codes < 1 else None
-            fact = CACHE_STORED(storage=options.storage, page=page, clip=clip, floats=floats)
+            factors = TOKEN_FACTORS() if has_factors else None
+            fact = CACHE_STORED(storage=options.storage, page=page, factors=factors, clip=clip, floats=floats)
             ledger.changed(node, fact, [node])
         describe(model)

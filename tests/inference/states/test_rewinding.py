@@ -12,8 +12,9 @@ from graphopt.errors import InputError
 from graphopt.inference.states.buffers import HostBuffer, Row
 from graphopt.inference.states.pages import move_pages
 from graphopt.inference.states.rewinding import check_length, first_length, rewind_row
-from graphopt.runtime_ops.kv_attention.spec.append import State, append
+from graphopt.runtime_ops.kv_attention.spec.append import State, append, row_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.stored import stored_tokens
 from tests.runtime_ops.kv_cases import Fed, tokens_of, unit_of
 
 HEADS, SIZE, PAGE = 2, 32, 16  # a head of every storage; a page of most, see unit_of
@@ -97,6 +98,23 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
                 for state in (after, straight)
             ]
             assert np.abs(slots[0] - slots[1]).max() <= rounding
+
+
+def test_keys_with_factors_become_the_floats_that_were_read() -> None:
+    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage="int4", token_factors=1)
+    layer, keys = (
+        PagedLayer(0, SIZE, kv),
+        drawn(3, 2 * PAGE) * np.linspace(1, 9, 2 * PAGE, dtype=np.float32)[:, None, None],
+    )
+    state = filled(layer, 2, [keys])
+    read = [
+        [numbers.numbers for numbers in stored_tokens(kv, row_of(state, 0), head, np.arange(PAGE), 2 * PAGE, SIZE)]
+        for head in range(HEADS)
+    ]
+    rewind_row(layer, first_row(state), 2 * PAGE, PAGE)
+    slot = state["recent"][0, :, int(kv.slot(0))].reshape(HEADS, 2, PAGE, SIZE)
+    # a product and a sum in float32, and a product with the factor
+    np.testing.assert_allclose(slot, read, rtol=0, atol=2**-20 * np.abs(keys).max())
 
 
 @given(

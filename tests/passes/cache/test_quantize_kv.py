@@ -60,8 +60,12 @@ def test_ports_follow_the_storage(
 @pytest.mark.parametrize(
     ("options", "clip", "says"),
     [
-        ({"storage": "int2"}, 0.9, "pages of 64, codes span 90% of the numbers of a set, 1 first"),
-        ({"storage": "int2", "clip": 1}, 1, "pages of 64, 1 first"),
+        (
+            {"storage": "int2"},
+            0.9,
+            "of 64, keys with a factor per token, codes span 90% of the numbers of a set, 1 first",
+        ),
+        ({"storage": "int2", "clip": 1, "token_factors": False}, 1, "pages of 64, 1 first"),
         ({"storage": "int4"}, 1, "pages of 64, 1 first"),
         ({"storage": "int8", "clip": 0.5}, 0.5, "codes span 50% of the numbers of a set"),
     ],
@@ -72,6 +76,25 @@ def test_codes_span_what_the_storage_or_the_recipe_asks_for(
     report = run_pass(llama, "quantize_kv", **options)
     assert {layer.attributes.clip for layer in layers_of(llama.graph)} == {np.float32(clip)}
     assert says in str(report.changes[-1].what)
+
+
+@pytest.mark.parametrize(
+    ("options", "has_factors"),
+    [({"storage": "int2"}, 1), ({"storage": "int4"}, 0), ({"storage": "int4", "token_factors": True}, 1)],
+)
+def test_keys_have_factors_where_they_pay_or_are_asked_for(
+    options: dict[str, Any], has_factors: int, llama: ir.Model
+) -> None:
+    run_pass(llama, "quantize_kv", page=32, **options)
+    assert {layer.attributes.token_factors for layer in layers_of(llama.graph)} == {has_factors}
+    scales = next(value for value in llama.graph.inputs if value.name == "past_key_values.0.scales")
+    assert scales.shape is not None
+    assert scales.shape[3] == 2 * 16 + (2 + has_factors) * 32
+
+
+def test_floats_and_gpus_have_no_factors(llama: ir.Model) -> None:
+    with pytest.raises(InputError, match="token_factors belong to keys of integers, and float16 has no scales"):
+        run_pass(llama, "quantize_kv", storage="float16", token_factors=True)
 
 
 def test_floats_have_no_codes_to_clip(llama: ir.Model) -> None:

@@ -173,7 +173,14 @@ def test_what_is_chosen_of_many_pages(kernels: ctypes.CDLL, mass: float) -> None
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    drawn=any_calls(most=3, tokens=30, groups=[1, 2, 3, 4, 7, 8, 10], head_sizes=[16, 48, 144], storages=GPU_STORAGES),
+    drawn=any_calls(
+        most=3,
+        tokens=30,
+        groups=[1, 2, 3, 4, 7, 8, 10],
+        head_sizes=[16, 48, 144],
+        storages=GPU_STORAGES,
+        has_factors=False,
+    ),
     seed=st.integers(0, 99),
 )
 def test_any_call(

@@ -18,20 +18,21 @@ errs by half of max|r| / L, L = 2^14 - 1, and by a share of 4 u for the quotient
 
     max|r| (1 / (2 L) + 4 u) sum code.
 
-- e_j = scale (that + gamma(D + 8) sum_c |q_c| (|low_c| + |step_c| code_c)) for the product, where D + 8 counts the
-  products and sums of both parts, and the products with scale and step. A softcap c has a slope of at most 1, and
-  errs by 8 u c itself. The difference to the largest score is rounded once, u |s_j - max s|; exp errs by 4 u of itself.
+- e_j = scale (that + gamma(D + 9) sum_c |q_c| (|low_c| + |step_c| code_c)) for the product, where D + 9 counts the
+  products and sums of both parts, and the products with scale, step and the factor of a token. A softcap c has a slope
+  of at most 1, and errs by 8 u c itself. The difference to the largest score is rounded once, u |s_j - max s|; exp errs
+  by 4 u of itself.
 - The sums of y and of weights meet at most N + 4 n + 16 roundings each, for N tokens read on n pages: a page's sum is
   rescaled when a larger score comes, and pages are merged. So gamma(2 (N + 4 n + 16)) of the sum of magnitudes
   p'_j (|low_j| + |step_j| code_j), and of what rounding r adds. Where results are subnormal each errs by 2^-150 more.
 - What is below e^-87 of the largest weight, or in r below 1e-30, may count as that or as nothing.
 
 **A storage of integers** gives x back within step (1/2 + 5 u levels): (x - low) (levels / span) meets 3 roundings,
-each of at most u levels steps, and step and span one each. A float of s significant bits and a least exponent e gives
-x back within a share of 2^-s of what it stores for x (Higham, theorem 2.3), or within half of its least number, 2^(e -
-s): float16 has s = 11 and e = -14, bfloat16 8 and -126, float8 4 and -6. A float8 of 448 may stand for anything above.
-Pages that retrieval chooses are the same, as summaries are made of the float keys. So e_j = scale sum_c |q_c| step_c
-(1/2 + 5 u levels), and a value errs by step_j (1/2 + 5 u levels).
+each of at most u levels steps, and step and span one each; x / factor of a token one more, of u of itself. A float of s
+significant bits and a least exponent e gives x back within a share of 2^-s of what it stores for x (Higham, theorem
+2.3), or within half of its least number, 2^(e - s): float16 has s = 11 and e = -14, bfloat16 8 and -126, float8 4 and
+-6. A float8 of 448 may stand for anything above. Pages that retrieval chooses are the same, as summaries are made of
+the float keys. So e_j = scale sum_c |q_c| step_c (1/2 + 5 u levels), and a value errs by step_j (1/2 + 5 u levels).
 
 **A token that stands for those that streaming dropped** has a mean that errs as :mod:`.compensation` says, so its score
 by scale sum_c |q_c| err_c more, and log N errs by 2 u of itself, their sum by u. Its value errs by p'_j err.
@@ -219,7 +220,8 @@ def _storage_error(attrs: KVAttributes, stored: StoredNumbers) -> Doubles:
     if attrs.stored.significant is not None:
         known: Doubles = np.maximum(np.abs(stored.numbers), 2.0**attrs.stored.exponent)
         return known * 2.0**-attrs.stored.significant
-    return stored.step * (0.5 + 5 * UNIT * (attrs.levels or 0))
+    divided = UNIT * np.abs(stored.numbers) if attrs.token_factors else 0
+    return stored.step * (0.5 + 5 * UNIT * (attrs.levels or 0)) + divided
 
 
 def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
@@ -229,7 +231,7 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     # a state may come from anywhere, so that steps may be negative
     key_step, value_step = np.abs(keys.step), np.abs(values.step)
     magnitude = _products(attrs, reading, np.abs(keys.low) + key_step * keys.codes)
-    e = _gamma(channels + 8) * magnitude
+    e = _gamma(channels + 9) * magnitude
     codes = keys.codes.sum(axis=-1)
     largest = of_queries(attrs, reading, lambda query: _largest_factor(query, key_step)) * abs(attrs.scale)
     e = e + (largest * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * codes + 8 * UNIT * attrs.softcap

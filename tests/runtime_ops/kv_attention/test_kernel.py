@@ -348,6 +348,8 @@ def test_a_cache_that_is_too_small_to_wrap() -> None:
         ({"storage": "int4", "clip": 0.0}, "clip must be above 0 and at most 1, and 1 for floats; it is 0 for int4"),
         ({"storage": "int4", "clip": float("nan")}, "clip must be above 0 and at most 1"),
         ({"clip": 0.5}, "and 1 for floats; it is 0.5 for float32"),
+        ({"storage": "int4", "token_factors": 2}, "token_factors must be 0 or 1, and 0 for floats; it is 2 for int4"),
+        ({"token_factors": 1}, "token_factors must be 0 or 1, and 0 for floats; it is 1 for float32"),
         ({"storage": "int3"}, "a page of int3 must have a multiple of 32 tokens, it has 16"),
         ({"summary": "median"}, "summary must be bounds or mean, not 'median'"),
         ({"scale": float("nan")}, "scale and softcap must be finite"),

@@ -12,15 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops.kv_attention.spec.append import append, row_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, LEVELS, PAGES, STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import (
     TINY,
+    factors_of_tokens,
     pack_keys,
     pack_values,
     round_page,
     unpack_keys,
     unpack_values,
 )
+from graphopt.runtime_ops.kv_attention.spec.stored import stored_tokens
 from tests.runtime_ops.kv_cases import unit_of
 
 EACH_STORAGE = pytest.mark.parametrize("storage", STORAGES)
@@ -132,6 +135,40 @@ def test_what_is_clipped_gets_the_first_or_the_last_code() -> None:
     # of 0 to 16 the middle three quarters are 2 to 14
     codes, low, step = round_page(np.array([0, 2, 3, 5, 14, 16], np.float32), 0, 3, clip=0.75)
     assert (codes.tolist(), float(low), float(step)) == ([0, 0, 0, 1, 3, 3], 2, 4)
+
+
+def test_the_factor_of_a_key_is_its_size_beside_the_largest_of_each_channel() -> None:
+    # shares are 1 and 1, then 1 / 2 and 1 / 4; a key of zeros has no size
+    keys = np.array([[4, -8], [2, 2], [0, 0]], np.float32)
+    expected = np.array([[1], [np.sqrt((1 / 4 + 1 / 16) / 2)], [1]], np.float32)
+    np.testing.assert_array_equal(factors_of_tokens(keys), expected)
+    keys[1, 0] = np.inf
+    np.testing.assert_array_equal(factors_of_tokens(keys), np.ones((3, 1)))
+
+
+def test_keys_of_one_direction_and_any_size_are_stored_without_loss() -> None:
+    random = np.random.default_rng(0)
+    sizes = random.uniform(1, 9, (32, 1)).astype(np.float32)
+    direction = random.standard_normal(32).astype(np.float32)
+    error = {}
+    for token_factors in (0, 1):
+        kv = KVAttributes(1, 1.0, page=32, storage="int2", token_factors=token_factors)
+        keys = np.concatenate([sizes * direction, np.zeros((32, 32), np.float32)])
+        state = append(
+            kv, kv.state(1, 2, 32).zeros(), keys[None, :, None], keys[None, :, None], np.array([0]), np.array([64])
+        )
+        stored, _ = stored_tokens(kv, row_of(state, 0), 0, np.arange(32), 64, 32)
+        error[token_factors] = np.abs(stored.numbers - keys[:32]).max()
+    # squares of shares are rounded to 2^-14 each
+    assert error[1] < 2**-10 * np.abs(keys).max() < error[0]
+
+
+@pytest.mark.parametrize(
+    ("others", "says"), [({"token_factors": 2}, "it is 2"), ({"storage": "float8"}, "1 for float8")]
+)
+def test_factors_that_are_none_are_refused(others: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=f"token_factors is 0 or 1, and 0 for floats; .*{says}"):
+        attributes(**{"storage": "int4", "token_factors": 1, **others})
 
 
 @pytest.mark.parametrize(("clip", "storage"), [(0.0, "int4"), (1.5, "int4"), (float("nan"), "int4"), (0.5, "float16")])

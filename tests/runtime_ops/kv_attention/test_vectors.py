@@ -23,7 +23,13 @@ from tests.runtime_ops.kv_attention.bound import bound
 from tests.runtime_ops.kv_cases import Arrays, Body, Fed, Run, unit_of
 from tests.runtime_ops.kv_native import Native
 
-FILES = ("version1.json", "version1_selection.json", "version1_bits.json", "version1_clip.json")
+FILES = (
+    "version1.json",
+    "version1_selection.json",
+    "version1_bits.json",
+    "version1_clip.json",
+    "version1_factors.json",
+)
 
 
 def load() -> list[dict[str, Any]]:

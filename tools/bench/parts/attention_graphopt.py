@@ -15,7 +15,14 @@ from graphopt.errors import InputError
 from graphopt.inference.states.large_pages import aligned_zeros
 from graphopt.ort.session import open_session
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
-from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import (
+    DENSE,
+    LEVELS,
+    RETRIEVAL,
+    STORAGES,
+    STREAMING,
+    KVAttributes,
+)
 from tools.bench.parts import attention_state
 from tools.bench.parts.attention_binding import Binding
 from tools.bench.parts.attention_problem import AttentionProblem
@@ -45,6 +52,7 @@ class Choice:
     policy: int = DENSE
     summary: str = "bounds"
     budget: int | None = None
+    token_factors: int = 0
 
     @property
     def tolerance(self) -> float:
@@ -68,12 +76,15 @@ class Choice:
             recent=recent,
             budget=budget // page if self.policy == RETRIEVAL else 0,
             summary=self.summary,
+            token_factors=self.token_factors,
         )
 
 
 def engines() -> list[AnyEngine[AttentionProblem]]:
     """Return every storage with dense attention, which has no suffix, and the policies with some."""
     found = [engine(f"graphopt-{storage}", Choice(storage)) for storage in STORAGES]
+    for storage in LEVELS:
+        found.append(engine(f"graphopt-{storage}-factors", Choice(storage, token_factors=1), default=False))
     for storage in STORAGES:
         default = storage in ("float32", "int8")
         for summary in ("bounds", "mean"):
@@ -113,7 +124,16 @@ def _prepare(problem: AttentionProblem, choice: Choice) -> Prepared:
 def _copies(problem: AttentionProblem, attrs: KVAttributes, pages: int, count: int) -> list[dict[str, Array]]:
     """Return ``count`` states. Those that hold the same are shared by engines, which append the same tokens."""
     case, threads = problem.case, problem.settings.memory.threads
-    key = ("state", attrs.storage, attrs.page, pages, attrs.sink_pages, attrs.recent_pages, attrs.first_pages)
+    key = (
+        "state",
+        attrs.storage,
+        attrs.token_factors,
+        attrs.page,
+        pages,
+        attrs.sink_pages,
+        attrs.recent_pages,
+        attrs.first_pages,
+    )
     stored: list[dict[str, Array]] = problem.keep(
         key, lambda: [_copy(attention_state.fill(attrs, problem.sequence, case.context, pages, threads))]
     )

@@ -9,7 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, round_page, unpack_keys, unpack_values
+from graphopt.runtime_ops.kv_attention.spec.layout import (
+    factors_of_tokens,
+    pack_keys,
+    pack_values,
+    round_page,
+    unpack_keys,
+    unpack_values,
+)
 from graphopt.runtime_ops.kv_attention.spec.stored import read_mask
 from tools.bench.parts.attention_expected import Chunk, Doubles, attend
 from tools.bench.parts.attention_problem import AttentionProblem, Sequence, Singles, in_threads, runs
@@ -167,11 +174,13 @@ def _write(
         state["keys"][0, head, physical] = pack_keys(keys, attrs.storage)
         state["values"][0, head, physical] = pack_values(values, attrs.storage)
         return
-    key_codes, key_low, key_step = round_page(keys, -2, attrs.levels)
+    factors = factors_of_tokens(keys) if attrs.token_factors else np.ones((*keys.shape[:2], 1), np.float32)
+    key_codes, key_low, key_step = round_page(np.divide(keys, factors, dtype=np.float32), -2, attrs.levels)
     value_codes, value_low, value_step = round_page(values, -1, attrs.levels)
     state["keys"][0, head, physical] = pack_keys(key_codes, attrs.storage)
     state["values"][0, head, physical] = pack_values(value_codes, attrs.storage)
-    state["scales"][0, head, physical] = np.concatenate([key_low, key_step, value_low, value_step], axis=-1)
+    scales = np.concatenate([key_low, key_step, value_low, value_step, factors.squeeze(-1)], axis=-1)
+    state["scales"][0, head, physical] = scales[:, : attrs.scale_floats(keys.shape[-1])]
     for index in np.flatnonzero(_is_float(attrs, logical, context)):
         pair = np.concatenate([keys[index].reshape(-1), values[index].reshape(-1)])
         state["recent"][0, head, int(attrs.slot(logical[index]))] = pair
@@ -189,7 +198,8 @@ def _decode(
     if attrs.levels is not None:
         scales = state["scales"][0, head, physical].astype(np.float64)
         K = scales[:, None, :size] + scales[:, None, size : 2 * size] * K
-        by_token = scales[:, 2 * size :].reshape(len(logical), 2, attrs.page, 1)
+        by_token = scales[:, 2 * size :].reshape(len(logical), 2 + attrs.token_factors, attrs.page, 1)
+        K = K * by_token[:, 2] if attrs.token_factors else K
         V = by_token[:, 0] + by_token[:, 1] * V
         for index in np.flatnonzero(_is_float(attrs, logical, context)):
             slot = state["recent"][0, head, int(attrs.slot(logical[index]))]

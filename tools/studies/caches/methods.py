@@ -18,13 +18,15 @@ from tools.studies.caches.rounding import (
     normalized,
     symmetric,
     tabled,
+    with_factors,
     with_low_rank,
     with_outliers,
 )
 
 TAIL = Tail()
 CLIPS = {2: 0.9}
-"""What ``quantize_kv`` takes for storages of so few bits."""
+FACTORS = {2, 3}
+"""What ``quantize_kv`` does with storages of so few bits."""
 
 SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
@@ -35,15 +37,30 @@ def of_pages(
     *,
     rotated: bool = True,
     clip: float = 1.0,
+    factors: bool = False,
     tail: Tail = TAIL,
     name: str = "",
 ) -> Method:
-    """Return pages of ``KVAttention``: keys with a low and a step per channel and page, values with those per token."""
+    """Return pages of ``KVAttention``: keys with a low and a step per channel and page, values with those per token.
+
+    Args:
+        bits: of a key, and of a value where there is no other number.
+        value_bits: of a value.
+        rotated: heads are rotated first.
+        clip: see ``quantize_kv``.
+        factors: whether keys are divided by a factor per token first.
+        tail: which pages stay floats.
+        name: instead of the bits.
+    """
     value_bits = value_bits or bits
-    keys = partial(asymmetric, axis=TOKENS, bits=bits, clip=clip)
+    keys: Round = partial(asymmetric, axis=TOKENS, bits=bits, clip=clip)
+    if factors:
+        keys = with_factors(keys)
     values = partial(asymmetric, axis=CHANNELS, bits=value_bits, clip=clip)
     shown = (name or f"int{bits}") + ("" if value_bits == bits else f" keys, int{value_bits} values")
-    shown += (", rotated" if rotated else "") + (f", clip {clip}" if clip < 1 else "")
+    shown += (
+        (", factors" if factors else "") + (", rotated" if rotated else "") + (f", clip {clip}" if clip < 1 else "")
+    )
     return Method(shown, (keys, values), (bits + value_bits) / 2, tail, rotated)
 
 
@@ -55,8 +72,8 @@ def in_pages(name: str, rounds: tuple[Round, Round], bits: float, *, before_rota
 def methods() -> list[Method]:
     """Return all methods; what matters most comes first."""
     found = [Method(f"llama.cpp {kind}", alike(blocks_of_32, kind=kind), bits) for kind, bits in _LLAMA.items()]
-    found += [of_pages(bits, clip=CLIPS.get(bits, 1.0)) for bits in (6, 4, 3, 2)]
-    found.append(of_pages(2))
+    found += [of_pages(bits, clip=CLIPS.get(bits, 1.0), factors=bits in FACTORS) for bits in (6, 4, 3, 2)]
+    found += [of_pages(4, factors=True), of_pages(3), of_pages(2, clip=CLIPS[2]), of_pages(2)]
     found += [of_pages(bits, rotated=False) for bits in (6, 4, 3, 2)]
     found += [of_pages(bits, clip=clip) for bits, clip in ((4, 0.95), (3, 0.95), (2, 0.8), (2, 0.7))]
     found += [

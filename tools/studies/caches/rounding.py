@@ -53,6 +53,22 @@ def asymmetric(x: Tensor, axis: int, bits: int, clip: float = 1.0, shares: Seque
     return best
 
 
+def sizes_of_keys(x: Tensor) -> Tensor:
+    """Return how large the keys of each page are, as ``token_factors`` of ``KVAttention`` have it, [.., tokens, 1]."""
+    shares = x.abs() / x.abs().amax(TOKENS, keepdim=True).clamp_min(_TINY)
+    return shares.square().mean(CHANNELS, keepdim=True).sqrt().clamp_min(_TINY)
+
+
+def with_factors(round_rest: Round) -> Round:
+    """Divide each key of a page by its size, and round what is left."""
+
+    def apply(x: Tensor) -> Tensor:
+        sizes = sizes_of_keys(x)
+        return round_rest(x / sizes) * sizes
+
+    return apply
+
+
 def tabled(x: Tensor, axis: int, bits: int) -> Tensor:
     """Round to the best 2^bits levels of a normal distribution, by mean and deviation of each set (as KVQuant)."""
     mean, deviation = x.mean(axis, keepdim=True), x.std(axis, keepdim=True).clamp_min(_TINY)

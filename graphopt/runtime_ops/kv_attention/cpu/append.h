@@ -25,6 +25,39 @@ inline Floats most_of(const Floats& a, const Floats& b) {
   });
 }
 
+constexpr float kSquareSteps = 16384;  // of the square of the share that a key has of the largest in its channel
+
+// How large the keys [page, size] of a page are beside one another, as spec/layout.py defines it, and the keys divided by
+// that. `largest` has room for the channels.
+inline void divide_keys(const float* keys, size_t size, size_t page, float* largest, float* factors, float* divided) {
+  Floats spoiled = all_lanes(0.f);
+  for (size_t c = 0; c < size; c += kColumns) {
+    Floats most = all_lanes(0.f);
+    for (size_t t = 0; t < page; ++t) {
+      const Floats x = load_line<Floats>(keys + t * size + c);
+      most = larger(magnitude(x), most), spoiled = spoiled + (x - x);
+    }
+    store_line(largest + c, by_parts<Floats>([&](size_t i) {
+      const Floats::Part zero = {}, one = zero + 1;
+      return most.part[i] > zero ? most.part[i] : one;
+    }));
+  }
+  const bool finite = sum_of(spoiled) == 0;
+  for (size_t t = 0; t < page; ++t) {
+    const float* const key = keys + t * size;
+    Floats squares = all_lanes(0.f);
+    for (size_t c = 0; finite && c < size; c += kColumns) {
+      const Floats share = magnitude(load_line<Floats>(key + c)) / load_line<Floats>(largest + c);
+      squares = squares + to_floats(nearest(share * share * kSquareSteps));
+    }
+    const float total = sum_of(squares), steps = kSquareSteps * static_cast<float>(size);
+    factors[t] = total > 0 ? __builtin_sqrtf(total / steps) : 1;
+    for (size_t c = 0; c < size; c += kColumns) {
+      store_line(divided + t * size + c, load_line<Floats>(key + c) / all_lanes(factors[t]));
+    }
+  }
+}
+
 // Rounds a page of floats, keys [page, size] and then values [page, size].
 template <unsigned Bits>
 inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uint8_t* keys, uint8_t* values, float* scales,
@@ -34,10 +67,16 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
   float *const key_low = scales, *const key_step = key_low + size;
   float *const value_low = key_step + size, *const value_step = value_low + page;
   float* const inverse = scratch;
+  const float* from = slot;
+  if (layout.token_factors) {
+    float* const divided = scratch + 4 * size + 2 * page;
+    divide_keys(slot, size, page, inverse, value_step + page, divided);
+    from = divided;
+  }
   for (size_t c = 0; c < size; c += kColumns) {
-    Floats least = load_line<Floats>(slot + c), most = least, spoiled = least - least;
+    Floats least = load_line<Floats>(from + c), most = least, spoiled = least - least;
     for (size_t t = 1; t < page; ++t) {
-      const Floats x = load_line<Floats>(slot + t * size + c);
+      const Floats x = load_line<Floats>(from + t * size + c);
       least = smaller(x, least), most = larger(x, most), spoiled = spoiled + (x - x);
     }
     const Steps steps(least, most, spoiled, levels, layout.clip);
@@ -48,7 +87,7 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
   for (size_t t = 0; t < page; ++t) {
     uint8_t* const block = keys + t / kColumns * kColumns * size * Bits / 8;
     for (size_t c = 0; c < size; c += kColumns) {
-      to_codes(load_line<Floats>(slot + t * size + c), load_line<Floats>(key_low + c), load_line<Floats>(inverse + c),
+      to_codes(load_line<Floats>(from + t * size + c), load_line<Floats>(key_low + c), load_line<Floats>(inverse + c),
                levels, codes);
       for (size_t i = 0; i < kColumns; ++i) put_code<Bits>(block, (c + i) / 4, t % kColumns, i % 4, codes[i]);
     }

@@ -157,7 +157,7 @@ struct KVAttentionKernels {
 
 // Floats of scratch that `append` needs.
 GRAPHOPT_INLINE size_t append_scratch(const Layout& layout) {
-  return layout.integers() ? 4 * layout.size + 2 * layout.page : 0;
+  return layout.integers() ? 4 * layout.size + 2 * layout.page + (layout.token_factors ? layout.page * layout.size : 0) : 0;
 }
 
 extern const KVAttentionKernels kKVAttentionScalar, kKVAttentionAvx2, kKVAttentionAvx512, kKVAttentionNeon;

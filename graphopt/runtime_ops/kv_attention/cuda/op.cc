@@ -21,6 +21,9 @@ struct Kernel : KVTypes<Activations> {
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int type) {
     GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
     GRAPHOPT_RETURN_IF_ERROR(attributes.read(node, info, type));
+    if (attributes.layout.token_factors) {
+      return node.error("kernels on GPUs know no factors of tokens; store the cache without token_factors");
+    }
     if (known_to_gpus(attributes.layout.storage)) return nullptr;
     return node.error("kernels on GPUs know no codes of %lld bits; store the cache as int8 or int4",
                       static_cast<long long>(attributes.layout.bits));

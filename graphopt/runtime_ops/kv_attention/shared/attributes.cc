@@ -77,6 +77,7 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "softcap", &layout.softcap));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "storage", storage, sizeof storage));
   GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "clip", &layout.clip));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "token_factors", &layout.token_factors));
   struct Count {
     const char* name;
     int64_t *value, least, most;
@@ -119,6 +120,10 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   if (!(layout.clip > 0 && layout.clip <= 1) || (layout.clip < 1 && !layout.integers())) {
     return node.error("its attribute clip must be above 0 and at most 1, and 1 for floats; it is %g for %s",
                       static_cast<double>(layout.clip), storage);
+  }
+  if (layout.token_factors != 0 && !(layout.token_factors == 1 && layout.integers())) {
+    return node.error("its attribute token_factors must be 0 or 1, and 0 for floats; it is %lld for %s",
+                      print(layout.token_factors), storage);
   }
   layout.kv_heads = static_cast<size_t>(heads);
   layout.page = static_cast<size_t>(page);

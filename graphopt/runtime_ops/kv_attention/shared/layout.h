@@ -20,7 +20,8 @@ struct Layout : PolicyParameters {
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
   int64_t window = 0, sinks = 0, recent = 1;
   float scale = 1, softcap = 0;
-  float clip = 1;  // of what the numbers of a set span, the share that codes span
+  int64_t token_factors = 0;  // whether keys of a page have factors by token
+  float clip = 1;             // of what the numbers of a set span, the share that codes span
 
   inline __attribute__((always_inline)) void store_as(Storage how) {
     storage = how, bits = bits_of_storage(how), levels = levels_of_storage(how);
@@ -42,7 +43,7 @@ struct Layout : PolicyParameters {
   GRAPHOPT_INLINE size_t page_bytes() const { return page * size * bits / 8; }
   // Neighbouring codes that are packed together, see spec/layout.py.
   GRAPHOPT_INLINE size_t unit() const { return bits == 3 ? 32 : bits == 6 || bits == 2 ? 16 : bits == 4 ? 8 : 4; }
-  GRAPHOPT_INLINE size_t scales() const { return integers() ? 2 * size + 2 * page : 0; }
+  GRAPHOPT_INLINE size_t scales() const { return integers() ? 2 * size + (token_factors ? 3 : 2) * page : 0; }
   GRAPHOPT_INLINE size_t slots() const { return integers() ? static_cast<size_t>(sink_pages + recent_pages + 1) : 0; }
   GRAPHOPT_INLINE size_t slot_floats() const { return 2 * page * size; }
 

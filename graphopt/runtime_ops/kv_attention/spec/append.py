@@ -8,7 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, round_page, to_storage
+from graphopt.runtime_ops.kv_attention.spec.layout import (
+    factors_of_tokens,
+    pack_keys,
+    pack_values,
+    round_page,
+    to_storage,
+)
 
 Array = npt.NDArray[Any]
 Integers = npt.NDArray[np.int64]
@@ -72,11 +78,17 @@ def _round_page(attributes: KVAttributes, state: State, page: int, channels: int
     physical = int(attributes.physical_page(page, state["keys"].shape[1]))
     slot = state["recent"][:, int(attributes.slot(page))]
     keys, values = np.moveaxis(slot.reshape(len(slot), 2, attributes.page, channels), 1, 0)
+    factors = factors_of_tokens(keys) if attributes.token_factors else None
+    if factors is not None:
+        with np.errstate(over="ignore"):
+            keys = np.divide(keys, factors, dtype=np.float32)
     key_codes, key_low, key_step = round_page(keys, -2, attributes.levels, attributes.clip)
     value_codes, value_low, value_step = round_page(values, -1, attributes.levels, attributes.clip)
     state["keys"][:, physical] = pack_keys(key_codes, attributes.storage)
     state["values"][:, physical] = pack_values(value_codes, attributes.storage)
-    state["scales"][:, physical] = np.concatenate([key_low, key_step, value_low, value_step], axis=-1)
+    state["scales"][:, physical] = np.concatenate(
+        [key_low, key_step, value_low, value_step, *([] if factors is None else [factors.squeeze(-1)])], axis=-1
+    )
 
 
 def _follow(attributes: KVAttributes, means: Array, token: Array, position: int) -> None:

@@ -64,8 +64,9 @@ def _with_parameters(cls: type[T]) -> type[T]:
 class KVAttributes:
     """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.spec.schema`.
 
-    Every node states those that are listed here, but for a ``clip`` of 1. A parameter of a later policy is a field too,
-    which only nodes state that have a head of that policy. Floats are rounded to float32, as a node holds them.
+    Every node states those that are listed here, but for a ``clip`` of 1 and ``token_factors`` of 0. A parameter of a
+    later policy is a field too, which only nodes state that have a head of that policy. Floats are rounded to
+    float32, as a node holds them.
 
     Raises:
         ValueError: an attribute is out of its range, or two do not fit one another.
@@ -88,6 +89,7 @@ class KVAttributes:
     channels: int = 0
     compensate: int = 0
     clip: float = 1.0
+    token_factors: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
@@ -115,6 +117,10 @@ class KVAttributes:
             raise ValueError(
                 f"KVAttention: clip is a share above 0 and up to 1 of what numbers span, and 1 for floats; it is "
                 f"{self.clip} for {self.storage}"
+            )
+        if self.token_factors not in (0, 1) or (self.token_factors and self.levels is None):
+            raise ValueError(
+                f"KVAttention: token_factors is 0 or 1, and 0 for floats; it is {self.token_factors} for {self.storage}"
             )
         for parameter in parameters:
             parameter.check(getattr(self, parameter.name))
@@ -144,6 +150,8 @@ class KVAttributes:
         absent = {parameter.name for policy in unused_policies for parameter in policy.parameters()} - _VERSION_1
         if self.clip == 1:
             absent.add("clip")
+        if not self.token_factors:
+            absent.add("token_factors")
         return {name: value for name, value in asdict(self).items() if name not in absent} | {
             "policies": list(self.policies)
         }
@@ -243,6 +251,10 @@ class KVAttributes:
         """Return the first numbers of a page's summary, to choose pages by; means of what was dropped come behind."""
         return self.summary_policy.summary_floats(head_size) if self.summary_policy is not None else 0
 
+    def scale_floats(self, head_size: int) -> int:
+        """Return the numbers that a page of codes has beside them: lows, steps and factors."""
+        return 0 if self.levels is None else 2 * head_size + (2 + self.token_factors) * self.page
+
     def state(self, batch: Dimension, pages: Dimension, head_size: int) -> StateShapes:
         """Return the shapes and types of the five tensors of the state; a string stands for a dimension of that name.
 
@@ -255,14 +267,14 @@ class KVAttributes:
             raise ValueError(
                 f"KVAttention: with {self.storage} a head size is a multiple of {self.stored.unit}, not {head_size}"
             )
-        numbers, integers = self.page * head_size, self.levels is not None
+        numbers = self.page * head_size
         elements, dtype = self.stored.elements(numbers), self.stored.dtype
         summaries = self.summary_floats(head_size) + 2 * head_size * self.compensate
         leading = (batch, self.kv_heads, pages)
         return StateShapes(
             keys=StateTensor((*leading, elements), dtype),
             values=StateTensor((*leading, elements), dtype),
-            scales=StateTensor((*leading, 2 * (head_size + self.page) if integers else 0)),
+            scales=StateTensor((*leading, self.scale_floats(head_size))),
             recent=StateTensor((batch, self.kv_heads, self.slots, 2 * numbers)),
             summaries=StateTensor((*leading, summaries)),
         )

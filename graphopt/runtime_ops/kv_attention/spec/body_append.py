@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from graphopt.runtime_ops.kv_attention.spec.body_storage import (
     as_stored,
+    factors_of_tokens,
     packed_keys,
     packed_values,
     restore_numbers,
@@ -166,12 +167,16 @@ def append_integers(
     floats = call.pick(after, _slot(call, page))
     states = [by_page(op, tensor) for tensor in codes]
     keys, values = unpacked_keys(op, states[0], attrs), unpacked_values(op, states[1], attrs)
-    of_tokens = op.Slice(states[2], [-2 * attrs.page], [2**62], [-1])
-    of_channels = op.Slice(states[2], [0], [-2 * attrs.page], [-1])
+    count = 2 + attrs.token_factors
+    of_tokens = op.Slice(states[2], [-count * attrs.page], [2**62], [-1])
+    of_channels = op.Slice(states[2], [0], [-count * attrs.page], [-1])
     key_low, key_step = op.Split(op.Reshape(of_channels, [0, 0, 0, 2, -1]), axis=3, num_outputs=2, _outputs=2)
-    pair = op.Reshape(of_tokens, [0, 0, 0, 2, attrs.page, 1])
-    value_low, value_step = (op.Gather(pair, index, axis=3) for index in range(2))
-    K = op.Where(is_recent, op.Gather(floats, 0, axis=3), restore_numbers(op, keys, key_low, key_step))
+    lines = op.Reshape(of_tokens, [0, 0, 0, count, attrs.page, 1])
+    value_low, value_step, *factors = (op.Gather(lines, index, axis=3) for index in range(count))
+    float_keys, rounded_keys = op.Gather(floats, 0, axis=3), restore_numbers(op, keys, key_low, key_step)
+    for factor in factors:
+        rounded_keys = op.Mul(rounded_keys, factor)
+    K = op.Where(is_recent, float_keys, rounded_keys)
     V = op.Where(is_recent, op.Gather(floats, 1, axis=3), restore_numbers(op, values, value_low, value_step))
     recent = op.Reshape(op.Transpose(after, perm=[0, 2, 1, 3, 4, 5]), [0, 0, attrs.slots, -1])
     return Integers(*codes, recent, K, V)
@@ -220,13 +225,19 @@ def _round_pages(
     positions = call.positions(leaving)
     tensors = []
     scales = []
+    last_scales: list[ir.Value] = []
     for index, (source, axis, pack) in enumerate(((key, -2, packed_keys), (value, -1, packed_values))):
         tokens, is_new = call.new_tokens(source, positions)
         old = call.pick(op.Gather(before, index, axis=3), _slot(call, leaving))
-        codes, low, step = round_numbers(op, op.Where(is_new, tokens, old), axis, attrs.levels, attrs.clip)
+        page = op.Where(is_new, tokens, old)
+        if attrs.token_factors and source is key:
+            factors = factors_of_tokens(op, page, call.channels)
+            page = op.Div(page, factors)
+            last_scales.append(op.Squeeze(factors, [-1]))
+        codes, low, step = round_numbers(op, page, axis, attrs.levels, attrs.clip)
         tensors.append(pack(op, codes, attrs))
         scales += [op.Squeeze(low, [axis]), op.Squeeze(step, [axis])]
-    tensors.append(op.Concat(*scales, axis=-1))
+    tensors.append(op.Concat(*scales, *last_scales, axis=-1))
     last = op.Sub(call.newest_page(), slots)
     page, indices = call.pages_held(last), call.range(call.pages)
     is_written = op.And(op.GreaterOrEqual(page, first), op.LessOrEqual(indices, last))

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.layout import TINY
+from graphopt.runtime_ops.kv_attention.spec.layout import SQUARE_STEPS, TINY
 
 if TYPE_CHECKING:
     from onnxscript import OpBuilder
@@ -74,6 +74,19 @@ def round_numbers(
         low = op.Add(low, op.Mul(span, float(np.float32((1 - clip) / 2))))
         span = op.Mul(span, float(np.float32(clip)))
     return _round_between(op, page, low, span, axis, levels)
+
+
+def factors_of_tokens(op: OpBuilder, keys: ir.Value, channels: ir.Value) -> ir.Value:
+    """Return factors [.., T, 1] of keys [.., T, D], whose D is ``channels``, int64 [1]; see ``layout.py``."""
+    # maxima may lose a NaN; x 0 is 0 for finite x and NaN otherwise
+    is_bad = op.IsNaN(op.ReduceSum(op.Mul(keys, 0.0), [-2, -1], keepdims=1))
+    magnitude = op.Abs(op.Where(is_bad, 0.0, keys))
+    largest = op.ReduceMax(magnitude, [-2], keepdims=1)
+    shares = op.Div(magnitude, op.Where(op.Greater(largest, 0.0), largest, 1.0))
+    squares = op.Round(op.Mul(op.Mul(shares, shares), float(SQUARE_STEPS)))
+    total = op.ReduceSum(squares, [-1], keepdims=1)
+    steps = op.Cast(op.Mul(channels, SQUARE_STEPS), to=ir.DataType.FLOAT)
+    return op.Where(op.Greater(total, 0.0), op.Sqrt(op.Div(total, steps)), 1.0)
 
 
 def rounded_tokens(op: OpBuilder, tokens: ir.Value, levels: int) -> tuple[ir.Value, ir.Value]:

@@ -10,7 +10,8 @@ int2 has four of them. int6 and int3 are cut into planes: of each 16 codes the l
 as int2; of each 32 the lower 2 bits as int2 and then the upper one of eight fours in a byte.
 
 Keys are rounded with a scale per channel and page, values with a scale per token, after KIVI (Liu et al. 2024): a
-few channels of keys are large throughout, while values have no such channels.
+few channels of keys are large throughout, while values have no such channels. Keys may be divided by a factor per token
+before, so that the scale of a channel fits large and small keys (KVarN, arXiv 2606.03458, normalizes rows and columns).
 
 This layout is part of the operator's meaning.
 """
@@ -29,6 +30,9 @@ from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Singles = npt.NDArray[np.float32]
+
+SQUARE_STEPS = 1 << 14
+"""Of the square of the share that a key has of the largest in its channel."""
 
 TINY = np.float32(1e-30)
 """Numbers that differ by less count as one number: their step could not be divided by."""
@@ -108,6 +112,27 @@ def round_page(page: Singles, axis: int, levels: int, clip: float = 1.0) -> tupl
         whole = high - low
         margin = whole * np.float32((1 - clip) / 2)
         return _round(page, low + margin, whole * np.float32(clip), axis, levels)
+
+
+def factors_of_tokens(keys: Singles) -> Singles:
+    """Return how large the keys of a page are, beside one another: the root of the mean square of |key| / largest.
+
+    The largest is that of the channel in the page, and squares are rounded to multiples of 2^-14, ties to even, so that
+    their sum is exact in any order. A factor is 1 for a key whose sum is 0, and for all keys of a page with a number
+    that is not finite.
+
+    Args:
+        keys: float32 [..., T, D].
+
+    Returns:
+        float32 [..., T, 1].
+    """
+    magnitude = np.abs(keys)
+    largest = magnitude.max(-2, keepdims=True)
+    is_finite = np.isfinite(largest).all(-1, keepdims=True)
+    shares = np.where(is_finite, magnitude, np.float32(0)) / np.where(is_finite & (largest > 0), largest, np.float32(1))
+    total = np.rint(shares * shares * np.float32(SQUARE_STEPS)).sum(-1, keepdims=True)
+    return np.where(total > 0, np.sqrt(total / np.float32(SQUARE_STEPS * keys.shape[-1])), np.float32(1))
 
 
 def round_tokens(tokens: Singles, levels: int) -> tuple[Bytes, Singles]:

@@ -69,7 +69,9 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     """
     query, key, _, _, _, _, _, keys, values, scales, *rest_shapes = shapes
     head_size = key[2] // keys[1]
-    tokens = keys[2] * (scales[3] // 2 - head_size) if scales[3] else prod(keys[2:]) // head_size
+    # behind the scales of channels a page of T tokens has 2 T numbers, or 3 T: T is a power of two
+    of_tokens = max(scales[3] - 2 * head_size, 0)
+    tokens = keys[2] * (of_tokens // (2 if of_tokens % 3 else 3)) if scales[3] else prod(keys[2:]) // head_size
     pages = (prod(keys) + prod(values)) * (1 if scales[3] else 4)
     floats = 2 * prod(query) + 2 * prod(key) + prod(scales) + sum(prod(shape) for shape in rest_shapes)
     return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
@@ -90,6 +92,7 @@ SCHEMA = Schema(
     attributes=_ATTRIBUTES,
     optional={
         "clip": ir.AttributeType.FLOAT,
+        "token_factors": ir.AttributeType.INT,
         **{
             each.name: _TYPES[type(each.absent)]
             for policy in POLICIES.values()

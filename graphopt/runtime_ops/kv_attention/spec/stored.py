@@ -183,7 +183,9 @@ def _stored_page(
         return StoredNumbers(keys, _ZERO, _ZERO, _ZERO), StoredNumbers(values, _ZERO, _ZERO, _ZERO)
     scales = state["scales"][head, physical].astype(np.float64)
     key_low, key_step = scales[: 2 * channels].reshape(2, 1, channels)
-    value_low, value_step = scales[2 * channels :].reshape(2, attrs.page, 1)
+    value_low, value_step, *factors = scales[2 * channels :].reshape(-1, attrs.page, 1)
+    if factors:
+        key_low, key_step = key_low * factors[0], key_step * factors[0]
     return StoredNumbers(key_low, key_step, keys, _ZERO), StoredNumbers(value_low, value_step, values, _ZERO)
 
 
