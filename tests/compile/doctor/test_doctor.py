@@ -94,6 +94,12 @@ def test_what_the_doctor_leaves_to_others(code: str, make: Callable[[Path], Path
     assert not (tmp_path / "mended").exists()
 
 
+def test_operators_without_a_kernel_are_a_hint(tmp_path: Path) -> None:
+    diagnosis = diagnose(planted.body(tmp_path / "model.onnx"))
+    assert [(s.code, s.level, s.nodes) for s in diagnosis.symptoms] == [("missing-kernels", "hint", ["swish"])]
+    assert (diagnosis.faults, diagnosis.notes) == ([], [])
+
+
 def test_exports_have_no_fault(
     llama_artifact: Path, make_artifact: Callable[[str], Path], shipped_artifact: Path, tmp_path: Path
 ) -> None:
