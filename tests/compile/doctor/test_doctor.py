@@ -16,6 +16,7 @@ from graphopt.cli import app
 from graphopt.compile.doctor import diagnose, mend
 from graphopt.compile.doctor.doctor import recipe_of
 from graphopt.compile.doctor.examination import EXAMINATIONS
+from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
 from graphopt.errors import InputError
 from graphopt.passes import PASSES
@@ -98,6 +99,13 @@ def test_operators_without_a_kernel_are_a_hint(tmp_path: Path) -> None:
     diagnosis = diagnose(planted.body(tmp_path / "model.onnx"))
     assert [(s.code, s.level, s.nodes) for s in diagnosis.symptoms] == [("missing-kernels", "hint", ["swish"])]
     assert (diagnosis.faults, diagnosis.notes) == ([], [])
+
+
+def test_products_of_our_own_are_examined_too(tmp_path: Path) -> None:
+    """Their kernels take constants alone."""
+    optimize(planted.repeated(tmp_path / "model.onnx"), "fp6-rtn", tmp_path / "fp6", quality_tokens=0)
+    diagnosis = diagnose(tmp_path / "fp6")
+    assert diagnosis.notes == []
 
 
 def test_exports_have_no_fault(

@@ -65,6 +65,8 @@ def _without_weights(model: ir.Model) -> bytes:
         tensor = value.const_value
         if tensor is None or tensor.nbytes <= _LARGE or value.is_graph_output():
             continue
+        if any(use.node.domain for use in value.uses()):  # kernels for codes refuse codes that are no constants
+            continue
         value.dtype, value.shape, value.const_value = tensor.dtype, ir.Shape(tensor.shape.numpy()), None
         del copy.graph.initializers[name]
         copy.graph.inputs.append(value)
