@@ -26,6 +26,7 @@ from graphopt.tasks.causal_lm.interface import Interface
 from tests.checkpoints import HUB
 from tests.conftest import FAMILIES
 from tests.families import HIDDEN, VOCABULARY
+from tools.studies.all_families import families, small
 
 # The bound, relative to the largest logit. Float32 summed in another order through two layers moves these
 # logits by 1e-7 to 2e-6 (seen); one wrong mask, position or rotary angle moves them by more than 1e-2.
@@ -310,12 +311,12 @@ def test_bidirectional_model_has_no_cache(clean: Path, tmp_path: Path) -> None:
 def test_state_that_is_no_cache(clean: Path, tmp_path: Path) -> None:
     import transformers
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "lru_width": 32, "num_attention_heads": 2}
-    config = transformers.RecurrentGemmaConfig(vocab_size=32, num_hidden_layers=3, **sizes)
-    transformers.RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path / "model")
+    # a trained indexer keeps keys of its own beside the latent
+    config = small(families()["axk2"])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     message = refusal(tmp_path / "model", clean)
     assert "an input other than tokens, mask, token types, positions, key-value caches and recurrent states" in message
-    assert "past_key_values.layers.2._sliding_window_tensor" in message
+    assert "past_key_values.layers.0.indexer_keys" in message
 
 
 def test_checkpoint_that_lacks_a_weight(llama_folder: Path, clean: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
     python tools/bench/recurrence.py                                  # a gated delta rule, 32 heads of 128; a minute
     python tools/bench/recurrence.py --tokens 1,8,512 --rule linear
     python tools/bench/recurrence.py --shape mamba --rule gated       # thousands of channels, each a head of 16 x 1
+    python tools/bench/recurrence.py --scan --tokens 512              # beside a `Scan` of opset 17, as others write it
 
 A call goes through the states of several layers in turn, as in a model, so that they come from as far away as there.
 Engines take turns, in an order drawn anew, and a time is the median of all rounds. Outputs go to buffers that stay. An
@@ -11,23 +12,30 @@ engine whose numbers are farther from the definition than 1e-4 of the largest is
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import typer
 from onnx import TensorProto, helper
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from graphopt.ort.session import open_session
 from graphopt.runtime_ops import DOMAIN, library_path
 from graphopt.runtime_ops.linear_recurrence.spec.op import reference
+from tests.graphs import run_pass
+from tests.passes.lift.canonicalize.recurrences.common import attention
 
 SHAPES = {"heads": (32, 32, 128, 128), "qwen3-next": (32, 16, 128, 128), "mamba2": (80, 1, 128, 64)}
 SHAPES |= {"mamba": (5120, 1, 16, 1), "rg-lru": (2560, 2560, 1, 1)}
@@ -37,6 +45,7 @@ RULES = {"linear": (0, False), "gated": (0, True), "delta": (1, False), "gated_d
 INPUTS = ("query", "key", "value", "decay", "beta", "mask", "state")
 
 Arrays = dict[str, np.ndarray]
+Call = Callable[[], float]
 
 
 def inputs_of(shape: tuple[int, int, int, int], rule: str, tokens: int, per_channel: bool) -> Arrays:
@@ -131,6 +140,45 @@ def engines_of(feeds: Arrays, rule: str, layers: int, threads: int) -> dict[str,
     return engines
 
 
+def scan_engines(shape: tuple[int, int, int, int], rule: str, tokens: int, threads: int) -> dict[str, Call]:
+    """Return a graph of one `Scan` of standard operators, and what `canonicalize` makes of it, checked against it."""
+    delta, is_gated = RULES[rule]
+    heads, key_heads, channels, width = shape
+    model = attention(
+        delta=bool(delta), gated=is_gated, heads=heads, channels=channels, width=width, key_heads=key_heads
+    ).scan()
+    arrays, feeds = inputs_of(shape, rule, tokens, per_channel=False), {}
+    letters = (
+        {"query": "q", "key": "k", "value": "v"}
+        | ({"decay": "g"} if is_gated else {})
+        | ({"beta": "b"} if delta else {})
+    )
+    for name, letter in letters.items():
+        by_token = arrays[name].swapaxes(0, 1)
+        feeds[f"all_{letter}"] = np.ascontiguousarray(by_token[..., 0] if name == "decay" else by_token)
+    feeds["initial"] = arrays["state"]
+    sessions = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("Scan", "graphopt"):
+            if name == "graphopt":
+                run_pass(model, "canonicalize")
+            ir.save(model, Path(folder) / "model.onnx")
+            sessions[name] = open_session(Path(folder) / "model.onnx", threads=threads)
+    expected, results = (session.run(None, feeds) for session in sessions.values())
+    for one, other in zip(expected, results, strict=True):
+        distance = np.abs(one - other).max() / np.abs(one).max()
+        if not distance < 1e-4:
+            raise typer.BadParameter(f"the two differ by {distance:.1e} of the largest number")
+    return {name: functools.partial(timed, session, feeds) for name, session in sessions.items()}
+
+
+def timed(session: onnxruntime.InferenceSession, feeds: Arrays) -> float:
+    """Run a session; return its time in seconds."""
+    start = time.perf_counter()
+    session.run(None, feeds)
+    return time.perf_counter() - start
+
+
 def main(
     tokens: Annotated[str, typer.Option(help="of a call, one count after the other")] = "1,2,4,8,64,512",
     shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "heads",
@@ -139,18 +187,23 @@ def main(
     layers: Annotated[int, typer.Option(min=1, help="states that calls go through")] = 8,
     seconds: Annotated[float, typer.Option(help="for each count of tokens")] = 4,
     threads: Annotated[int, typer.Option(min=1)] = 2,
+    scan: Annotated[bool, typer.Option("--scan", help="beside a `Scan` of standard operators instead")] = False,
 ) -> None:
     """Print the median time of a call, in microseconds."""
     typer.echo(f"{shape} {SHAPES[shape]}, {rule}{' per channel' if per_channel else ''}, {threads} threads")
     for count in (int(word) for word in tokens.split(",")):
-        engines = engines_of(inputs_of(SHAPES[shape], rule, count, per_channel), rule, layers, threads)
-        times: dict[str, list[float]] = {name: [] for name in engines}
+        if scan:
+            calls = scan_engines(SHAPES[shape], rule, count, threads)
+        else:
+            engines = engines_of(inputs_of(SHAPES[shape], rule, count, per_channel), rule, layers, threads)
+            calls = {name: engine.call for name, engine in engines.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            for name in random.sample(sorted(engines), len(engines)):
-                times[name].append(engines[name].call())
+            for name in random.sample(sorted(calls), len(calls)):
+                times[name].append(calls[name]())
         medians = {name: statistics.median(of_engine) * 1e6 for name, of_engine in times.items()}
-        ratio = medians["onnxruntime"] / medians["graphopt"]
+        ratio = medians["Scan" if scan else "onnxruntime"] / medians["graphopt"]
         columns = "  ".join(f"{name} {median:10.1f}" for name, median in medians.items())
         typer.echo(f"{count:5d} tokens  {columns}  x {ratio:.2f}")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +11,6 @@ from onnx import helper
 
 from graphopt.ort.session import open_session
 from tests.graphs import run_pass
-from tests.native import needs_library
 from tests.passes.lift.canonicalize.recurrences.common import Graph, attention
 
 Arrays = dict[str, np.ndarray]
@@ -190,26 +186,3 @@ def test_a_loop_over_fewer_tokens_is_refused() -> None:
     model = attention(delta=False, gated=True).loop("k")
     model.graph.initializers["axis_of_tokens"].const_value = ir.tensor(np.array(1), name="axis_of_tokens")
     assert "that it goes through all tokens of all_" in reason(model)
-
-
-@needs_library
-@pytest.mark.parametrize("delta", [False, True])
-def test_512_tokens_are_ten_times_as_fast(delta: bool, tmp_path: Path) -> None:
-    model = attention(delta=delta, gated=True, heads=2, channels=32, width=32).scan()
-    feeds = feeds_of(model, tokens=512, batch=1)
-
-    def session(name: str) -> Any:
-        ir.save(model, tmp_path / f"{name}.onnx")
-        return open_session(tmp_path / f"{name}.onnx")
-
-    before = session("before")
-    run_pass(model, "canonicalize")
-    sessions = [before, session("after")]
-    times: list[list[float]] = [[], []]
-    for _ in range(6):
-        for each, of_each in zip(sessions, times, strict=True):
-            start = time.thread_time()  # sessions of tests have one thread
-            each.run(None, feeds)
-            of_each.append(time.thread_time() - start)
-    # 40 times on a quiet machine; the fastest of each, as other processes take the cores now and then
-    assert min(times[0]) > 10 * min(times[1]), [statistics.median(of_each) for of_each in times]
