@@ -10,6 +10,8 @@ from graphopt.analysis.bases import search as bases
 from graphopt.analysis.structure import contrib
 from graphopt.artifact import artifact, genai
 from graphopt.compile import pipeline, replay
+from graphopt.compile.doctor import doctor
+from graphopt.compile.doctor.examination import EXAMINATIONS
 from graphopt.graph.diagnostics import RULES, Fact
 from graphopt.inference import kernel_choice
 from graphopt.models import agreement, export, loading
@@ -34,6 +36,7 @@ DECLARE_RULES = (
     bases,
     checker,
     contrib,
+    doctor,
     export,
     genai,
     kernel_choice,
@@ -47,6 +50,7 @@ DECLARE_RULES = (
     replay,
     refusals,
     *PASSES.values(),
+    *EXAMINATIONS.values(),
 )
 """Imported for the rules that they and what they import declare, so that facts read from a file have their words."""
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from graphopt.graph.weights import weight_of
 from graphopt.runtime_ops import DOMAIN, port, port_at, signature_of
-from graphopt.runtime_ops.matmul_experts.spec.op import MATMUL_EXPERTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +53,7 @@ def reads_packed(node: ir.Node) -> bool:
 
 def expert_count(node: ir.Node) -> int | None:
     """Return how many experts' matrices a product has, of which each row is multiplied by one; ``None`` for others."""
-    codes = port(node, "codes") if (node.domain, node.op_type) == (DOMAIN, MATMUL_EXPERTS.name) else None
+    codes = port(node, "codes") if (node.domain, node.op_type) == (DOMAIN, "MatMulExperts") else None
     size = None if codes is None or codes.shape is None else codes.shape[0]
     return size if isinstance(size, int) else None
 
