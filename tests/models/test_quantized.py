@@ -22,12 +22,12 @@ from graphopt.graph.weights.safetensors_files import tensors_of_folder
 from graphopt.models.export import export
 from graphopt.models.loading import load
 from graphopt.ort.session import open_session
-from graphopt.passes.codes.keep_codes import NOT_OF_FILE
+from graphopt.passes.codes.keep_codes import NOT_OF_FILE, NOT_USED
 from graphopt.passes.recipe import Recipe
 from graphopt.quantization.checkpoints.importer import IMPORTERS, coded_matrices, decoded_weights
-from graphopt.runtime_ops import declare
+from graphopt.runtime_ops import declare, port
 from graphopt.tasks.causal_lm.interface import Interface
-from tests.graphs import run_pass, save
+from tests.graphs import residual_model, run_pass, save
 from tests.quantized_checkpoints import (
     FP4,
     GROUP,
@@ -161,6 +161,36 @@ def test_experts_in_mxfp4_mean_what_the_layout_defines(tmp_path: Path) -> None:
     expected = FP4[codes] * np.repeat(2.0 ** (exponents.astype(np.float32) - 127), 32, -1)
     assert list(weights) == ["mlp.gate_up_proj"]
     assert np.array_equal(weights["mlp.gate_up_proj"].numpy(), expected.swapaxes(1, 2))
+
+
+def test_experts_in_mxfp4_are_kept_at_their_codes(tmp_path: Path) -> None:
+    model = residual_model(width=64, inner=96)
+    products = [node for node in linear_nodes(model.graph) if weight_of(node, 1).shape == (64, 96)]  # type: ignore[union-attr]
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 16, (len(products), 96, 64)).astype(np.uint8)
+    exponents = random.integers(118, 128, (len(products), 96, 2)).astype(np.uint8)
+    blocks = torch.from_numpy((codes[..., ::2] | codes[..., 1::2] << 4).reshape(len(products), 96, 2, 16))
+    tensors = {"mlp.up_proj_blocks": blocks, "mlp.up_proj_scales": torch.from_numpy(exponents)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (matrix,) = coded_matrices(tmp_path).values()
+    experts = matrix.numpy().reshape(codes.shape)
+    unused = run_pass(ir.from_proto(ir.to_proto(model)), "keep_codes", file=tmp_path)
+    assert [skip.where for skip in unused.skips if skip.reason == NOT_USED()] == ["mlp.up_proj"]
+    for node, expert in zip(products, experts, strict=True):
+        weight = weight_of(node, 1)
+        assert weight is not None
+        weight.const_value = ir.tensor(np.ascontiguousarray(expert.T), name=weight.name)
+    report = run_pass(model, "keep_codes", file=tmp_path)
+    assert not [skip for skip in report.skips if skip.reason == NOT_USED()]
+    for node, expert in zip(products, codes, strict=True):
+        reader = node.inputs[1].producer()
+        assert reader is not None
+        stored = port(reader, "codes")
+        assert stored is not None
+        assert stored.const_value is not None
+        assert np.array_equal(stored.const_value.numpy().T, expert)
 
 
 EXL3 = {"quant_method": "exl3", "version": "0.0.9"}

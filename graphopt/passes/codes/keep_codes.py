@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -42,11 +42,30 @@ NOT_OF_FILE = Rule("keep_codes.not-of-file", "the file has no codes of these num
 NO_LOOKUP = Rule(
     "keep_codes.no-lookup", "a table that is looked up needs integers with scales alone, and {kind} has others"
 )
+NOT_USED = Rule(
+    "keep_codes.not-used",
+    "no product and no lookup has these numbers: a step has changed them, or they are a stack of experts, which the "
+    "step canonicalize takes apart",
+)
 ON_CPUS = Rule("keep_codes.on-cpus", "kernels on GPUs know no codes of vectors, as {kind} has them")
 INPUT_ORDER = Rule("keep_codes.reordered", "{input} in the order of the groups of {weight}")
 
 # For each row of numbers that a tensor of the file means: the tensors' names and the row of each.
 _Rows = dict[bytes, dict[str, int]]
+
+
+class _Match(NamedTuple):
+    """Where the numbers of a weight lie in the file.
+
+    Attributes:
+        tensor: the tensor, or several of one coding.
+        rows: which of its rows they are, in order.
+        names: of all tensors of the file that have some of these rows.
+    """
+
+    tensor: CodedTensor
+    rows: Array
+    names: set[str]
 
 
 class KeepCodes(Pass):
@@ -94,30 +113,32 @@ class KeepCodes(Pass):
             MissingDependencyError: the package ``gguf`` is not installed.
         """
         coded_tensors = self._coded_tensors()
-        rows = _rows(coded_tensors)
+        rows, idle_names = _rows(coded_tensors), set(coded_tensors)
         tied = tied_lookups(model.graph)
         for node in linear_nodes(model.graph):
             weight = weight_of(node, 1)
             assert weight is not None and weight.const_value is not None
-            matches = _match_rows(
-                np.ascontiguousarray(expression_of(weight.const_value).numpy().T), coded_tensors, rows
-            )
-            if matches is None:
+            match = _match_rows(np.ascontiguousarray(expression_of(weight.const_value).numpy().T), coded_tensors, rows)
+            if match is None:
                 context.ledger.skipped(node, NOT_OF_FILE())
             else:
-                if isinstance(matches[0].coding, EntryCoding):
-                    self._keep_entries(model.graph, node, weight, KeptEntries(*matches), context, is_tied=node in tied)
+                idle_names -= match.names
+                if isinstance(match.tensor.coding, EntryCoding):
+                    kept_entries = KeptEntries(match.tensor, match.rows)
+                    self._keep_entries(model.graph, node, weight, kept_entries, context, is_tied=node in tied)
                     continue
                 # onnxruntime would hold a tied matrix twice, packed for its product and as it is for the lookup
                 standard = node not in tied or context.target == "portable"
                 on_gpu = context.target == "ort-cuda"
-                kept_codes = KeptCodes(*matches, standard=standard, as_zero_points=on_gpu)
+                kept_codes = KeptCodes(match.tensor, match.rows, standard=standard, as_zero_points=on_gpu)
                 if node in tied and kept_codes.coding.column_order is not None:
                     context.ledger.skipped(node, NO_LOOKUP(kind=kept_codes.source.kind))
                     continue
                 self._keep_matrix(model.graph, node, weight, kept_codes, context.ledger, tied.get(node, ()))
         for node in token_lookups(model.graph):
-            self._keep_table(model.graph, node, coded_tensors, rows, context.ledger)
+            idle_names -= self._keep_table(model.graph, node, coded_tensors, rows, context.ledger)
+        for name in sorted(idle_names):
+            context.ledger.skipped(name, NOT_USED())
 
     def _coded_tensors(self) -> dict[str, CodedTensor]:
         if self.file is None or not self.file.exists():
@@ -202,18 +223,19 @@ class KeepCodes(Pass):
 
     def _keep_table(
         self, graph: ir.Graph, node: ir.Node, tensors: dict[str, CodedTensor], rows: _Rows, ledger: Ledger
-    ) -> None:
+    ) -> set[str]:
+        """Look ``node`` up in codes where they allow it; return the tensors of the file that have its numbers."""
         table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
         assert table is not None and table.const_value is not None
-        matches = _match_rows(expression_of(table.const_value).numpy(), tensors, rows)
-        if matches is None or ids is None or ids.shape is None:
+        match = _match_rows(expression_of(table.const_value).numpy(), tensors, rows)
+        if match is None or ids is None or ids.shape is None:
             ledger.skipped(node, NOT_OF_FILE())
-            return
-        tensor = matches[0]
-        if isinstance(tensor.coding, EntryCoding) or not KeptCodes(*matches).can_be_looked_up:
+            return set()
+        tensor = match.tensor
+        if isinstance(tensor.coding, EntryCoding) or not KeptCodes(tensor, match.rows).can_be_looked_up:
             ledger.skipped(node, NO_LOOKUP(kind=tensor.kind))
-            return
-        kept_codes = KeptCodes(*matches, looked_up=True)
+            return match.names
+        kept_codes = KeptCodes(tensor, match.rows, looked_up=True)
         looked_up = []
         for part, part_tensor in _initializers(graph, table, kept_codes).items():
             dtype, shape = kept_codes.parts[part]
@@ -233,6 +255,7 @@ class KeepCodes(Pass):
         set_type(reader.outputs[0], output.name, table.dtype, [*ids.shape, tensor.shape[1]])
         replace(node, reader)
         ledger.changed(reader, _fact_of(table, kept_codes), [node, table])
+        return match.names
 
 
 def _fact_of(weight: ir.Value, kept_codes: KeptCodes) -> Fact:
@@ -279,8 +302,8 @@ def _rows(tensors: dict[str, CodedTensor]) -> _Rows:
     return matches
 
 
-def _match_rows(numbers: Array, tensors: dict[str, CodedTensor], rows: _Rows) -> tuple[CodedTensor, Array] | None:
-    """Return the tensor whose rows ``numbers`` [rows, width] are, and which of its rows, if there is one.
+def _match_rows(numbers: Array, tensors: dict[str, CodedTensor], rows: _Rows) -> _Match | None:
+    """Return where ``numbers`` [rows, width] lie, if each of them is a row of one tensor.
 
     Rows of several tensors, such as gates and ups of an expert, are those of one where all have one coding.
     """
@@ -292,10 +315,11 @@ def _match_rows(numbers: Array, tensors: dict[str, CodedTensor], rows: _Rows) ->
         positions.append(indices)
     if not positions:
         return None
-    names = set.intersection(*map(set, positions))
-    if names:
-        name = min(names)
-        return tensors[name], np.array([indices[name] for indices in positions], np.int64)
+    names = set[str]().union(*positions)
+    common_names = set.intersection(*map(set, positions))
+    if common_names:
+        name = min(common_names)
+        return _Match(tensors[name], np.array([indices[name] for indices in positions], np.int64), names)
     stackings = [{stacking_of(tensors[name]): name for name in sorted(indices, reverse=True)} for indices in positions]
     common = set.intersection(*map(set, stackings)) - {None}
     if not common:
@@ -305,7 +329,7 @@ def _match_rows(numbers: Array, tensors: dict[str, CodedTensor], rows: _Rows) ->
     order = list(dict.fromkeys(owners))
     firsts = dict(zip(order, np.cumsum([0, *(tensors[name].shape[0] for name in order[:-1])]), strict=True))
     row_indices = [firsts[name] + indices[name] for name, indices in zip(owners, positions, strict=True)]
-    return StackedCodes(tuple(tensors[name] for name in order)), np.array(row_indices, np.int64)
+    return _Match(StackedCodes(tuple(tensors[name] for name in order)), np.array(row_indices, np.int64), names)
 
 
 def _digests(numbers: Array) -> Iterator[bytes]:

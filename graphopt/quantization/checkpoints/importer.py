@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
-from graphopt.graph.weights import Expression, Reshape, StoredBytes
+from graphopt.graph.weights import Expression, Reshape, StoredBytes, Transpose
 from graphopt.graph.weights.safetensors_files import tensors_of_folder
 from graphopt.quantization.matrix_codes import CodedTensor, RepeatedRows
 from graphopt.util.registry import Registry
@@ -231,5 +231,16 @@ def coded_matrices(folder: Path) -> dict[str, CodedTensor]:
             remedy="give the folder that the model was exported from",
         )
     weights = decoded_weights(tensors, settings, str(folder))
-    matrices = {name: tensor for name, tensor in weights.items() if isinstance(tensor, CodedTensor)}
-    return {name: tensor for name, tensor in matrices.items() if tensor.coding is not None}
+    matrices = {name: _in_file_order(weight) for name, weight in weights.items()}
+    return {
+        name: tensor
+        for name, tensor in matrices.items()
+        if isinstance(tensor, CodedTensor) and tensor.coding is not None
+    }
+
+
+def _in_file_order(weight: Expression) -> Expression:
+    """Return the matrix that a parameter holds in another shape or order, such as that of all experts."""
+    while isinstance(weight, (Reshape, Transpose)):
+        weight = weight.source
+    return weight
