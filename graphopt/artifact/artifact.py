@@ -24,7 +24,7 @@ from graphopt.analysis.structure.contrib import state_caches
 from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.analysis.structure.ports import HIDDEN, POOL
 from graphopt.artifact.genai import GENAI_CONFIG, genai_config, genai_speech_config
-from graphopt.artifact.hf_config import DENSE_FILES, PREPROCESSOR, facts_of
+from graphopt.artifact.hf_config import DENSE_FILES, PREPROCESSOR, PROCESSOR, facts_of
 from graphopt.artifact.manifest import MANIFEST, FileRecord, Manifest, Source, read_manifest
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Check, Fact, Rule
@@ -52,6 +52,7 @@ COMPANIONS = (
     "config.json",
     "generation_config.json",
     PREPROCESSOR,
+    PROCESSOR,
     HEADS,
 )
 """Files of a Hugging Face folder that an artifact carries along unchanged, where they exist; a recipe leaves heads that
@@ -114,6 +115,8 @@ def read(path: str | Path) -> Artifact:
     else:
         task = task_of(model.graph).name
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task))
+    files = TASKS[manifest.task].files
+    companions |= {name: folder / name for name in files if (folder / name).is_file()}
     return Artifact(model, manifest, companions, path, parts)
 
 

@@ -21,7 +21,10 @@ GENERATION_CONFIG = "generation_config.json"
 """Where transformers keeps which tokens end a text, and how its maker recommends to draw them."""
 
 PREPROCESSOR = "preprocessor_config.json"
-"""Where transformers keeps how a recording becomes features."""
+"""Where transformers keeps how a recording becomes features, and an image numbers."""
+
+PROCESSOR = "processor_config.json"
+"""Where newer versions keep it, beside how they go with texts."""
 
 SENTENCES = "sentence_bert_config.json"
 """Where sentence-transformers keeps how long a text may be."""
@@ -249,16 +252,23 @@ def facts_of_encoder(folder: Path) -> ModelFacts:
     return facts.model_copy(update={"max_positions": min((b for b in bounds if isinstance(b, int)), default=None)})
 
 
+def facts_of_signals(folder: Path) -> ModelFacts:
+    """Read what an app must know of a model of images or recordings: the names of classes."""
+    return facts_of_config(folder).model_copy(update=_classes_of(folder))
+
+
 def facts_of_classifier(folder: Path) -> ModelFacts:
     """Read what an app must know of a classifier: as of an encoder, and the names of classes."""
+    return facts_of_encoder(folder).model_copy(update=_classes_of(folder))
+
+
+def _classes_of(folder: Path) -> dict[str, Any]:
     config = json_object(folder / "config.json")
     names = config.get("id2label") or {}
-    return facts_of_encoder(folder).model_copy(
-        update={
-            "labels": [str(names[key]) for key in sorted(names, key=int)],
-            "are_labels_independent": config.get("problem_type") == "multi_label_classification",
-        }
-    )
+    return {
+        "labels": [str(names[key]) for key in sorted(names, key=int)],
+        "are_labels_independent": config.get("problem_type") == "multi_label_classification",
+    }
 
 
 def facts_of_seq2seq(folder: Path) -> ModelFacts:

@@ -13,7 +13,7 @@ from graphopt.cli.console import Inputs, Json, OnDevice, Threads, err, out, prin
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from graphopt.inference.decoding.continuation import Settings
     from graphopt.inference.decoding.grammar import Grammar
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from graphopt.inference.decoding.speculation import Speculation
     from graphopt.inference.prompt_cache import PromptCache
     from graphopt.inference.session import Session
+    from graphopt.tasks import Task
 
 _GENERATION = (
     "--max-new-tokens, --temperature, --top-k, --top-p, --seed, --stop, --json-schema, --regex, --logprobs, "
@@ -46,7 +47,10 @@ def run(
         typer.Option("--prompt", help="a text to complete, or to embed; several make a batch, or turns of a chat"),
     ] = None,
     audio: Annotated[
-        list[Path] | None, typer.Option("--audio", help="a WAV file to write down, of a model that reads recordings")
+        list[Path] | None, typer.Option("--audio", help="a WAV file, of a model that reads recordings")
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", help="a file of an image, of a model that reads images")
     ] = None,
     language: Annotated[
         str | None, typer.Option("--language", help="of --audio, such as en; by default the model finds out")
@@ -101,7 +105,7 @@ def run(
     ] = None,
     inputs: Inputs = None,
     save: Annotated[
-        Path | None, typer.Option("--save", help="of a graph that reads no text: an .npz file for its outputs")
+        Path | None, typer.Option("--save", help="of a model that reads no text: an .npz file for its outputs")
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="tell what drafts did")] = False,
     threads: Threads = 0,
@@ -110,7 +114,8 @@ def run(
 ) -> None:
     """Complete one or more prompts, or chat, streaming as the model goes; of an encoder, print cosines of embeddings.
 
-    An encoder-decoder reads each prompt, or each recording, and its text is printed.
+    An encoder-decoder reads each prompt, or each recording, and its text is printed. Of a model of images or recordings
+    its classes, boxes, shares of pixels, text or cosines are.
 
     Of a graph that reads no text, its outputs for --inputs, or for random inputs, are printed, and written by --save.
 
@@ -130,19 +135,25 @@ def run(
     task = TASKS[model.manifest.task].with_inputs(inputs)
     _check_options(chat, prompt or audio or not task.reads_text, system, logprobs, as_json)
     show_notes(model.notes)
-    if save is not None and task.reads_text:
-        raise InputError(f"{task.noun} has no outputs to save", file=folder, remedy="leave out --save")
-    if (audio or language) and not task.parts:
-        raise InputError(f"{task.noun} reads no recordings", file=folder, remedy="leave out --audio and --language")
+    files = _files(task, folder, {"texts": prompt, "images": image, "recordings": audio})
+    if inputs is not None and files:
+        raise InputError(f"{task.noun} is fed files or arrays", file=folder, remedy="leave out --inputs, or the files")
+    if (language and not task.parts) or (save and task.reads_text):
+        reason = "is told no language" if language else "has no outputs to save"
+        raise InputError(f"{task.noun} {reason}", file=folder, remedy="leave out --language and --save")
     if not task.generates:
         decoding = (max_new_tokens, temperature, top_k, top_p, logprobs, speculate, cache)
         options = (*decoding, stop or None, json_schema, regex)
         if chat or seed or any(option is not None for option in options):
             remedy = f"leave out the options of generating: {_GENERATION}"
             raise InputError(f"{task.noun} generates nothing", file=folder, remedy=remedy)
-        if not task.reads_text:
-            return _print_outputs(task, model, prompt or [], save, as_json)
-        return task.print_run(model.with_prompt(prompt_name), prompt or [], as_json)
+        if not task.reads_text and (inputs is not None or task.reads == "arrays"):
+            return _print_outputs(task, model, save, as_json)
+        if save is not None:
+            from graphopt.cli.signals import save_outputs
+
+            save_outputs(model, files, save)
+        return task.print_run(model.with_prompt(prompt_name), files, as_json)
     sampling = _sampling(folder if chat else None, temperature, top_k, top_p, seed)
     grammar = _grammar(json_schema, regex)
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
@@ -173,17 +184,29 @@ def run(
     return None
 
 
-def _print_outputs(task: Any, model: Any, prompts: Sequence[str], save: Path | None, as_json: bool) -> None:
-    """Print the outputs of a graph that is fed arrays.
-
-    Raises:
-        InputError: there are prompts.
-    """
+def _print_outputs(task: Any, model: Any, save: Path | None, as_json: bool) -> None:
+    """Print the outputs of a graph that is fed arrays."""
     from graphopt.cli.graphs import print_outputs
 
-    if prompts:
-        raise InputError(f"{task.noun} reads no text", file=model.file, remedy="give --inputs FILE.npz, not --prompt")
     return print_outputs(model, task.samples, save, as_json)
+
+
+def _files(task: Task, folder: Path, options: Mapping[str, Sequence[object] | None]) -> list[str]:
+    """Return what is given of what a model reads.
+
+    Raises:
+        InputError: something else is given.
+    """
+    takes = ("texts", "recordings") if task.parts else (task.reads,)
+    names = {"texts": "--prompt", "images": "--image", "recordings": "--audio", "arrays": "--inputs"}
+    wrong = [kind for kind, inputs in options.items() if inputs and kind not in takes]
+    if wrong:
+        raise InputError(
+            f"{task.noun} reads {' or '.join(takes)}, and no {wrong[0]}",
+            file=folder,
+            remedy=f"give {' or '.join(names[kind] for kind in takes)} in place of {names[wrong[0]]}",
+        )
+    return [str(value) for value in options.get(task.reads) or ()]
 
 
 def _load_cache(session: Session, file: Path, chat: bool, system: str | None) -> PromptCache:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 import wave
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphopt.artifact.hf_config import PREPROCESSOR
+from graphopt.artifact.hf_config import PREPROCESSOR, PROCESSOR
 from graphopt.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     import numpy.typing as npt
 
@@ -33,7 +33,7 @@ def features_of_files(folder: Path, files: Sequence[Path]) -> npt.NDArray[np.flo
             rate.
         MissingDependencyError: transformers is not installed.
     """
-    extractor = _extractor(folder)
+    extractor = extractor_of(folder)
     rate, longest = int(extractor.sampling_rate), getattr(extractor, "n_samples", None)
     samples = [read_wav(file, rate) for file in files]
     for file, recording in zip(files, samples, strict=True):
@@ -47,8 +47,18 @@ def features_of_files(folder: Path, files: Sequence[Path]) -> npt.NDArray[np.flo
     return features.astype(np.float32, copy=False)
 
 
-def _extractor(folder: Path) -> Any:
-    if not (folder / PREPROCESSOR).is_file():
+def extractor_of(source: str | Path) -> Any:
+    """Return what makes features of recordings, as transformers has it.
+
+    Args:
+        source: the folder of a model, or its id on the hub.
+
+    Raises:
+        InputError: the folder does not say how features are made.
+        MissingDependencyError: transformers is not installed.
+    """
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).is_file() for name in (PREPROCESSOR, PROCESSOR)):
         raise InputError(
             "the model does not say how a recording becomes features",
             file=folder / PREPROCESSOR,
@@ -60,7 +70,7 @@ def _extractor(folder: Path) -> Any:
         raise MissingDependencyError(
             f"features of recordings need transformers ({error})", remedy='pip install "graphopt[export]"'
         ) from error
-    return transformers.AutoFeatureExtractor.from_pretrained(folder)
+    return transformers.AutoFeatureExtractor.from_pretrained(source, trust_remote_code=False)
 
 
 def read_wav(file: Path, rate: int) -> npt.NDArray[np.float32]:

@@ -81,7 +81,7 @@ def check_agreement(load: Callable[[], Any], programs: Mapping[str, ir.Model]) -
     with _open(program) as session:
         output = _run(lambda: probe.run(session))
     model = load()
-    reference = _forward(model, task, probe, feeds)
+    reference = _forward(model, task, probe, feeds).reshape(output.shape)
     difference = float(np.abs(output - reference).max() / np.abs(reference).max())
     if not difference <= TOLERANCE:
         raise VerificationError(

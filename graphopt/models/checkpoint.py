@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphopt.artifact.hf_config import MODULES, POOLING, PREPROCESSOR, PROMPTS, SENTENCES, modules_of
+from graphopt.artifact.hf_config import (
+    MODULES,
+    POOLING,
+    PREPROCESSOR,
+    PROCESSOR,
+    PROMPTS,
+    SENTENCES,
+    modules_of,
+)
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.models.lazy_tensors import lazy_tensors
@@ -25,7 +33,7 @@ from graphopt.tasks.base import classes_of
 from graphopt.tasks.encoder import ENCODER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from graphopt.graph.weights import Expression
 
@@ -180,11 +188,12 @@ def check_config(config: Any, source: str) -> None:
     if task_of_config(config) is None:
         architectures = ", ".join(getattr(config, "architectures", None) or ()) or type(config).__name__
         raise InputError(
-            f"{architectures} is not a causal language model, an encoder or an encoder-decoder",
+            f"{architectures} is none of the kinds of models that graphopt takes",
             file=source,
             remedy="graphopt takes decoder-only models, those that transformers loads with AutoModelForCausalLM, and "
             "encoders such as BERT, alone or with a head for classes of texts or tokens or for questions, and "
-            "encoder-decoders that make texts, such as T5 and Whisper",
+            "encoder-decoders that make texts, such as T5 and Whisper, and models of images and "
+            "recordings: classifiers, encoders, detectors, segmenters, and what writes speech down",
         )
 
 
@@ -203,7 +212,10 @@ def save_companions(source: str, model: Any, folder: Path, **tokenizer_options: 
             model.config.save_pretrained(folder)
             if getattr(model, "generation_config", None) is not None:
                 model.generation_config.save_pretrained(folder)
-            _save_settings(source, folder)
+            task = TASKS[task_of_config(model.config) or ENCODER.name]
+            _save_settings(source, folder, task.files)
+            if task.reads != "texts":
+                return []
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **tokenizer_options)
             tokenizer.save_pretrained(folder)
@@ -231,10 +243,10 @@ def _settings_file(source: str, name: str) -> Path | None:
     return None
 
 
-def _save_settings(source: str, folder: Path) -> None:
-    """Copy what sentence-transformers says of a model on the hub, and how sound becomes features, where it says so."""
+def _save_settings(source: str, folder: Path, also: Sequence[str]) -> None:
+    """Copy what sentence-transformers says of a model on the hub, how sound and images become numbers, and ``also``."""
     modules = _settings_file(source, MODULES)
-    names = [POOLING, SENTENCES, MODULES, PROMPTS, PREPROCESSOR]
+    names = [POOLING, SENTENCES, MODULES, PROMPTS, PREPROCESSOR, PROCESSOR, *also]
     names += [] if modules is None else [name for module in modules_of(modules) for name in module.files]
     for name in dict.fromkeys(names):
         file = _settings_file(source, name)

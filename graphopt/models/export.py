@@ -6,16 +6,17 @@ import importlib.resources
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.structure.cost import weight_totals
 from graphopt.analysis.structure.ports import past_port
 from graphopt.artifact import artifact
 from graphopt.artifact.artifact import COMPANIONS, MODEL, Artifact
-from graphopt.artifact.hf_config import dense_files, facts_of
+from graphopt.artifact.hf_config import PREPROCESSOR, PROCESSOR, dense_files, facts_of
 from graphopt.artifact.manifest import Manifest, Source, installed_versions
 from graphopt.compile.importing import import_artifact
 from graphopt.errors import InputError
+from graphopt.graph.diagnostics import Rule
 from graphopt.models.agreement import MAIN, NOT_REQUESTED, check_agreement, not_covered
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
 from graphopt.tasks import TASKS, task_of
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
     from graphopt.graph.diagnostics import Fact
     from graphopt.models.loading import LoadedModel
+
+NO_PROCESSOR = Rule(
+    "export.no-processor",
+    f"there is no {PREPROCESSOR}, so nothing says how {{what}} become numbers: `graphopt run` cannot read them",
+)
 
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
 # would make up an empty tokenizer.
@@ -124,7 +130,7 @@ def _from_onnx(path: Path, name: str) -> Artifact:
     except InputError as error:
         raise InputError(error.what, file=path, tensor=error.tensor, remedy=error.remedy) from error
     manifest, notes = result.manifest, list(result.manifest.notes)
-    if "tokenizer.json" not in result.companions and not manifest.files:
+    if task.reads == "texts" and "tokenizer.json" not in result.companions and not manifest.files:
         notes.append(NO_TOKENIZER(why=NOT_BESIDE()))
     if task.caches and not any(past_port(value) is not None for value in result.model.graph.inputs):
         raise InputError(
@@ -216,17 +222,20 @@ def _trace_checkpoint(
     return Artifact(program, manifest, companions, parts=parts)
 
 
-def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict[str, Path], list[Fact]]:
+def _companions(source: str, torch_model: Any, temporary: Path) -> tuple[dict[str, Path], list[Fact]]:
     """Return the tokenizer and configuration files by name, and notes on what is missing.
 
     Those of a folder are carried along unchanged; what transformers must fetch or convert is written to ``temporary``.
     """
     from graphopt.models.checkpoint import save_companions
+    from graphopt.models.trace import task_of_model
 
-    folder = Path(source)
+    folder, task = Path(source), task_of_model(torch_model)
     notes: list[Fact] = []
     if not folder.is_dir():
         notes = save_companions(source, torch_model, temporary)
+    elif task.reads != "texts":
+        notes = []
     elif not (folder / "tokenizer.json").is_file():
         if any((folder / name).is_file() for name in _VOCABULARIES):
             notes = save_companions(source, None, temporary)
@@ -235,6 +244,11 @@ def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict
     # The folder's own files win over what was made of them.
     folders = (folder, temporary) if folder.is_dir() else (temporary,)
     companions = {
-        name: parent / name for parent in reversed(folders) for name in COMPANIONS if (parent / name).is_file()
+        name: parent / name
+        for parent in reversed(folders)
+        for name in (*COMPANIONS, *task.files)
+        if (parent / name).is_file()
     }
+    if task.reads != "texts" and not {PREPROCESSOR, PROCESSOR} & set(companions):
+        notes = [*notes, NO_PROCESSOR(what=task.reads)]
     return companions | dense_files(folders[0]), notes

@@ -30,6 +30,8 @@ from graphopt.models.states import other_input
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
+    from graphopt.tasks import Task
+
 BATCH, LENGTH, PAST, KEYS, SOURCE = "batch", "length", "past", "past + length", "source"
 """Names of the dimensions that vary."""
 
@@ -38,15 +40,19 @@ DECODER_INPUT_IDS = "decoder_input_ids"
 _FIRST_INPUTS = (INPUT_FEATURES, INPUT_IDS, ATTENTION_MASK, ENCODER_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
 
 
-def name_ports(graph: ir.Graph) -> None:
+def name_ports(graph: ir.Graph, task: Task) -> None:
     """Name inputs, outputs and dimensions of ``graph`` in place, and put the inputs in order.
 
     Args:
-        graph: what ``transformers.exporters.OnnxExporter`` made of a causal language model or an encoder.
+        graph: what ``transformers.exporters.OnnxExporter`` made of a model.
+        task: what kind of model it is.
 
     Raises:
         InputError: the graph keeps a state that is neither a key-value cache nor a recurrent state.
     """
+    if task.dimensions:
+        _name_signals(graph, task)
+        return
     if any(value.name == DECODER_INPUT_IDS for value in graph.inputs):
         _split_encoder_from_decoder(graph)
     _drop_constant_states(graph)
@@ -55,6 +61,19 @@ def name_ports(graph: ir.Graph) -> None:
     _name_dimensions(graph)
     _read_first(graph)
     _repeat_positions(graph)
+
+
+def _name_signals(graph: ir.Graph, task: Task) -> None:
+    """Name the dimensions of images or recordings, and drop the outputs that nobody reads."""
+    names = [value.name or "" for value in graph.outputs]
+    dropped_names = set(names).difference(task.remaining_outputs(names))
+    _drop_outputs(graph, {value for value in graph.outputs if value.name in dropped_names})
+    symbols: dict[str, str] = {}
+    for value in graph.inputs:
+        for dimension, meaning in zip(value.shape or (), task.dimensions.get(value.name or "", ()), strict=False):
+            if isinstance(dimension, ir.SymbolicDim):
+                symbols.setdefault(str(dimension), meaning)
+    _rename_dimensions(graph, symbols)
 
 
 def _split_encoder_from_decoder(graph: ir.Graph) -> None:
@@ -154,6 +173,10 @@ def _name_dimensions(graph: ir.Graph) -> None:
             # An input that shares the symbol of another (position_ids, every further cache) says the same again.
             if isinstance(dimension, ir.SymbolicDim) and axis in meaning:
                 names.setdefault(str(dimension), meaning[axis])
+    _rename_dimensions(graph, names)
+
+
+def _rename_dimensions(graph: ir.Graph, names: Mapping[str, str]) -> None:
     for value in values_of(graph):
         if value.shape is not None:
             value.shape = ir.Shape([_dimension(dimension, names) for dimension in value.shape])

@@ -47,7 +47,7 @@ def trace(model: Any, source: str, task: Task | None = None) -> ir.Model:
     """
     task = task or task_of_model(model)
     program = export_graph(model, source, task)
-    name_ports(program.graph)
+    name_ports(program.graph, task)
     finish(program, model, source, task)
     return program
 
@@ -99,6 +99,8 @@ def export_graph(model: Any, source: str, task: Task) -> ir.Model:
             with recurrences_as_nodes(), no_fake_cache, _without_stack_traces(), _without_other_families():
                 part, inputs = task.export_parts(model, source)
                 shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
+                vary = torch.export.Dim.AUTO
+                shapes |= {name: dict.fromkeys(axes, vary) for name, axes in task.varying_axes(part, source).items()}
                 config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
                 program: ir.Model = exporter.export(part, inputs, config=config).program
         except InputError:

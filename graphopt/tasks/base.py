@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +107,10 @@ class Task(abc.ABC):
         is_fallback: whether a graph that no other task matches counts as one of these; one task is.
         auto_class: the class of transformers that loads a checkpoint.
         framework_names: what transformers calls outputs that have another name in the graph, by that name.
+        reads: what ``graphopt run`` gives it: texts, images, recordings, or arrays of numbers.
+        unrolls: whether a model may be traced by a few of its layers, see :mod:`graphopt.models.unrolling`.
+        dimensions: of inputs that are no tokens, masks or caches, the names of their dimensions, by the name of each.
+        files: the files of a checkpoint that an artifact carries along beside those that all do, where they exist.
     """
 
     parts: ClassVar[Mapping[str, str]] = {}
@@ -120,6 +124,10 @@ class Task(abc.ABC):
     is_fallback: ClassVar[bool] = False
     auto_class: ClassVar[str] = "AutoModel"
     framework_names: ClassVar[Mapping[str, str]] = {}
+    reads: ClassVar[Literal["texts", "images", "recordings", "arrays"]] = "texts"
+    unrolls: ClassVar[bool] = True
+    dimensions: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    files: ClassVar[tuple[str, ...]] = ()
 
     def with_inputs(self, inputs: Path | None) -> Task:
         """Return the task with the inputs of a file or folder in the place of random ones; itself for ``None``.
@@ -229,6 +237,20 @@ class Task(abc.ABC):
         """
         del source
         return model, self.sample(model)
+
+    def varying_axes(self, model: Any, source: str) -> Mapping[str, Collection[int]]:
+        """Return which axes of traced inputs vary, by name; all axes of those that are not in it.
+
+        Args:
+            model: as for :meth:`export_parts`.
+            source: see there.
+        """
+        del model, source
+        return {}
+
+    def remaining_outputs(self, outputs: Collection[str]) -> Collection[str]:
+        """Return which outputs of a traced model its graph has; all by default."""
+        return outputs
 
     def framework_output(self, output: Any) -> Array:
         """Return what is compared of the output of a model of transformers; several stand side by side in a last axis.

@@ -21,6 +21,7 @@ from graphopt.analysis.structure.ports import (
     HIDDEN,
     INPUT_IDS,
     LOGITS,
+    PIXEL_VALUES,
     POSITION_IDS,
     TOKEN_TYPE_IDS,
     past_port,
@@ -194,7 +195,9 @@ class Encoder(Task):
 
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`Task`."""
-        return HIDDEN in outputs and LOGITS not in outputs and not any(past_port(name) is not None for name in inputs)
+        if HIDDEN not in outputs or LOGITS in outputs or PIXEL_VALUES in inputs:
+            return False
+        return not any(past_port(name) is not None for name in inputs)
 
     def check(self, graph: ir.Graph) -> None:
         """See :class:`Task`."""

@@ -168,4 +168,4 @@ def test_recordings_that_cannot_be_read_are_refused(
     with pytest.raises(InputError, match="does not say how a recording becomes features"):
         features_of_files(tmp_path, [tmp_path / "stereo.wav"])
     code, _, err = call(monkeypatch, capsys, "run", llama_artifact, "--audio", tmp_path / "stereo.wav")
-    assert (code, "reads no recordings" in err) == (2, True)
+    assert (code, "reads texts, and no recordings" in err) == (2, True)

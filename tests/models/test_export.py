@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,13 @@ def test_hub_id(hub_export: Path, make_folder: Callable[[str], Path]) -> None:
     artifact.verify_files(hub_export / "artifact")
 
 
+def with_configuration(folder: Path) -> Any:
+    """What stands for the model of a checkpoint where its configuration alone is looked at."""
+    import transformers
+
+    return SimpleNamespace(config=transformers.AutoConfig.from_pretrained(folder))
+
+
 def test_tokenizer_of_an_older_kind_is_converted(
     llama_folder: Path, make_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -223,7 +231,7 @@ def test_tokenizer_of_an_older_kind_is_converted(
     tokenizer.model.save(str(folder))
     assert (folder / "vocab.json").exists()
     made.mkdir()
-    companions, notes = export_module._companions(str(folder), None, made)
+    companions, notes = export_module._companions(str(folder), with_configuration(folder), made)
     assert notes == []
     assert companions["config.json"] == folder / "config.json"
     converted = Tokenizer.from_file(str(companions["tokenizer.json"]))
@@ -236,7 +244,7 @@ def test_tokenizer_that_cannot_be_read_says_so(make_folder: Callable[[str], Path
     (folder / "vocab.json").write_text("{")
     (folder / "merges.txt").write_text("")
     made.mkdir()
-    companions, (note,) = export_module._companions(str(folder), None, made)
+    companions, (note,) = export_module._companions(str(folder), with_configuration(folder), made)
     assert "tokenizer.json" not in companions
     assert "no tokenizer was carried along: transformers cannot load it" in str(note)
 

@@ -143,5 +143,5 @@ def test_a_file_is_a_task(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
             TASKS["scorer"].text_feeds(scorer().graph, np.zeros((2, 3), np.int64))
         assert not list(TASKS["scorer"].calls(scorer().graph, [(1, 2, 3)]))
     assert "scorer" not in TASKS
-    with pytest.raises(InputError, match=r"no task 'scorer'; known are causal_lm, .*, graph"):
+    with pytest.raises(InputError, match=r"no task 'scorer'; known are audio_classifier, .*, graph"):
         read_manifest(out)

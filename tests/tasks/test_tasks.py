@@ -111,6 +111,13 @@ def test_names_of_caches_are_read_back_as_they_are_written() -> None:
         False,
     )
     assert set(TASKS) == {
+        "audio_classifier",
+        "audio_encoder",
+        "image_classifier",
+        "image_encoder",
+        "image_segmenter",
+        "object_detector",
+        "speech_ctc",
         "causal_lm",
         "classifier",
         "encoder",

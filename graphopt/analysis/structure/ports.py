@@ -23,6 +23,7 @@ TOKEN_TYPE_IDS = "token_type_ids"
 PAST_LENGTH, NEW_LENGTH = "past_length", "new_length"
 STARTS, PAST_LENGTHS, BLOCK_TABLE = "cumulative_sequence_lengths", "past_sequence_lengths", "block_table"
 ENCODER_MASK, INPUT_FEATURES, ENCODER_STATES = "encoder_attention_mask", "input_features", "encoder_hidden_states"
+PIXEL_VALUES, PIXEL_MASK, INPUT_VALUES = "pixel_values", "pixel_mask", "input_values"
 LOGITS, HIDDEN, POOLER_OUTPUT = "logits", "last_hidden_state", "pooler_output"
 
 POOL = "ai.graphopt.pool"

@@ -13,7 +13,7 @@ from graphopt.models.recurrence import recurrences_as_nodes
 from graphopt.models.trace import export_graph, finish, task_of_model, trace
 from graphopt.models.unrolling.graph import unroll
 from graphopt.models.unrolling.kinds import plan_layers, shorten
-from graphopt.models.unrolling.refusals import FEW_LAYERS, NotUnderstoodError
+from graphopt.models.unrolling.refusals import FEW_LAYERS, RUNNING, NotUnderstoodError
 from graphopt.models.unrolling.relations import Relations
 from graphopt.models.unrolling.skeleton import make_skeleton
 
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 ALL_TRACED = Rule("unroll.all-traced", "every layer was traced: {why}")
 WITH_WEIGHTS = Rule("unroll.with-weights", "every layer was traced, with all weights in memory: {why}")
+
+
+# What batch normalization collected in training: the exporter folds it into the weight in front, and says so nowhere.
+_RUNNING = "running_var"
 
 
 def trace_loaded(checkpoint: LoadedModel, source: str, task: Task | None = None) -> tuple[ir.Model, list[Fact]]:
@@ -69,7 +73,14 @@ def trace_skeleton(model: Any, source: str, task: Task | None = None) -> tuple[i
         NotUnderstoodError: the exporter computes with parameters in a way that is not known.
     """
     task = task or task_of_model(model)
+    running = next((name for name, _ in model.named_buffers() if name.endswith(_RUNNING)), None)
+    if running is not None:
+        raise NotUnderstoodError(RUNNING(buffer=running))
     make_skeleton(model)
+    if not task.unrolls:
+        program = _export(model, source, task)
+        finish(program, model, source, task)
+        return program, None
     try:
         with quiet(), recurrences_as_nodes():
             short_plan = plan_layers(model, task.sample(model))
@@ -116,5 +127,5 @@ def _export(model: Any, source: str, task: Task) -> ir.Model:
         expression = relations.expression_of(value)
         if any(isinstance(node, Parameter) for node in nodes_below(expression)):
             value.const_value = WeightTensor(expression, value.name)
-    name_ports(program.graph)
+    name_ports(program.graph, task)
     return program

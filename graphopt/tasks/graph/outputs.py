@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 MAX_NUMBERS = 1 << 22
 """Numbers of one output that are compared, at most; of a larger one evenly spread ones."""
 
+_IMAGE_RANK = 4
 _CLASSES = re.compile(r"logit|prob|class|label|score|softmax", re.IGNORECASE)
 
 
@@ -61,11 +62,15 @@ def outputs_of(results: Sequence[Any], names: Sequence[str]) -> dict[str, Output
     return {name: output for name, output in outputs.items() if output is not None and output.numbers.size}
 
 
-def looks_like_logits(name: str, output: Output) -> bool:
-    """Return whether the last axis of an output tells classes apart: by the name, or by its shape [rows, classes]."""
+def class_axis(name: str, output: Output) -> int | None:
+    """Return the axis of an output that tells classes apart, by the name, or by the shape [rows, classes].
+
+    It is the last one, and the second of four dimensions [batch, classes, height, width]. ``None`` where there is none.
+    """
     shape = output.numbers.shape
     is_named = _CLASSES.search(name) is not None and len(shape) > 1
-    return not output.is_exact and (is_named or len(shape) == 2) and shape[-1] > 1
+    axis = 1 if len(shape) == _IMAGE_RANK else -1
+    return axis if not output.is_exact and (is_named or len(shape) == 2) and shape[axis] > 1 else None
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,8 @@ def _difference(name: str, before: Sequence[Output], runs: Sequence[Mapping[str,
         errors.append(gap / lengths[0] if lengths[0] else (0.0 if gap == 0 else float("inf")))
         if old.is_exact:
             equal.append(float((first == second).mean()))
-        elif looks_like_logits(name, old) and shapes[-1] and new is not None:
-            classes.append(float((old.numbers.argmax(-1) == new.numbers.argmax(-1)).mean()))
+        elif (axis := class_axis(name, old)) is not None and shapes[-1] and new is not None:
+            classes.append(float((old.numbers.argmax(axis) == new.numbers.argmax(axis)).mean()))
     return Difference(
         cosine=float(np.mean(cosines)),
         relative_error=max(errors),

@@ -6,7 +6,7 @@ files that were given; outputs are compared one by one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
@@ -54,9 +54,10 @@ class GraphTask(Task):
     output: ClassVar[str] = ""
     is_fallback: ClassVar[bool] = True
     reads_text: ClassVar[bool] = False
+    reads: ClassVar[Literal["texts", "images", "recordings", "arrays"]] = "arrays"
 
     def __init__(self, inputs: Path | None = None) -> None:
-        self.samples = Samples(inputs)
+        self.samples: Samples = Samples(inputs)
 
     def with_inputs(self, inputs: Path | None) -> Self:
         """Return the task with inputs of its own."""
@@ -112,7 +113,7 @@ class GraphTask(Task):
         """
         del reference, text, threads, as_json
         raise InputError(
-            "a graph reads no text", file=model.file, remedy="`graphopt quality BEFORE AFTER` compares its outputs"
+            f"{self.noun} reads no text", file=model.file, remedy="`graphopt quality BEFORE AFTER` compares its outputs"
         )
 
     def measure_quality(self, reference: Any, artifact: Path, **reading: Any) -> dict[str, float]:

@@ -111,7 +111,7 @@ def test_commands_take_a_graph(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "{int4}", "--prompt", "a"], "a graph reads no text.*--inputs"),
+        (["run", "{int4}", "--prompt", "a"], "a graph reads arrays, and no texts.*--inputs"),
         (["run", "{int4}", "--top-k", "3"], "a graph generates nothing"),
         (["eval", "{int4}", "--held-out"], "graphopt quality BEFORE AFTER"),
         (["run", "{int4}", "--inputs", "none.npz"], "there are no inputs here"),

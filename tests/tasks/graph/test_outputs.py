@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graphopt.tasks.graph.outputs import differences, figures_of, looks_like_logits, outputs_of
+from graphopt.tasks.graph.outputs import class_axis, differences, figures_of, outputs_of
 
 RANDOM = np.random.default_rng(0)
 
@@ -31,8 +31,18 @@ def test_each_output_has_its_own_figures() -> None:
 
 
 def test_classes_are_told_by_name_or_shape() -> None:
-    outputs = outputs_of([np.ones((1, 7, 3)), np.ones((1, 7, 3)), np.ones((4, 2))], ["y", "token_logits", "z"])
-    assert [looks_like_logits(name, output) for name, output in outputs.items()] == [False, True, True]
+    arrays = [np.ones((1, 7, 3)), np.ones((1, 7, 3)), np.ones((4, 2)), np.ones((1, 5, 8, 8))]
+    outputs = outputs_of(arrays, ["y", "token_logits", "z", "logits"])
+    assert [class_axis(name, output) for name, output in outputs.items()] == [None, -1, -1, 1]
+
+
+def test_classes_of_pixels_stand_on_the_second_axis() -> None:
+    logits = np.zeros((1, 3, 2, 4))
+    logits[:, 1] = 1
+    changed = logits.copy()
+    changed[0, 2, 0, 0] = 2  # one pixel of eight
+    (difference,) = differences([outputs_of([logits], ["logits"])], [outputs_of([changed], ["logits"])]).values()
+    assert difference.same_class == 7 / 8
 
 
 def test_another_shape_is_a_difference_and_no_error() -> None:
