@@ -167,6 +167,20 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Methods of transformers that its exporter cannot write.
 SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    # three matrices of an expert, stored one below the other for all experts; a loop over experts that were chosen
+    "dbrx": (
+        "DbrxConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": HIDDEN,
+            "n_layers": 1,
+            "n_heads": 4,
+            "max_seq_len": POSITIONS,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": HIDDEN},
+            **_ENDS,
+        },
+    ),
     # four residual streams, embeddings for each layer, sparse gates; the last two layers reuse keys and values
     "gemma3n": (
         "Gemma3nTextConfig",

@@ -166,11 +166,14 @@ def class_of(config: Any) -> Any:
 def _states(tensors: Mapping[str, Expression] | None, evaluate: bool) -> dict[str, Any]:
     if tensors is None:
         return {}
-    if not evaluate:
-        return {"state_dict": lazy_tensors(tensors)}
     torch, _ = import_export_packages()
-    floats = {name: tensor.numpy() for name, tensor in tensors.items() if tensor.dtype.is_floating_point()}
-    return {"state_dict": {name: torch.from_numpy(array.astype(np.float32)) for name, array in floats.items()}}
+    weights = {name: tensor for name, tensor in tensors.items() if tensor.dtype.is_floating_point()}
+    # Integers are no weights but tables, which a trace indexes: no expression is known of what comes out.
+    tables = {name: torch.from_numpy(np.array(tensors[name].numpy())) for name in tensors.keys() - weights.keys()}
+    if not evaluate:
+        return {"state_dict": lazy_tensors(weights) | tables}
+    arrays = {name: tensor.numpy().astype(np.float32) for name, tensor in weights.items()}
+    return {"state_dict": {name: torch.from_numpy(array) for name, array in arrays.items()} | tables}
 
 
 def task_of_config(config: Any) -> str | None:

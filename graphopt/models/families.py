@@ -35,7 +35,7 @@ FAMILY_GROUPS = (
             "llama", "mistral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "stablelm",
         ),
     ),
-    FamilyGroup("attention and experts", _ATTENTION, ("gpt_oss", "llama4_text", "mixtral", "qwen2_moe")),
+    FamilyGroup("attention and experts", _ATTENTION, ("dbrx", "gpt_oss", "llama4_text", "mixtral", "qwen2_moe")),
     FamilyGroup("latent attention", _ATTENTION, ("deepseek_v2", "deepseek_v3")),
     FamilyGroup(
         "gated delta rule and attention", (*_RECURRENCE, *_ATTENTION), ("olmo_hybrid", "qwen3_5_text", "qwen3_next")

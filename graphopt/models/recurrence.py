@@ -9,6 +9,10 @@ one node each they take any number of tokens, and one graph serves prefill, chun
 
 States are what the operators hold: a convolution of L taps keeps L - 1 tokens and not L, and a recurrent state is
 [batch, heads, K, V]. Padding is left to the mask of the operators, so that it touches no state wherever it stands.
+
+Where a model convolves by itself, as with taps that it computes for each token, it gets the last tokens in front of
+the new ones, as from transformers' own cache. Padding is zeros there, as in transformers: in front of a text it says
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
-from graphopt.models import griffin, lightning, rwkv, substitutes
+from graphopt.models import experts, griffin, lightning, rwkv, substitutes
 from graphopt.models.recurrent_calls import Calls, convolve, mask_new_tokens, recur
 
 if TYPE_CHECKING:
@@ -32,24 +36,24 @@ _L2_EPSILON = 1e-6
 
 
 @contextlib.contextmanager
-def recurrences_as_nodes() -> Iterator[None]:
+def recurrences_as_nodes() -> Iterator[Calls]:
     """Let models of transformers call our operators, and keep states as these do, for as long as the block runs.
 
     The operators compute zeros in torch: a model is run to find its shapes, or to be traced.
 
-    Raises:
-        InputError: a model keeps the tail of a convolution that is none of the known functions.
+    Yields:
+        What is known of the calls; of a model that was run also which tails no known function convolved.
     """
     caches = importlib.import_module("transformers.cache_utils")
     calls = Calls()
     replacements: dict[Any, dict[str, Any]] = {
-        caches.LinearAttentionLayer: {
-            "update_conv_state": functools.partialmethod(_update_conv_state, calls),
-            "update_recurrent_state": _update_recurrent_state,
-        },
+        caches.LinearAttentionLayer: {"update_recurrent_state": _update_recurrent_state},
         # else `generate` makes a mask of attention where no layer attends
         caches.LinearAttentionCacheLayerMixin: {"is_compileable": False},
-        caches.Cache: {"get_recurrent_state": _recording(calls, caches.Cache.get_recurrent_state)},
+        caches.Cache: {
+            "update_conv_state": functools.partialmethod(_update_conv_state, calls),
+            "get_recurrent_state": _recording(calls, caches.Cache.get_recurrent_state),
+        },
     }
     functions = {name: functools.partial(function, calls) for name, function in _FUNCTIONS.items()}
     for name, module in list(sys.modules.items()):
@@ -64,9 +68,17 @@ def recurrences_as_nodes() -> Iterator[None]:
             for name, member in members.items():
                 stack.callback(setattr, owner, name, vars(owner)[name])
                 setattr(owner, name, member)
-        yield
+        yield calls
+
+
+def confirm_convolved(calls: Calls) -> None:
+    """Refuse a model whose trace keeps the tail of a convolution that neither a known function nor the model reads.
+
+    Raises:
+        InputError: there is such a tail.
+    """
     if calls.inputs:
-        _, layer, _ = next(iter(calls.inputs.values()))
+        _, layer, _, _ = next(iter(calls.inputs.values()))
         raise InputError(
             "the model keeps the tail of a convolution, and no known function convolves it",
             tensor=type(layer).__name__,
@@ -91,13 +103,45 @@ def simplify(graph: ir.Graph) -> None:
 # In place of methods of caches.
 
 
-def _update_conv_state(layer: Any, calls: Calls, conv_states: Any, state_idx: int = 0, **_: Any) -> Any:
-    """Remember whose state belongs to [batch, channels, tokens], which a convolution reads next, and return these."""
-    calls.inputs[id(conv_states)] = (conv_states, layer, state_idx)
-    return conv_states
+def _update_conv_state(
+    cache: Any,
+    calls: Calls,
+    conv_states: Any,
+    layer_idx: int,
+    state_idx: int = 0,
+    conv_kernel_size: int | None = None,
+    **_: Any,
+) -> Any:
+    """Remember whose state belongs to [batch, channels, tokens], which a convolution reads next, and return these.
+
+    Of a tail that the model convolves itself, return the tokens before the new ones too, and keep the last.
+    """
+    layer = cache.layers[layer_idx]
+    if (layer_idx, state_idx) not in calls.tails:
+        calls.inputs[id(conv_states)] = (conv_states, layer, layer_idx, state_idx)
+        return conv_states
+    torch = importlib.import_module("torch")
+    taps = conv_kernel_size or conv_states.shape[-1]
+    state = layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
+    if state is None:
+        state = conv_states.new_zeros((*conv_states.shape[:2], taps))
+    torch._check(state.shape[0] == conv_states.shape[0])
+    tokens = torch.cat([state, conv_states], dim=-1)
+    _keep_tail(layer, state_idx, tokens[..., -taps:])
+    return tokens
+
+
+def _keep_tail(layer: Any, number: int, tail: Any) -> None:
+    """Store the tail of a convolution in a layer of a cache, [batch, channels, tokens]."""
+    layer.conv_states[number], layer.conv_kernel_size[number] = tail, tail.shape[-1]
+    layer.is_conv_states_initialized[number] = layer.has_previous_state[number] = True
+    layer.dtype, layer.device = tail.dtype, tail.device
 
 
 def _update_recurrent_state(layer: Any, recurrent_states: Any, state_idx: int = 0, **_: Any) -> Any:
+    """Store a state [batch, heads, K, V]; heads that a model scans in groups, [batch, groups, heads, K, V], as one."""
+    if recurrent_states.dim() == 5:
+        recurrent_states = recurrent_states.flatten(1, 2)
     layer.recurrent_states[state_idx] = recurrent_states
     layer.is_recurrent_states_initialized[state_idx] = True
     layer.has_previous_state[state_idx] = True
@@ -109,6 +153,7 @@ def _recording(calls: Calls, get_recurrent_state: Callable[..., Any]) -> Callabl
 
     def get(*args: Any, **kwargs: Any) -> Any:
         calls.recurrent_state = get_recurrent_state(*args, **kwargs)
+        calls.channel = 0
         return calls.recurrent_state
 
     return get
@@ -118,23 +163,23 @@ def _recording(calls: Calls, get_recurrent_state: Callable[..., Any]) -> Callabl
 
 
 def _apply_mask_to_padding_states(calls: Calls, hidden_states: Any, attention_mask: Any) -> Any:
-    """Leave padding to the operators."""
+    """Leave padding to the operators, if these are all that convolves."""
     mask_new_tokens(calls, hidden_states, attention_mask)
-    return hidden_states
+    if calls.mask is None or not calls.tails:
+        return hidden_states
+    return hidden_states * calls.mask[:, :, None].to(hidden_states.dtype)
 
 
 def _causal_conv1d_fn(
     calls: Calls, hidden_states: Any, weight: Any, bias: Any = None, activation: str | None = None, **_: Any
 ) -> Any:
-    _, layer, number = calls.inputs.pop(id(hidden_states), (None, None, 0))
+    layer, number = calls.inputs.pop(id(hidden_states), (None, None, 0, 0))[1::2]
     state = layer.conv_states[number] if layer is not None and layer.has_previous_state[number] else None
     if state is None:
         state = hidden_states.new_zeros((*hidden_states.shape[:2], weight.shape[-1] - 1))
     y, new_state = convolve(calls, hidden_states, state, weight, bias, activation)
     if layer is not None:
-        layer.conv_states[number], layer.conv_kernel_size[number] = new_state, weight.shape[-1] - 1
-        layer.is_conv_states_initialized[number] = layer.has_previous_state[number] = True
-        layer.dtype, layer.device = new_state.dtype, new_state.device
+        _keep_tail(layer, number, new_state)
     return y
 
 
@@ -228,7 +273,7 @@ def _mamba_selective_scan(  # noqa: PLR0913, the arguments are those of transfor
     values = hidden_states.transpose(1, 2)
     query, key = (part.transpose(1, 2)[:, :, None] for part in (C, B))
     operands = [query, key, values[..., None], dt[..., None] * A, dt[..., None]]
-    output, state = recur(calls, operands, calls.recurrent_state, delta=False, scale=1.0)
+    output, state = recur(calls, operands, _next_channels(calls, values.shape[2]), delta=False, scale=1.0)
     output = output[..., 0]
     if D is not None:
         output = output + values * D
@@ -236,6 +281,15 @@ def _mamba_selective_scan(  # noqa: PLR0913, the arguments are those of transfor
     if z is not None:
         output = output * torch.nn.functional.silu(z)
     return (output, state) if return_last_state else output
+
+
+def _next_channels(calls: Calls, count: int) -> Any:
+    """Return the state of the next ``count`` channels of a layer: some families scan the channels in several calls."""
+    state = calls.recurrent_state
+    if state is None or state.shape[1] == count:
+        return state
+    first, calls.channel = calls.channel, calls.channel + count
+    return state[:, first : calls.channel]
 
 
 def _step_size(dt: Any, bias: Any, softplus: bool) -> Any:
@@ -270,6 +324,10 @@ _METHODS: dict[tuple[str, str], Callable[[Calls, Callable[..., Any]], Callable[.
     ("MiniMaxForCausalLM", "forward"): lightning.with_cache,
     ("modeling_minimax", "MiniMaxCache"): lightning.plain_cache,
     ("MiniMaxLightningAttention", "forward"): lightning.with_cached_state,
+    ("DbrxExperts", "forward"): experts.gated_by_matrices,
+    ("LongcatFlashExperts", "forward"): experts.with_identities,
+    ("JetMoeTopKGating", "forward"): experts.counts_of_experts,
+    ("JetMoeParallelExperts", "forward"): experts.product_of_counts,
     ("Gemma3nTextMLP", "_gaussian_topk"): substitutes.gaussian_top,
     ("Llama4TextRotaryEmbedding", "forward"): substitutes.angles,
     ("modeling_llama4", "apply_rotary_emb"): substitutes.rotate_pairs,

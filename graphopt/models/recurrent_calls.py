@@ -15,13 +15,25 @@ class Calls:
 
     Attributes:
         mask: 1 for a token, 0 for padding, [batch, tokens]; ``None`` where there is none.
-        inputs: by the id of a tensor that a convolution reads next: the tensor, and the layer and number of its state.
+        inputs: by the id of a tensor that a convolution reads next: the tensor, the layer of the cache, its index, and
+            the number of the state in it.
+        tails: index and number of states that a model convolves itself.
         recurrent_state: what the layer that is running has, as it asked for it.
+        channel: the first of its channels that was not scanned since then.
     """
 
     mask: Any = None
-    inputs: dict[int, tuple[Any, Any, int]] = field(default_factory=dict)
+    inputs: dict[int, tuple[Any, Any, int, int]] = field(default_factory=dict)
+    tails: set[tuple[int, int]] = field(default_factory=set)
     recurrent_state: Any = None
+    channel: int = 0
+
+    def know_tails(self) -> bool:
+        """Let models have the tails that no known function convolved; return whether there were any."""
+        tails = {(index, number) for _, _, index, number in self.inputs.values()}
+        self.tails |= tails
+        self.inputs.clear()
+        return bool(tails)
 
 
 def mask_new_tokens(calls: Calls, tokens: Any, attention_mask: Any) -> None:

@@ -12,7 +12,7 @@ from graphopt.errors import InputError, MissingDependencyError
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of, task_of_config
 from graphopt.models.naming import name_parts
 from graphopt.models.ports import name_ports
-from graphopt.models.recurrence import recurrences_as_nodes, simplify
+from graphopt.models.recurrence import confirm_convolved, recurrences_as_nodes, simplify
 from graphopt.runtime_ops import declare
 from graphopt.tasks import TASKS, Task
 from graphopt.tasks.causal_lm import CAUSAL_LM
@@ -96,13 +96,16 @@ def export_graph(model: Any, source: str, task: Task) -> ir.Model:
         try:
             # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.
             no_fake_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-            with recurrences_as_nodes(), no_fake_cache, _without_stack_traces(), _without_other_families():
+            with recurrences_as_nodes() as calls, no_fake_cache, _without_stack_traces(), _without_other_families():
                 part, inputs = task.export_parts(model, source)
+                if calls.know_tails():
+                    part, inputs = task.export_parts(model, source)
                 shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
                 vary = torch.export.Dim.AUTO
                 shapes |= {name: dict.fromkeys(axes, vary) for name, axes in task.varying_axes(part, source).items()}
                 config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
                 program: ir.Model = exporter.export(part, inputs, config=config).program
+                confirm_convolved(calls)
         except InputError:
             raise
         except Exception as error:

@@ -24,7 +24,7 @@ from graphopt.graph.weights import (
 from graphopt.graph.weights.expression import widen
 from graphopt.runtime_ops import port
 
-_LEVELS, _GROUPS = 255, 1
+_LEVELS, _GROUPS = 255, -2
 
 _TOPS = (254, 253, 255)
 
@@ -32,6 +32,8 @@ _TOPS = (254, 253, 255)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Levels(Bundle):
     """Scales [tiles, groups, 16] as ``levels``, uint8 of that shape, times ``steps``, bfloat16 [tiles, 1, 16].
+
+    Those of a stack of experts are [experts, tiles, groups, 16], and steps [experts, tiles, 1, 16].
 
     A step is the largest scale of a column over 253, 254 or 255, whichever leaves the least error. A level is the
     nearest one from 1 to 255, so that no scale is 0, for the step as it is stored: bfloat16 has the range of float32.
@@ -43,12 +45,20 @@ class Levels(Bundle):
     @property
     def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
         """Levels and steps."""
-        tiles, _, columns = self.source.shape
-        return {"levels": (ir.DataType.UINT8, self.source.shape), "steps": (ir.DataType.BFLOAT16, (tiles, 1, columns))}
+        *tiles, _, columns = self.source.shape
+        steps = (*tiles, 1, columns)
+        return {"levels": (ir.DataType.UINT8, self.source.shape), "steps": (ir.DataType.BFLOAT16, steps)}
 
     def evaluate(self) -> dict[str, Array]:
-        """Round the scales once."""
-        scales, kind = self.source.numpy().astype(np.float64), self.source.dtype.numpy()
+        """Round the scales once, those of one expert after another."""
+        scales = self.source.numpy()
+        if scales.ndim == 3:
+            return self._round(scales)
+        of_experts = [self._round(of_expert) for of_expert in scales]
+        return {name: np.stack([parts[name] for parts in of_experts]) for name in self.parts}
+
+    def _round(self, source: Array) -> dict[str, Array]:
+        scales, kind = source.astype(np.float64), self.source.dtype.numpy()
         largest = scales.max(_GROUPS, keepdims=True)
         steps, levels = np.zeros(largest.shape, ml_dtypes.bfloat16), np.zeros(scales.shape, np.uint8)
         least_error = np.full(largest.shape, np.inf)
@@ -79,12 +89,12 @@ class LeveledScales(Expression):
 
     @property
     def shape(self) -> Shape:
-        """Tiles, groups and columns of a tile."""
+        """Tiles, groups and columns of a tile, behind the experts of a stack."""
         return self.levels.shape
 
     def evaluate(self, region: Region) -> Array:
         """Multiply what lies in the region."""
-        steps = self.steps.evaluate(widen(region, _GROUPS, 1)).astype(np.float32)
+        steps = self.steps.evaluate(widen(region, len(self.shape) + _GROUPS, 1)).astype(np.float32)
         return (self.levels.evaluate(region).astype(np.float32) * steps).astype(self.to.numpy())
 
 

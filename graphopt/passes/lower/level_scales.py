@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.structure.products import packed_nodes
-from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.weights import (
+    Expression,
     Part,
     WeightTensor,
     expression_of,
@@ -17,7 +18,10 @@ from graphopt.graph.weights import (
 )
 from graphopt.passes.base import Pass
 from graphopt.passes.common.leveled_scales import Levels, leveled_scales
-from graphopt.runtime_ops import OPERATORS, port
+from graphopt.runtime_ops import port
+from graphopt.runtime_ops.matmul_dynamic.spec.op import MATMUL_DYNAMIC
+from graphopt.runtime_ops.matmul_experts.spec.op import MATMUL_EXPERTS
+from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE
 from graphopt.runtime_ops.operator import DOMAIN
 
 if TYPE_CHECKING:
@@ -29,10 +33,11 @@ FEW_SCALES = Rule(
     "level_scales.few", "a column has {groups} scales only: a byte for each and a step would save nothing"
 )
 OTHER_READER = Rule("level_scales.shared", "{op_type} reads it too")
+NOT_CONSTANT = Rule("level_scales.computed", "its scales are no constant")
+OTHER_FORM = Rule("level_scales.other-form", "{op_type} stores scales in a form of its own")
 
-# The largest level, and the axis of groups.
-# What the largest scale of a column is divided by. bfloat16 rounds the step by up to 2^-8 of itself, so with the first
-# the largest scale has level 253, 254 or 255. The others are tried where it has that level itself.
+_OPERATORS = (MATMUL_TABLE.name, MATMUL_DYNAMIC.name, MATMUL_EXPERTS.name)
+"""Products that read scales of a float for each group of a column."""
 
 
 class LevelScales(Pass):
@@ -46,7 +51,8 @@ class LevelScales(Pass):
 
         y = MatMulTable(x, codes, scales', ...)     scales' = Cast(Mul(Cast(levels), Cast(steps)); to float16)
 
-    with ``levels`` uint8 [tiles, groups, 16] and ``steps`` bfloat16 [tiles, 1, 16], one for each column. onnxruntime
+    with ``levels`` uint8 [tiles, groups, 16] and ``steps`` bfloat16 [tiles, 1, 16], one for each column; likewise for
+    ``MatMulExperts``, whose scales are [experts, tiles, groups, 16]. onnxruntime
     folds what makes ``scales'`` when it loads the model, so the kernel and its memory stay what they are; the file is
     smaller by nearly a byte for each group. Codes are not chosen again: a level is off by half of 1/254 of the largest
     scale of its column at most (scales under a scale: llama.cpp's K-quants; QServe, Lin et al. 2024, section 4.1).
@@ -68,22 +74,13 @@ class LevelScales(Pass):
         """Level the scales of every packed product; say why others stay."""
         graph, ledger = model.graph, context.ledger
         order = {node: position for position, node in enumerate(graph)}
-        products = [node for node in graph if (node.domain, node.op_type) == (DOMAIN, OPERATORS["MatMulTable"].name)]
-        for scales in dict.fromkeys(port(node, "scales") for node in products):
-            if scales is None or scales.const_value is None or scales.dtype is None:
+        for scales, reader in {port(node, "scales"): node for node in packed_nodes(graph)}.items():
+            reason = _refusal(reader, scales)
+            if reason is not None:
+                ledger.skipped(reader if scales is None else scales, reason)
                 continue
+            assert scales is not None
             expression, name, uses = expression_of(scales.const_value), scales.name or "scales", [*scales.uses()]
-            other_reader = next((use.node for use in uses if use.node.domain != DOMAIN), None)
-            groups, saved_bytes = (
-                expression.shape[1],
-                expression.nbytes - np.prod(expression.shape) * (1 + 2 / expression.shape[1]),
-            )
-            if other_reader is not None or saved_bytes <= 0:
-                ledger.skipped(
-                    scales,
-                    FEW_SCALES(groups=groups) if other_reader is None else OTHER_READER(op_type=other_reader.op_type),
-                )
-                continue
             table = Levels(expression)
             levels, steps = (
                 new_weight(graph, f"{name}.{part}", WeightTensor(Part(table, part))) for part in ("levels", "steps")
@@ -91,6 +88,7 @@ class LevelScales(Pass):
             wide = ir.node("Cast", [levels], {"to": ir.DataType.FLOAT}, name=f"{name}.wide")
             factors = ir.node("Cast", [steps], {"to": ir.DataType.FLOAT}, name=f"{name}.factors")
             product = ir.node("Mul", [wide.outputs[0], factors.outputs[0]], name=f"{name}.leveled")
+            assert scales.dtype is not None
             narrow = ir.node("Cast", [product.outputs[0]], {"to": scales.dtype}, name=f"{name}.narrow")
             nodes = [wide, factors, product, narrow]
             for node in nodes:
@@ -102,6 +100,26 @@ class LevelScales(Pass):
             for use in uses:
                 use.node.replace_input_with(use.idx, narrow.outputs[0])
             del graph.initializers[name]
-            fact = BYTE_SCALES(scales=name, columns=expression.shape[0] * expression.shape[2], saved=int(saved_bytes))
+            columns = math.prod(expression.shape) // expression.shape[-2]
+            fact = BYTE_SCALES(scales=name, columns=columns, saved=_saved_bytes(expression))
             for node in nodes:
                 ledger.changed(node, fact, [use.node for use in uses])
+
+
+def _refusal(product: ir.Node, scales: ir.Value | None) -> Fact | None:
+    """Return why the scales of a packed product stay as they are; ``None`` where they become levels and steps."""
+    if product.op_type not in _OPERATORS:
+        return OTHER_FORM(op_type=product.op_type)
+    if scales is None or scales.const_value is None:
+        return NOT_CONSTANT()
+    other_reader = next((use.node for use in scales.uses() if use.node.domain != DOMAIN), None)
+    if other_reader is not None:
+        return OTHER_READER(op_type=other_reader.op_type)
+    expression = expression_of(scales.const_value)
+    return None if _saved_bytes(expression) > 0 else FEW_SCALES(groups=expression.shape[-2])
+
+
+def _saved_bytes(scales: Expression) -> int:
+    """Return by how much levels and steps are smaller than scales."""
+    levels = Levels(scales)
+    return scales.nbytes - sum(Part(levels, name).nbytes for name in levels.parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,14 @@ from graphopt.graph.weights import Inline
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.quantize_weights import LinearFormat
 from graphopt.passes.common.leveled_scales import LeveledScales, Levels
-from graphopt.passes.lower.level_scales import BYTE_SCALES, FEW_SCALES
+from graphopt.passes.lower.level_scales import BYTE_SCALES, FEW_SCALES, NOT_CONSTANT
 from graphopt.passes.recipe import load_recipe
+from graphopt.runtime_ops import port
+from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE
 from tests.graphs import logits, relative, residual_model, run_pass, save
+from tests.native import needs_library
+from tests.passes.lower.test_group_experts import logits as mixture_logits
+from tests.passes.lower.test_group_experts import lowered
 
 
 def packed(group: int = 16) -> ir.Model:
@@ -83,6 +89,42 @@ def test_they_are_one_constant_again_where_codes_are_unpacked(tmp_path: Path) ->
     run_pass(model, "lower", target="ort-cpu")
     # the same kernels on the same numbers
     assert np.array_equal(logits(model, tmp_path / "after"), before)
+
+
+@needs_library
+def test_scales_of_a_stack_of_experts_are_bytes_of_each(make_artifact: Callable[[str], Path]) -> None:
+    """What the kernel reads of each expert is what its own scales alone become."""
+    model = lowered(make_artifact("mixtral"), "nf4-rtn", "quantize_weights.linear={format: nf4, group: 16}")
+    run_pass(model, "group_experts")
+    (first, *_) = experts = [node for node in model.graph if node.op_type == "MatMulExperts"]
+    scales = port(first, "scales")
+    assert scales is not None
+    assert scales.const_value is not None
+    before, numbers = mixture_logits(model), scales.const_value.numpy()
+    report = run_pass(model, "level_scales")
+    assert [skip.where for skip in report.skips] == ["lm_head.weight.packed.scales"]  # of a column as a whole
+    assert len({change.what.figures["scales"] for change in report.changes}) >= len(experts) == 4
+    levels, steps = (model.graph.initializers[f"{scales.name}.{part}"].const_value for part in ("levels", "steps"))
+    assert levels is not None
+    assert steps is not None
+    assert (levels.shape, steps.shape) == (numbers.shape, (*numbers.shape[:2], 1, 16))
+    for expert, alone in enumerate(numbers):
+        made = Levels(Inline.from_array(alone)).evaluate()
+        assert np.array_equal(levels.numpy()[expert], made["levels"])
+        assert np.array_equal(steps.numpy()[expert], made["steps"])
+    assert 0 < relative(before, mixture_logits(model)) < 0.02  # as in the test of single products
+
+
+def test_scales_that_are_computed_stay_with_their_reason() -> None:
+    model = packed()
+    product = next(node for node in model.graph if node.op_type == "MatMulTable")
+    index = MATMUL_TABLE.schema.index("scales")
+    identity = ir.node("Identity", [product.inputs[index]])
+    identity.outputs[0].name = "computed"
+    model.graph.insert_before(product, identity)
+    product.replace_input_with(index, identity.outputs[0])
+    report = run_pass(model, "level_scales")
+    assert [(skip.where, skip.reason.code) for skip in report.skips] == [("computed", NOT_CONSTANT.code)]
 
 
 def test_few_scales_stay() -> None:
