@@ -14,6 +14,7 @@ from graphopt.cli.console import (
     Jobs,
     Json,
     NoRun,
+    OnCluster,
     Output,
     Overwrite,
     PartSize,
@@ -21,6 +22,7 @@ from graphopt.cli.console import (
     StatisticsFolder,
     WorkFolder,
     bytes_of,
+    chosen_workers,
     out,
     print_json,
     progress,
@@ -133,7 +135,8 @@ def optimize(
     kv_memory: Annotated[
         str | None, typer.Option("--kv-memory", help="memory for the caches of all requests, such as 4GB, of `serve`")
     ] = None,
-    jobs: Jobs = 1,
+    jobs: Jobs = None,
+    cluster: OnCluster = None,
     work: WorkFolder = None,
     statistics: StatisticsFolder = None,
     shard: Annotated[
@@ -165,8 +168,8 @@ def optimize(
     if shard is not None:
         from graphopt.compile.shards import evaluate_shard, parse_shard
 
-        with progress() as say:
-            number, shards = parse_shard(shard)
+        number, shards = parse_shard(shard)
+        with progress() as say, chosen_workers(jobs, cluster) as workers:
             folder = evaluate_shard(
                 model,
                 full_recipe,
@@ -174,7 +177,7 @@ def optimize(
                 number,
                 shards,
                 overwrite=overwrite,
-                jobs=jobs,
+                jobs=workers,
                 work=work,
                 statistics=statistics,
                 on_stage=say,
@@ -182,14 +185,14 @@ def optimize(
         if as_json:
             return print_json([{"shard": shard, "work": str(folder)}])
         return out.print(f"shard {shard} is evaluated: {folder}", highlight=False, soft_wrap=True)
-    with progress() as say:
+    with progress() as say, chosen_workers(jobs, cluster) as workers:
         artifact = run_optimize(
             model,
             full_recipe,
             output,
             overwrite=overwrite,
             run=not no_run,
-            jobs=jobs,
+            jobs=workers,
             work=work,
             quality_tokens=quality_tokens,
             require=require,
@@ -204,7 +207,8 @@ def optimize(
 @command("assemble")
 def assemble(
     output: Output,
-    jobs: Jobs = 1,
+    jobs: Jobs = None,
+    cluster: OnCluster = None,
     work: WorkFolder = None,
     statistics: StatisticsFolder = None,
     overwrite: Overwrite = False,
@@ -216,12 +220,12 @@ def assemble(
     """Check and write the model whose weights all of `optimize --shard` have evaluated."""
     from graphopt.compile.shards import assemble as run_assemble
 
-    with progress() as say:
+    with progress() as say, chosen_workers(jobs, cluster) as workers:
         artifact = run_assemble(
             output,
             overwrite=overwrite,
             run=not no_run,
-            jobs=jobs,
+            jobs=workers,
             work=work,
             statistics=statistics,
             part_size=bytes_of(part_size),

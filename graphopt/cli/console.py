@@ -19,6 +19,8 @@ from graphopt.errors import GraphoptError, InputError
 from graphopt.util.targets import Device
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from graphopt.graph.diagnostics import Fact
     from graphopt.util.progress import Progress
 
@@ -29,7 +31,19 @@ ShowAll = Annotated[bool, typer.Option("--all", help="list each place that a pas
 Output = Annotated[Path, typer.Option("-o", "--output", help="folder to write")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an artifact that is already there")]
 NoRun = Annotated[bool, typer.Option("--no-run", help="prove what can be proved, but do not run the model")]
-Jobs = Annotated[int, typer.Option("-j", "--jobs", help="processes that evaluate weights", min=1)]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "-j", "--jobs", help="processes that evaluate weights: 1 by default; with --cluster, workers to start", min=1
+    ),
+]
+OnCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="compute on the workers of a cluster: dask:// for some on this machine, dask://HOST:PORT, slurm",
+    ),
+]
 WorkFolder = Annotated[
     Path | None,
     typer.Option("--work", help="folder for intermediate weights; by default .OUTPUT-work beside OUTPUT"),
@@ -64,6 +78,18 @@ def progress() -> Iterator[Progress]:
             bar.update(task, description=escape(stage), completed=count, total=total)
 
         yield say
+
+
+@contextlib.contextmanager
+def chosen_workers(jobs: int | None, cluster: str | None) -> Iterator[int | Executor]:
+    """Give what evaluates weights: a number of processes, or an executor on a cluster."""
+    if cluster is None:
+        yield 1 if jobs is None else jobs
+        return
+    from graphopt.compile.clusters import open_cluster
+
+    with open_cluster(cluster, jobs) as executor:
+        yield executor
 
 
 def show_error(error: GraphoptError) -> None:

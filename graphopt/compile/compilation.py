@@ -26,7 +26,7 @@ from graphopt.artifact.tokens import texts_of
 from graphopt.compile.manifest import manifest_of
 from graphopt.errors import InputError
 from graphopt.graph.weights import check_finite
-from graphopt.graph.weights.evaluator import Evaluator
+from graphopt.graph.weights.evaluator import Evaluator, stage_of
 from graphopt.graph.weights.work_folder import new_in, statistics_in, store_in
 from graphopt.ort.runner import Runner
 from graphopt.ort.session import run as run_session
@@ -294,7 +294,10 @@ class Compilation:
 
     def settle(self) -> None:
         """Evaluate the weights of the model into the work folder."""
-        self.evaluator.settle(self.model, lambda count, total: self._on_stage("evaluating weights", count, total))
+        self.evaluator.settle(
+            self.model,
+            lambda count, total: self._on_stage(stage_of("evaluating weights", self._executor), count, total),
+        )
 
     def has_kernels(self) -> bool:
         """Return whether the model has quantized products, or nodes of graphopt's operators."""

@@ -16,7 +16,7 @@ from graphopt.compile.compilation import Compilation
 from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Check, Rule
-from graphopt.graph.weights.evaluator import workers
+from graphopt.graph.weights.evaluator import stage_of, workers
 from graphopt.graph.weights.work_folder import new_in, work_folder
 from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.passes.recipe import Recipe, load_recipe
@@ -76,8 +76,9 @@ def optimize(
         overwrite: whether an artifact at ``output`` may be replaced.
         run: whether to run the model before and after each pass, where it fits into memory. Without it exact passes
             are still proved where they can be; the rest is reported as not covered.
-        jobs: how many processes evaluate weights, each in the memory of its largest; or an executor that does. Any
-            number gives the same bytes. A script that asks for several must be importable, see :mod:`multiprocessing`.
+        jobs: how many processes evaluate weights, each in the memory of its largest; or an executor that does, such as
+            one of :func:`graphopt.compile.clusters.open_cluster`. Any number gives the same bytes. A script that asks
+            for several must be importable, see :mod:`multiprocessing`.
         work: the folder for intermediate weights, ``.OUTPUT-work`` beside the output by default. Where this process is
             killed, the folder stays, and the next call goes on with the weights in it; at the end it is removed.
         quality_tokens: tokens of held-out text on which a lossy result is compared with ``model`` before it is written,
@@ -105,7 +106,7 @@ def optimize(
     if output is None:
         _refuse_without_output(work, requirement)
         temporary = tempfile.TemporaryDirectory(prefix="graphopt-")
-        with workers(jobs) as executor:
+        with workers(jobs, Path(temporary.name), _files_of(model, statistics)) as executor:
             begin = functools.partial(
                 Compilation,
                 model,
@@ -123,7 +124,7 @@ def optimize(
     held_out = HeldOut(model, extended_recipe, quality_tokens if run else 0, on_stage)
     with (
         work_folder(output, None if work is None else Path(work)) as folder,
-        workers(jobs) as executor,
+        workers(jobs, folder, _files_of(model, statistics)) as executor,
         held_out.reference() as reference,
     ):
         begin = functools.partial(
@@ -141,7 +142,7 @@ def optimize(
             result,
             output,
             overwrite=overwrite,
-            on_tensor=lambda count, total: on_stage("writing", count, total),
+            on_tensor=lambda count, total: on_stage(stage_of("writing", executor), count, total),
             executor=executor,
             parent=new_in(folder),
             examine=examine,
@@ -221,6 +222,13 @@ def compile_model(compilation: Compilation, on_stage: Progress = silent) -> Arti
     result = compilation.artifact(recipe, checks, kernels)
     result.parts = parts
     return result
+
+
+def _files_of(model: str | Path | Artifact, statistics: str | Path | None) -> list[Path]:
+    """Return the files and folders that evaluating weights reads, beside the work folder."""
+    source = model.place if isinstance(model, Artifact) else Path(model)
+    paths = [source, None if statistics is None else Path(statistics)]
+    return [path for path in paths if path is not None and path.exists()]
 
 
 def _refuse_without_output(work: str | Path | None, requirement: Requirement | None) -> None:

@@ -100,7 +100,7 @@ def evaluate_shard(
     folder = open_work_folder(Path(output), None if work is None else Path(work))
     # The other machines may not have the files that the recipe names.
     recipe = recipe.self_contained(Statistics())
-    with workers(jobs) as executor:
+    with workers(jobs, folder, [Path(model)]) as executor:
         compilation = Compilation(model, recipe, work=folder, run=False, statistics=statistics, executor=executor)
         if compilation.source.parts:
             raise InputError(

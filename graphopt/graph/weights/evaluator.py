@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
@@ -34,6 +35,8 @@ from graphopt.graph.weights.tensor import WeightTensor
 from graphopt.util.processors import processors
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import onnx_ir as ir
 
 Task = TypeVar("Task")
@@ -49,8 +52,39 @@ _ROOM = 1 << 28
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+class DistantExecutor(Executor, ABC):
+    """An executor whose processes may be on other machines: it is told what folder they share, how large tasks are."""
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """How many processes there are, and what else is worth a few words of progress."""
+
+    @abstractmethod
+    def prepare(self, folder: Path, files: Sequence[Path]) -> None:
+        """Confirm that every process can do the tasks that follow.
+
+        Args:
+            folder: where data is exchanged; every process must be able to write to it.
+            files: files and folders that tasks read besides.
+
+        Raises:
+            InputError: a process sees another folder, other files, or computes other bytes; names it.
+        """
+
+    @abstractmethod
+    def submit_sized(self, size: int, function: Callable[[Task], Result], task: Task) -> Future[Result]:
+        """As ``submit``: large tasks first, and to processes that have the memory for them.
+
+        Args:
+            size: the bytes that the task reads.
+            function: what is called; it can be imported.
+            task: what it is called with.
+        """
+
+
 @contextlib.contextmanager
-def workers(jobs: int | Executor) -> Iterator[Executor | None]:
+def workers(jobs: int | Executor, folder: Path | None = None, files: Sequence[Path] = ()) -> Iterator[Executor | None]:
     """Give an executor of ``jobs`` processes, or ``None``, which is this process and its threads, for one job.
 
     Processes are spawned, not forked, since a fork of a process with threads may hang: a script that asks for several
@@ -59,7 +93,14 @@ def workers(jobs: int | Executor) -> Iterator[Executor | None]:
 
     Args:
         jobs: how many processes, or an executor of the caller's, which is not shut down.
+        folder: the work folder, by which processes on other machines exchange data.
+        files: what tasks read besides.
+
+    Raises:
+        InputError: a process on another machine cannot do the tasks.
     """
+    if isinstance(jobs, DistantExecutor) and folder is not None:
+        jobs.prepare(folder, files)
     if isinstance(jobs, Executor) or jobs == 1:
         yield jobs if isinstance(jobs, Executor) else None
         return
@@ -80,6 +121,11 @@ def workers(jobs: int | Executor) -> Iterator[Executor | None]:
                 os.environ[name] = value
 
 
+def stage_of(text: str, executor: Executor | None) -> str:
+    """Return the name of a stage, with the state of processes on other machines that work at it."""
+    return f"{text}, {executor.state}" if isinstance(executor, DistantExecutor) else text
+
+
 def run_tasks(
     executor: Executor | None,
     function: Callable[[Task], Result],
@@ -94,6 +140,7 @@ def run_tasks(
         tasks: what it is called with.
         sizes: the bytes that each task reads. Threads share the memory of the largest, or of 256 MiB if that is more:
             tasks run beside one another as long as they are not larger together. Without sizes there is one thread.
+            A :class:`DistantExecutor` begins with the largest.
 
     Raises:
         GraphoptError: a worker process died.
@@ -101,9 +148,14 @@ def run_tasks(
     if executor is None:
         yield from _in_threads(function, tasks, sizes)
         return
-    futures = {executor.submit(function, task): number for number, task in enumerate(tasks)}
+    futures: dict[Future[Result], int] = {}
     try:
-        for future in as_completed(futures):
+        for number, task in enumerate(tasks):
+            if isinstance(executor, DistantExecutor):
+                futures[executor.submit_sized(sizes[number] if sizes else 0, function, task)] = number
+            else:
+                futures[executor.submit(function, task)] = number
+        for future in as_completed(list(futures)):
             yield futures.pop(future), future.result()
     except BrokenProcessPool as error:
         raise GraphoptError(

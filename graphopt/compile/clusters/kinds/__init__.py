@@ -1,0 +1,1 @@
+"""Kinds of clusters, one file each."""

@@ -1,0 +1,52 @@
+"""Workers on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, ClassVar
+
+from graphopt.compile.clusters.kind import ClusterKind
+from graphopt.compile.clusters.packages import distributed_package
+from graphopt.util.processors import processors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from distributed import Client
+
+
+class Local(ClusterKind):
+    """``dask://``: a scheduler and workers on this machine, as many as there are processors."""
+
+    form: ClassVar[str] = "dask://"
+
+    @classmethod
+    def matches(cls, address: str) -> bool:
+        """Return whether there is no host in it."""
+        return address == cls.form
+
+    @contextlib.contextmanager
+    def connect(self, address: str, jobs: int | None) -> Iterator[Client]:
+        """Start workers of one thread each; one that dies is replaced."""
+        del address
+        dask_distributed = distributed_package()
+        count = jobs or processors()
+        # The machine's memory is shared as it is needed: a worker that holds no results has nothing to spill.
+        with (
+            dask_distributed.LocalCluster(
+                n_workers=count,
+                threads_per_worker=1,
+                processes=True,
+                host="127.0.0.1",
+                dashboard_address=None,
+                memory_limit=None,
+                env=thread_settings(max(1, processors() // count)),
+            ) as cluster,
+            dask_distributed.Client(cluster, set_as_default=False) as client,
+        ):
+            yield client
+
+
+def thread_settings(count: int) -> dict[str, str]:
+    """Return environment variables that give libraries of linear algebra so many threads."""
+    return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
