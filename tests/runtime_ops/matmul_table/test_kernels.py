@@ -96,7 +96,7 @@ def check(kernel: Kernel, case: Case, isas: Sequence[str] = ()) -> None:
         assert all(np.array_equal(y, results[0]) for y in results)
 
 
-@pytest.mark.parametrize(("bits", "activations", "count"), pairwise(range(1, 9), MODES, [1, 2, 3, 8, 13, 30]))
+@pytest.mark.parametrize(("bits", "activations", "count"), pairwise(range(1, 9), MODES, [1, 2, 3, 8, 13, 30, 40]))
 def test_it_is_the_reference(kernel: Kernel, bits: int, activations: str, count: int) -> None:
     """For one row, few rows and many rows, which different loops compute; K, N and group fill nothing up."""
     case = case_of(

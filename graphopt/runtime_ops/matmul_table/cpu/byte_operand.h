@@ -14,7 +14,10 @@ template <int Bits, bool Wide, bool ByXor, bool Small>
 class AsBytes {
  public:
   static constexpr size_t kWords = 1, kPlanes = Wide ? 2 : 1, kSums = 1;
-  static constexpr bool kFromZero = false, kMultipliesUnits = false, kHasPanels = false;
+  static constexpr bool kFromZero = false, kMultipliesUnits = false;
+  // Where registers hold the sums and the totals of a panel, codes of 4 bits are looked up again sooner than they are
+  // read from a block.
+  static constexpr bool kHasPanels = Bits == 4 && !Wide && kVectorBytes == kLine;
   static constexpr bool kPairsFit = Small && !Wide;  // two products of bytes fit 16 bits
   static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
 

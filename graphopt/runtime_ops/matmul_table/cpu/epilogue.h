@@ -15,8 +15,9 @@ struct ColumnScales {
   bool with_zero_point, minimums;
 };
 
-inline ColumnScales column_scales(const Weights& weights, size_t tile, size_t group, float inverse_step) {
-  const size_t at = (tile * weights.groups() + group) * kColumns;
+// index: of the group among those of all tiles.
+inline ColumnScales column_scales(const Weights& weights, size_t index, float inverse_step) {
+  const size_t at = index * kColumns;
   ColumnScales of = {};
   of.scale = weights.scales ? load_line<Floats>(weights.scales + at) : load_halves(weights.half_scales + at);
   of.with_zero_point = weights.zero_points || weights.half_zero_points;

@@ -80,48 +80,47 @@ inline void choose_width(size_t width, const WithWidth& with_width, std::index_s
   ((width == Width ? with_width(std::integral_constant<size_t, Width>()) : void()), ...);
 }
 
-// Segments from `index` on whose looked up values fit half of the first level of the caches together; one at least.
+// Units of the segments from one on whose looked up values fit half of the first level of the caches together; those of
+// one at least.
 template <typename Kind>
-inline size_t segments_of_block(const Weights& weights, size_t index) {
+inline size_t units_of_block(const Segments& segments, Segment segment) {
   constexpr size_t kUnits = kMostUnits * 4 / Kind::kLines;
-  size_t units = segment_at(weights, index).units, count = 1;
-  for (const size_t all = weights.segments(); index + count < all; ++count) {
-    units += segment_at(weights, index + count).units;
-    if (units > kUnits) break;
+  size_t units = segment.units;
+  for (segment = segments.after(segment); segment.index < segments.count; segment = segments.after(segment)) {
+    if (units + segment.units > kUnits) break;
+    units += segment.units;
   }
-  return count;
+  return units;
 }
 
 template <typename Kind, bool Wide>
 void multiply_block(const Weights& weights, const Rounded& rounded, const Filling& fill, size_t tile,
                     size_t first_panel, size_t end_panel, Floats* totals) {
-  const size_t segments = weights.segments();
+  const Segments segments(weights);
   const bool has_second = !Wide && tile + 1 < weights.tiles();
   const bool integers = std::is_same_v<typename Kind::Sum, Integers>;
   const float inverse_step = integers ? static_cast<float>(1 / weights.table.step) : 1.0f;
   Block block;
   if (!Wide && !has_second) __builtin_memset(&block, 0, sizeof block);
-  for (size_t index = 0; index < segments;) {
-    const size_t end = index + segments_of_block<Kind>(weights, index);
-    const Segment begin = segment_at(weights, index), last = segment_at(weights, end - 1);
-    const size_t units = last.unit + last.units - begin.unit;
-    fill(weights, {tile, begin.unit, units, block.lines});
-    if (has_second) fill(weights, {tile + 1, begin.unit, units, block.lines + kLine});
-    for (; index < end; ++index) {
-      const Segment segment = segment_at(weights, index);
-      SegmentScales scales = {{column_scales(weights, tile, segment.group, inverse_step),
-                               column_scales(weights, tile + has_second, segment.group, inverse_step)},
+  for (Segment segment = segments.first(); segment.index < segments.count;) {
+    const size_t begin = segment.unit, units = units_of_block<Kind>(segments, segment);
+    fill(weights, {tile, begin, units, block.lines});
+    if (has_second) fill(weights, {tile + 1, begin, units, block.lines + kLine});
+    for (; segment.index < segments.count && segment.unit < begin + units; segment = segments.after(segment)) {
+      const size_t group = tile * segments.groups + segment.group;
+      SegmentScales scales = {{column_scales(weights, group, inverse_step),
+                               column_scales(weights, group + has_second * segments.groups, inverse_step)},
                               has_second ? 2u : 1u,
                               fill.shifted ? 1.0f : fill.unit};
       if (fill.shifted) {
         for (ColumnScales& column : scales.of) column = after_shift(column);
       }
-      const uint8_t* const lines = block.lines + (segment.unit - begin.unit) * Kind::kLines * 2 * kLine;
+      const uint8_t* const lines = block.lines + (segment.unit - begin) * Kind::kLines * 2 * kLine;
       for (size_t panel = first_panel; panel < end_panel; ++panel) {
         const uint32_t* const words = rounded.words_of(segment.unit, segment.units, panel);
         const auto multiply = [&](auto width) {
           multiply_panel<Kind, Wide, decltype(width)::value>(
-              rounded, index * rounded.padded + panel * rounded.panel, lines, words, segment.units, scales,
+              rounded, segment.index * rounded.padded + panel * rounded.panel, lines, words, segment.units, scales,
               totals + 2 * (panel - first_panel) * rounded.panel);
         };
         choose_width(rounded.width(panel), multiply, Widths());

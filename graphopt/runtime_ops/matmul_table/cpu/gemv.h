@@ -27,7 +27,7 @@ template <int Bits, bool Shifted, typename Source>
 void multiply_gemv(const Weights& weights, const Rounded& rounded, const Source& source, float* y, size_t first_tile,
                    size_t end_tile) {
   constexpr size_t kUnitBytes = 32 * Bits;
-  const size_t segments = weights.segments();
+  const Segments segments(weights);
   const float unit = source.unit();
   for (size_t tile = first_tile; tile < end_tile; tile += 2) {
     const size_t tiles[2] = {tile, tile + 1 < end_tile ? tile + 1 : tile};
@@ -35,10 +35,9 @@ void multiply_gemv(const Weights& weights, const Rounded& rounded, const Source&
                                weights.codes + tiles[1] * weights.tile_bytes()};
     const uint32_t* word = rounded.words;
     Floats totals[2] = {};
-    for (size_t index = 0; index < segments; ++index) {
-      const Segment segment = segment_at(weights, index);
-      ColumnScales of[2] = {column_scales(weights, tiles[0], segment.group, 1),
-                            column_scales(weights, tiles[1], segment.group, 1)};
+    for (Segment segment = segments.first(); segment.index < segments.count; segment = segments.after(segment)) {
+      ColumnScales of[2] = {column_scales(weights, tiles[0] * segments.groups + segment.group, 1),
+                            column_scales(weights, tiles[1] * segments.groups + segment.group, 1)};
       Floats sums[2] = {};
       for (size_t left = segment.units; left; --left, word += 16, codes[0] += kUnitBytes, codes[1] += kUnitBytes) {
         prefetch_ahead<kUnitBytes>(codes[0]);
@@ -61,7 +60,7 @@ void multiply_gemv(const Weights& weights, const Rounded& rounded, const Source&
       for (size_t side = 0; side < 2; ++side) {
         const ColumnScales rest = Shifted ? after_shift(of[side]) : of[side];
         const Floats sum = Shifted ? sums[side] : sums[side] * unit;
-        totals[side] = add_scaled(totals[side], sum, rest, rounded.sums[index]);
+        totals[side] = add_scaled(totals[side], sum, rest, rounded.sums[segment.index]);
       }
     }
     for (size_t side = 0; side < 2; ++side) store_row(weights, totals[side], tiles[side], y);

@@ -12,17 +12,41 @@ struct Segment {
   bool begins_group;
 };
 
-inline Segment segment_at(const Weights& weights, size_t index) {
-  const size_t of_group = weights.segments_of_group(), group = index / of_group, piece = index % of_group;
-  const size_t row = group * weights.group + piece * Weights::kSegment;
-  const size_t end_of_group = (group + 1) * weights.group < weights.rows ? (group + 1) * weights.group : weights.rows;
-  const size_t end = row + Weights::kSegment < end_of_group ? row + Weights::kSegment : end_of_group;
-  return {index, group, row, row / 16, (end - row + 15) / 16, piece == 0};
-}
+// Those of a column in order. Divisions are made once: a segment of 32 rows takes little longer than a few of them.
+class Segments {
+ public:
+  explicit Segments(const Weights& weights)
+      : count(weights.segments()), groups(weights.groups()), rows_(weights.rows), group_(weights.group) {}
+
+  const size_t count, groups;
+
+  Segment first() const { return from(0, 0, 0, true); }
+
+  Segment after(const Segment& segment) const {
+    const size_t end = end_of(segment.row, segment.group);
+    const bool ends_group = end == end_of_group(segment.group);
+    return from(segment.index + 1, segment.group + ends_group, end, ends_group);
+  }
+
+ private:
+  size_t end_of_group(size_t group) const { return (group + 1) * group_ < rows_ ? (group + 1) * group_ : rows_; }
+  size_t end_of(size_t row, size_t group) const {
+    const size_t end = end_of_group(group);
+    return row + Weights::kSegment < end ? row + Weights::kSegment : end;
+  }
+  Segment from(size_t index, size_t group, size_t row, bool begins_group) const {
+    return {index, group, row, row / 16, (end_of(row, group) - row + 15) / 16, begins_group};
+  }
+
+  const size_t rows_, group_;
+};
 
 template <typename WithSegment>
 inline void for_each_segment(const Weights& weights, const WithSegment& with_segment) {
-  for (size_t index = 0, count = weights.segments(); index < count; ++index) with_segment(segment_at(weights, index));
+  const Segments segments(weights);
+  for (Segment segment = segments.first(); segment.index < segments.count; segment = segments.after(segment)) {
+    with_segment(segment);
+  }
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[Operand::kPlanes][Widt
     const auto values = operand(codes_of_line<Bits, Operand::kExact, J>(unit));
 #pragma GCC unroll 2
     for (size_t plane = 0; plane < Operand::kPlanes; ++plane) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (size_t row = 0; row < Width; ++row) {
         Integers& sum = sums[plane][row][J % kSums];
         sum = Operand::multiply(plane, sum, values, word + J * Operand::kWords * Width + row, Width);
@@ -54,18 +54,18 @@ void multiply_small_m(const Weights& weights, const Rounded& rounded, float* y, 
   constexpr size_t kSums = kSumsOf<Operand, Width>;
   const Operand operand(weights.table);
   const float inverse_step = static_cast<float>(1 / weights.table.step);
-  const size_t rows = rounded.rows(), segments = weights.segments(), first_row = panel * rounded.panel;
+  const Segments segments(weights);
+  const size_t rows = rounded.rows(), first_row = panel * rounded.panel;
   const bool is_int16 = rounded.kind == Activations::kInt16, is_only_panel = rounded.panels() == 1;
   for (size_t tile = first_tile; tile < end_tile; ++tile) {
     const uint8_t* unit = weights.codes + tile * weights.tile_bytes();
     const uint32_t* word = rounded.words;
     Floats totals[Width] = {};
-    for (size_t index = 0; index < segments; ++index) {
-      const Segment segment = segment_at(weights, index);
-      const size_t first_of_rows = is_only_panel ? index * Width : index * rounded.padded + first_row;
+    for (Segment segment = segments.first(); segment.index < segments.count; segment = segments.after(segment)) {
+      const size_t first_of_rows = segment.index * (is_only_panel ? Width : rounded.padded) + first_row;
       if (!is_only_panel) word = rounded.words_of(segment.unit, segment.units, panel);
       Integers sums[kPlanes][Width][kSums] = {};
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (size_t row = 0; row < Width; ++row) {
 #pragma GCC unroll 2
         for (size_t plane = 0; plane < kPlanes; ++plane) {
@@ -81,8 +81,8 @@ void multiply_small_m(const Weights& weights, const Rounded& rounded, float* y, 
           multiply_unit<Bits>(sums, operand, unit, word);
         }
       }
-      const ColumnScales of = column_scales(weights, tile, segment.group, inverse_step);
-#pragma GCC unroll 8
+      const ColumnScales of = column_scales(weights, tile * segments.groups + segment.group, inverse_step);
+#pragma GCC unroll 12
       for (size_t row = 0; row < Width; ++row) {
         Floats sum = to_floats(total_of<Operand>(sums[0][row]));
         if constexpr (kPlanes == 2) sum = to_floats(total_of<Operand>(sums[1][row])) * 256.0f + sum;
@@ -90,7 +90,7 @@ void multiply_small_m(const Weights& weights, const Rounded& rounded, float* y, 
         totals[row] = add_scaled(totals[row], sum, of, rounded.scales[at], rounded.sums[at]);
       }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (size_t row = 0; row < Width; ++row) {
       if (is_int16) {
         if (row % 2 || first_row + row >= rows) continue;

@@ -15,8 +15,12 @@ using Widths = std::index_sequence<1, 2, 4, 8, 12>;
 constexpr size_t kGemvRows = 0;
 
 // The same for rows of integers; of `kSmallM` in one panel.
-constexpr size_t kSmallM = 8;
-inline size_t small_m_rows(const Weights&) { return kSmallM; }
+// More panels than `kRunPanels` are faster by a block, whose codes are looked up once.
+constexpr size_t kSmallM = 8, kRunPanels = 3;
+inline size_t small_m_rows(const Weights& weights) {
+  const bool runs = weights.bits == 4 && !weights.table.wide && !weights.table.is_trellis;
+  return runs ? kRunPanels * kPanel : kSmallM;
+}
 
 // What words hold of integers.
 inline Words form_of_integers(const Weights&, bool) { return Words::kBytes; }
