@@ -79,7 +79,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
             "kv_lora_rank": 32,
             "q_lora_rank": 48,
-            "qk_rope_head_dim": 8,
+            "qk_rope_head_dim": 16,
             "qk_nope_head_dim": 16,
             "v_head_dim": 16,
             "first_k_dense_replace": 2,

@@ -58,7 +58,7 @@ def tokens_of(
     return {
         "query": normal((batch, columns, group * width)).astype(np.float32),
         "key": normal((batch, columns, width)).astype(np.float32),
-        "value": normal((batch, columns, width)).astype(np.float32),
+        "value": normal(0 if attributes.value_size else (batch, columns, width)).astype(np.float32),
         "sink_logits": normal(attributes.kv_heads * group if sink_logits else 0).astype(np.float32),
         "sink_query": normal((batch, columns, group * width) if sink_query else 0).astype(np.float32),
     }
@@ -199,7 +199,7 @@ def model_of(
     """Return a graph of one node with inputs of these ``shapes``: lengths int64, states by storage, others floats."""
     whole = {"past": ir.DataType.INT64, "new": ir.DataType.INT64}
     whole |= dict.fromkeys(("query", "key", "value", "sink_query"), activations)
-    for name, tensor in attributes.state("batch", "pages", unit_of(attributes.storage)):
+    for name, tensor in attributes.state("batch", "pages", max(unit_of(attributes.storage), attributes.value_size)):
         whole[name] = ir.DataType.from_numpy(tensor.dtype)
     values = [ir.val(name, whole.get(name, ir.DataType.FLOAT), ir.Shape(shapes[name])) for name in (*INPUTS, *STATE)]
     node = ir.node(

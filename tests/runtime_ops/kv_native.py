@@ -15,7 +15,7 @@ from graphopt.runtime_ops import DOMAIN, library_path
 INPUTS = {
     "query": 3,
     "key": 3,
-    "value": 3,
+    "value": None,
     "past": 1,
     "new": 1,
     "sink_logits": 1,

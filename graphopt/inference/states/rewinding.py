@@ -94,22 +94,20 @@ def _pages_to_decode(layer: PagedLayer, tokens: int, length: int) -> Iterator[in
 
 
 def _decode(layer: PagedLayer, state: Mapping[str, Row], page: int) -> Array:
-    """Return a page of codes as a slot of floats, [KV heads, 2 T D]."""
+    """Return a page of codes as a slot of floats, [KV heads, 2 T D], or [KV heads, T D] of rows that are both."""
     kv, size = layer.attributes, layer.head_size
     physical = int(kv.physical_page(page, state["keys"].pages))
     scales = state["scales"].get(physical)
     key_scales, of_tokens = np.split(scales, [2 * size], axis=-1)
     key_low, key_step = np.split(key_scales, 2, axis=-1)
-    value_low, value_step, *factors = np.split(of_tokens, 2 + kv.token_factors, axis=-1)
     keys = unpack_keys(state["keys"].get(physical), kv.page, size, kv.storage)
-    values = unpack_values(state["values"].get(physical), kv.page, size, kv.storage)
-    float_keys = key_low[:, None, :] + key_step[:, None, :] * keys.astype(np.float32)
-    for factor in factors:
-        float_keys = float_keys * factor[:, :, None]
-    floats = (
-        float_keys,
-        value_low[:, :, None] + value_step[:, :, None] * values.astype(np.float32),
-    )
+    floats = [key_low[:, None, :] + key_step[:, None, :] * keys.astype(np.float32)]
+    if kv.token_factors:
+        floats[0] *= of_tokens[:, -kv.page :, None]
+    if not kv.value_size:
+        value_low, value_step = of_tokens[:, : kv.page, None], of_tokens[:, kv.page : 2 * kv.page, None]
+        values = unpack_values(state["values"].get(physical), kv.page, size, kv.storage)
+        floats.append(value_low + value_step * values.astype(np.float32))
     return np.concatenate([part.reshape(len(part), -1) for part in floats], axis=-1)
 
 

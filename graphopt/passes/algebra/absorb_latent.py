@@ -70,7 +70,9 @@ class _Part(NamedTuple):
 class AbsorbLatent(Pass):
     """Let attention read the latent that keys and values are made of, once for all heads.
 
-    before, for each head h, with the latent c [keys, rank] and the rotary part r [keys, size] from the cache::
+    For each head h, with the latent c [keys, rank] and the rotary part r [keys, size] from the cache,
+
+    before::
 
         k_h = Concat(c U_h, r);  v_h = c V_h                                       U_h, V_h: columns of one weight
         y_h = Softmax(q_h k_h^T) v_h                                               q_h = Concat(p_h, t_h)

@@ -37,6 +37,9 @@ class PageKV(Pass):
     layer with a window are reused in turn: j > p + i - w is the policy "streaming" without sinks, and older tokens are
     never read.
 
+    A latent that one row of the cache holds (``absorb_latent``) is stored once: values are the first numbers of keys,
+    and KVAttention has a ``value_size``.
+
     The input ``attention_mask`` and what made masks of it disappear; ``past_length`` and ``new_length`` int64 [batch]
     come instead. A graph has one kind of cache: if one layer cannot be rewritten none is, and each says why.
     """

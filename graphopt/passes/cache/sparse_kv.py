@@ -39,6 +39,9 @@ ORIGIN_UNKNOWN = Rule(
     "sparse_kv.origin-unknown", "the graph does not say what it was made from: only its heads were compared"
 )
 OWN_WINDOW = Rule("sparse_kv.own-window", "the model's own window of {window} tokens is all that it reads")
+LATENT_PAGES = Rule(
+    "sparse_kv.latent-pages", "its cache holds latents, whose pages are read by all or by streaming heads"
+)
 HAS_POLICIES = Rule("sparse_kv.has-policies", "its heads have policies already")
 PAGE_STAYS = Rule("sparse_kv.page-stays", "its pages of {page} tokens are stored as {storage}: page stays as it is")
 LEFT_DENSE = Rule("sparse_kv.left-dense", "the recipe leaves it dense")
@@ -229,6 +232,10 @@ class SparseKV(_PolicyOptions):
             ledger.skipped(node, HAS_POLICIES())
             return
         policies = self._policies(layer, node, policies_by_layer)
+        chooses = any(POLICIES[name].chooses for name in policies)
+        if layer.attributes.value_size and (chooses or options.compensate):
+            ledger.skipped(node, LATENT_PAGES())
+            return
         page = self._page_of(layer, node, ledger)
         if all(POLICIES[name].reads_all for name in policies):
             ledger.skipped(node, LEFT_DENSE())

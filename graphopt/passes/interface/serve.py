@@ -57,6 +57,7 @@ RECURRENT_STATES = Rule(
     "serve.recurrent-states",
     "{state} belongs to one row: requests that share a row of tokens cannot share it, and blocks do not hold it",
 )
+LATENT_BLOCKS = Rule("serve.latent-blocks", "its cache holds latents, and blocks hold keys and values of the same size")
 NO_LAST_LOGITS = Rule("serve.no-last-logits", "logits cannot be made for the last token of each request: {why}")
 
 
@@ -156,6 +157,8 @@ class Serve(Pass):
 def _why_not(node: ir.Node) -> Fact | None:
     kv, sinks = layer_of(node).attributes, input_of(node, "sink_query")
     has_window = set(kv.policies) == {STREAMING} and not kv.sinks and kv.window and kv.recent >= kv.window
+    if kv.value_size:
+        return LATENT_BLOCKS()
     if not (set(kv.policies) == {DENSE} or has_window) or kv.compensate:
         return READS_LESS()
     if sinks is not None and sinks.shape is not None and len(sinks.shape) > 1:

@@ -28,13 +28,13 @@ def test_keys_and_values_of_stored_tokens_are_not_made_again(make_artifact: Make
     report = run_pass(model, "absorb_latent")
     assert not report.skips
     (fact,) = [change.what for change in report.changes if change.what.code == "absorb_latent.absorbed"]
-    assert fact.figures == {"heads": 4, "rank": 32, "common": 8, "key": 24, "value": 16}
+    assert fact.figures == {"heads": 4, "rank": 32, "common": 16, "key": 32, "value": 16}
     assert not [
         node for node in model.graph if node.op_type in ("ScatterND", "Expand") and "self_attn" in str(node.name)
     ]
     (attention,) = [node for node in model.graph if node.op_type == "Attention"]
     query, key, value = (list(each.shape)[1::2] for each in attention.inputs[:3])
-    assert (query, key, value) == ([4, 40], [1, 40], [1, 32])
+    assert (query, key, value) == ([4, 48], [1, 48], [1, 32])
     presents = {value.name: value for value in model.graph.outputs}
     readers = {use.node.op_type for use in presents["present.0.key"].uses()}
     assert readers == {"Concat", "Attention"}

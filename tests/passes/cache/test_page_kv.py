@@ -90,6 +90,54 @@ def test_recurrences_read_what_lengths_say(family: str, make_artifact: MakeArtif
     assert relative(logits_by_calls(before, [24], [0])[-1], decoder.step(ids[:, 20:])[0, -1]) < FLOAT32
 
 
+@pytest.mark.parametrize("storage", ["float32", "float16", "int8", "int4"])
+def test_a_latent_is_stored_once(storage: str, make_artifact: MakeArtifact, tmp_path: Path) -> None:
+    model = canonical(make_artifact("deepseek_v3"))
+    before = session(model, tmp_path / "before")
+    run_pass(model, "absorb_latent")
+    assert not run_pass(model, "page_kv", page=16).skips
+    if storage != "float32":
+        assert not run_pass(model, "quantize_kv", storage=storage).skips
+    (layer,) = layers_of(model.graph)
+    assert (layer.head_size, layer.attributes.kv_heads, layer.attributes.value_size) == (48, 1, 32)
+    names = [value.name for value in model.graph.inputs if str(value.name).startswith("past_key_values")]
+    assert names == [f"past_key_values.0.{state}" for state in layer.states(1, 1)]
+    assert "past_key_values.0.values" not in names
+    after = session(model, tmp_path / "after")
+    # codes of 48 numbers of a token, of which the newest pages stay floats
+    bound = {"float32": FLOAT32, "float16": 1e-3, "int8": 0.01, "int4": 0.2}[storage]
+    for calls, paddings in (([40], [0]), ([14, 1, 1, 1, 1], [0]), ([5, 20, 1, 9], [0, 11, 24, 3])):
+        expected, logits = (logits_by_calls(opened, calls, paddings) for opened in (before, after))
+        assert relative(expected, logits) < bound
+    decoder = Decoder(load(tmp_path / "after" / "model.onnx", threads=1), 1)
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (1, 60))
+    decoder.step(ids[:, :50])
+    rows = decoder.fork([0, 0])
+    decoder.save(tmp_path / "saved.safetensors")
+    restored = Decoder.restore(load(tmp_path / "after" / "model.onnx", threads=1), tmp_path / "saved.safetensors")
+    logits = decoder.step(ids[:, 50:])
+    assert np.array_equal(logits, restored.step(ids[:, 50:]))
+    assert relative(np.repeat(logits, 2, axis=0), rows.step(np.repeat(ids[:, 50:], 2, axis=0))) < FLOAT32
+    decoder.rewind(50)
+    assert relative(logits, decoder.step(ids[:, 50:])) < bound
+
+
+def test_rows_that_are_no_multiple_of_16_stay(make_artifact: MakeArtifact) -> None:
+    model = canonical(make_artifact("deepseek_v3"))
+    run_pass(model, "absorb_latent")
+    for node in model.graph:
+        if node.op_type == "Attention":
+            key = node.inputs[1]
+            assert key is not None
+            rotary = key.producer().inputs[1].producer().inputs[1]
+            rotary.shape = ir.Shape([*list(rotary.shape)[:3], 8])
+            node.inputs[0].shape = ir.Shape([*list(node.inputs[0].shape)[:3], 40])
+    report = run_pass(model, "page_kv", page=16)
+    assert [str(skip.reason) for skip in report.skips] == [
+        "its latent has 32 of 40 numbers, and KVAttention takes multiples of 16 up to 1024"
+    ]
+
+
 def test_a_mask_of_another_meaning_keeps_the_cache(make_artifact: MakeArtifact) -> None:
     model = canonical(make_artifact("qwen3_next"))
     node = next(node for node in model.graph if node.op_type == "CausalConv")

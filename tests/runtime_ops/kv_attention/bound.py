@@ -247,7 +247,7 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     p = softmax_weights(reading, exact)
     r = _shares(reading, p, e, e_sink)
     heavy = np.minimum(p * (1 + r), 1)
-    rounding = np.zeros((*p.shape[:2], channels))
+    rounding = np.zeros((*p.shape[:2], values.low.shape[1]))
     page = reading.positions // attrs.page
     pages = np.unique(page)
     for these in (page == each for each in (pages if values.codes.any() else ())):

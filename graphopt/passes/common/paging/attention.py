@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.ports import CachePort, past_port
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.passes.common.sinks import SCORES, sinks_of
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT
 
 if TYPE_CHECKING:
     from graphopt.passes.common.masks import MaskEvaluator
@@ -30,6 +31,10 @@ HEADS_DO_NOT_FIT = Rule(
 )
 HEAD_SIZE = Rule(
     "page_kv.head-size", "its heads have {size} numbers, and KVAttention takes multiples of 16 from 16 to 256"
+)
+ROW_SIZE = Rule(
+    "page_kv.row-size",
+    "its latent has {rank} of {size} numbers, and KVAttention takes multiples of 16 up to {most}",
 )
 NOT_FLOAT32 = Rule("page_kv.not-float32", "it does not compute in float32")
 NOT_CAUSAL = Rule("page_kv.not-causal", "it is not causal")
@@ -59,12 +64,74 @@ class Meaning:
     softcap: float
     window: int
     sinks: ir.Value | None = None
+    latent: Latent | None = None
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a value where it is a part of the key; 0 where it is none."""
+        return 0 if self.latent is None else self.latent.rank
+
+
+@dataclass(frozen=True)
+class Latent:
+    """A cache of rows that are keys, and values in their first part.
+
+    Attributes:
+        rank: numbers of the first part.
+        parts: what is new of the row, float32 [batch, 1, length, width] each.
+        pasts: the inputs that hold the parts of stored tokens.
+        presents: the parts of all tokens.
+    """
+
+    rank: int
+    parts: tuple[ir.Value, ...]
+    pasts: tuple[ir.Value, ...]
+    presents: tuple[ir.Value, ...]
+
+
+def latent_of(node: ir.Node) -> Latent | None:
+    """Return the latent that an ``Attention`` without a cache of its own reads, see ``absorb_latent``.
+
+    c = Concat(past_c, new_c);  r = Concat(past_r, new_r);  Attention(q, Concat(c, r), c, m)
+    """
+    inputs = [*node.inputs, *[None] * 7][:7]
+    key, value = inputs[_KEY], inputs[_VALUE]
+    if key is None or value is None or any(inputs[index] is not None for index in (_PAST_KEY, _PAST_VALUE)):
+        return None
+    row = key.producer()
+    is_row = row is not None and row.op_type == "Concat" and row.attributes.get_int("axis", 0) in (-1, 3)
+    presents = [value] if key is value else list(row.inputs) if row is not None and is_row else []
+    past_and_new = [_past_and_new(present) for present in presents if present is not None]
+    pairs = [pair for pair in past_and_new if pair is not None]
+    if not pairs or len(pairs) != len(presents) or presents[0] is not value or value.shape is None:
+        return None
+    ports = [past_port(past) for past, _ in pairs]
+    layers = {port.layer for port in ports if port is not None and not port.is_recurrent}
+    rank = value.shape[-1]
+    if len(layers) != 1 or None in ports or len(value.shape) != 4 or value.shape[1] != 1 or not isinstance(rank, int):
+        return None
+    pasts, parts = zip(*pairs, strict=True)
+    return Latent(rank, parts, pasts, tuple(present for present in presents if present is not None))
+
+
+def _past_and_new(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
+    """Return the past and what is new, of which ``value`` is the Concat along the length."""
+    node = value.producer()
+    if node is None or node.op_type != "Concat" or node.domain or len(node.inputs) != 2:
+        return None
+    past, new = node.inputs
+    if past is None or new is None or not past.is_graph_input() or node.attributes.get_int("axis", 0) not in (2, -2):
+        return None
+    return past, new
 
 
 def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     """Return what the ``Attention`` node means, or why ``KVAttention`` cannot compute it."""
     inputs = [*node.inputs, *[None] * 7][:7]
     query, key, value, past_key, past_value = (inputs[i] for i in (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE))
+    latent = latent_of(node)
+    if latent is not None:
+        return _meaning_of_latent(node, latent, evaluator)
     cache = past_port(past_key)
     if cache is None or cache.part != "key" or past_port(past_value) != CachePort(cache.layer, "value"):
         return NO_CACHE()
@@ -94,6 +161,48 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     softcap = node.attributes.get_float("softcap", 0.0)
     logits = None if sinks is None else sinks[0]
     return Meaning(cache.layer, query_heads, kv_heads, size, scale, softcap, window, logits)
+
+
+def _meaning_of_latent(node: ir.Node, latent: Latent, evaluator: MaskEvaluator) -> Meaning | Fact:
+    query, mask = node.inputs[_QUERY], node.inputs[_MASK] if len(node.inputs) > _MASK else None
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+        return SCORES_READ()
+    if any(
+        use.node is not node and use.node.op_type != "Shape" and use.node is not _row_of(node)
+        for present in latent.presents
+        for use in present.uses()
+    ):
+        return CACHE_READ()
+    widths = [_width(part) for part in latent.parts]
+    queries = None if query is None else _heads(node, query, "q")
+    size = sum(width for width in widths if width is not None)
+    if queries is None or None in widths:
+        return HEADS_UNKNOWN()
+    if queries[1] != size:
+        return HEADS_DO_NOT_FIT(query=queries[1], key=size, value=latent.rank)
+    if size % LANES or latent.rank % LANES or size > MOST_LATENT:
+        return ROW_SIZE(size=size, rank=latent.rank, most=MOST_LATENT)
+    if any(value is not None and value.dtype != ir.DataType.FLOAT for value in (query, *latent.parts)):
+        return NOT_FLOAT32()
+    window = _window(node, mask, evaluator)
+    if isinstance(window, Fact):
+        return window
+    scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
+    softcap = node.attributes.get_float("softcap", 0.0)
+    port = past_port(latent.pasts[0])
+    assert port is not None
+    return Meaning(port.layer, queries[0], 1, size, scale, softcap, window, latent=latent)
+
+
+def _row_of(node: ir.Node) -> ir.Node | None:
+    """Return what makes the keys of ``node``."""
+    key = node.inputs[_KEY]
+    return None if key is None else key.producer()
+
+
+def _width(value: ir.Value) -> int | None:
+    width = None if value.shape is None or len(value.shape) != 4 or value.shape[1] != 1 else value.shape[-1]
+    return width if isinstance(width, int) else None
 
 
 def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> int | Fact:

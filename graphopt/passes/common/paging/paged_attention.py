@@ -13,7 +13,7 @@ from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, inherit, remove
 from graphopt.passes.common.masks import MaskEvaluator, drop_guard
 from graphopt.passes.common.nodes import attentions
-from graphopt.passes.common.paging.attention import Meaning, meaning_of
+from graphopt.passes.common.paging.attention import Latent, Meaning, latent_of, meaning_of
 from graphopt.passes.common.paging.rows import as_rows, read_rows
 from graphopt.passes.common.paging.states import connect, graph_input
 from graphopt.passes.common.paging.token_masks import mask_by_lengths, masked_recurrences, why_not_by_lengths
@@ -86,8 +86,11 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
 def _rewrite(
     graph: ir.Graph, node: ir.Node, meaning: Meaning, lengths: list[ir.Value], page: int, ledger: Ledger
 ) -> None:
-    rows = [as_rows(graph, value, node) for value in node.inputs[:3] if value is not None]
     placeholder = no_sinks(graph)
+    latent = meaning.latent
+    rows = [as_rows(graph, value, node) for value in node.inputs[:3] if value is not None and latent is None]
+    if latent is not None:
+        rows = [*_latent_rows(graph, node, latent), placeholder]
     layer = PagedLayer(
         number=meaning.number,
         head_size=meaning.head_size,
@@ -99,6 +102,7 @@ def _rewrite(
             page=page,
             policies=(STREAMING,) if meaning.window else (DENSE,),
             recent=max(1, meaning.window),
+            value_size=meaning.value_size,
         ),
     )
     inputs = dict(zip(("query", "key", "value", "past", "new"), (*rows, *lengths), strict=True))
@@ -113,10 +117,11 @@ def _rewrite(
     y, old = attention.outputs[0], y_behind
     y.name, y.type = f"{node.name}.rows", old.type
     assert rows[0].shape is not None
-    y.shape = rows[0].shape
+    width = meaning.query_heads * (meaning.value_size or meaning.head_size)
+    y.shape = ir.Shape([*rows[0].shape[:2], width])
     graph.insert_before(node, attention)
-    pasts = [node.inputs[index] for index in (_PAST_KEY, _PAST_VALUE)]
-    for present in node.outputs[1:3]:
+    pasts = [node.inputs[index] for index in (_PAST_KEY, _PAST_VALUE)] if latent is None else list(latent.pasts)
+    for present in node.outputs[1:3] if latent is None else latent.presents:
         if present.is_graph_output():
             graph.outputs.remove(present)
     read_rows(graph, old, y, attention)
@@ -130,6 +135,19 @@ def _rewrite(
     connect(graph, attention, layer)
     has_sinks = meaning.sinks is not None
     ledger.changed(attention, OWNS_CACHE(page=page, window=meaning.window, sinks=has_sinks), sources)
+
+
+def _latent_rows(graph: ir.Graph, node: ir.Node, latent: Latent) -> list[ir.Value]:
+    """Return queries [batch, length, heads x size], and the new rows of the cache [batch, length, size]."""
+    query = node.inputs[0]
+    assert query is not None
+    queries, *parts = (as_rows(graph, value, node) for value in (query, *latent.parts))
+    if len(parts) > 1:
+        dims = [None] * 2 if parts[0].shape is None else list(parts[0].shape)[:2]
+        widths = [int(str(part.shape[-1])) for part in parts if part.shape is not None]
+        insert = Inserter(graph, node, node.name or "attention")
+        parts = [insert.op("Concat", parts, [*dims, sum(widths)], parts[0].dtype, "row", axis=-1)]
+    return [queries, *parts]
 
 
 def _drop_guards(evaluator: MaskEvaluator, node: ir.Node, ledger: Ledger) -> None:
@@ -162,7 +180,11 @@ def _other_reader(graph: ir.Graph, recurrences: Collection[ir.Node]) -> Fact | N
         for value in graph.inputs
         if value.name == ATTENTION_MASK or ((cache := past_port(value)) is not None and not cache.is_recurrent)
     }
-    waiting, reached = [value.producer() for value in graph.outputs], set[ir.Node]()
+    latents = {
+        node: latent for node in graph if node.op_type == "Attention" and (latent := latent_of(node)) is not None
+    }
+    presents = {present for latent in latents.values() for present in latent.presents}
+    waiting, reached = [value.producer() for value in graph.outputs if value not in presents], set[ir.Node]()
     while waiting:
         node = waiting.pop()
         if node is None or node in reached:
@@ -177,6 +199,8 @@ def _other_reader(graph: ir.Graph, recurrences: Collection[ir.Node]) -> Fact | N
         ]
         standard = node.op_type == "Attention" and not node.domain
         inputs = node.inputs[:_MASK] if standard else node.inputs
+        if node in latents:
+            inputs = [node.inputs[0], *latents[node].parts]
         if node in recurrences:
             inputs = [value for value in inputs if value is not port(node, "mask")]
         for value in [*inputs, *inner]:

@@ -40,13 +40,13 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
                 graph.inputs.remove(port)
             if present.is_graph_output():
                 graph.outputs.remove(present)
-            placeholder = shared_constant(graph, "no_state", np.zeros((0, 0, 0, 0), np.float32))
+            # pages of values have the type of those of keys, also where they are none
+            number = layer.attributes.stored.dtype if state == "values" else np.dtype(np.float32)
+            name = "no_state" if number == np.float32 else f"no_state.{number.name}"
+            placeholder = shared_constant(graph, name, np.zeros((0, 0, 0, 0), number))
             node.replace_input_with(index, placeholder)
-            present.name, present.dtype, present.shape = (
-                f"{node.name}.no_{state}",
-                ir.DataType.FLOAT,
-                ir.Shape([0, 0, 0, 0]),
-            )
+            present.name, present.shape = f"{node.name}.no_{state}", ir.Shape([0, 0, 0, 0])
+            present.dtype = ir.DataType.from_numpy(number)
             continue
         if port is None:
             port = ir.val(layer.port(state))

@@ -58,7 +58,7 @@ inline void divide_keys(const float* keys, size_t size, size_t page, float* larg
   }
 }
 
-// Rounds a page of floats, keys [page, size] and then values [page, size].
+// Rounds a page of floats, keys [page, size] and then values [page, size], which latents do not have.
 template <unsigned Bits>
 inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uint8_t* keys, uint8_t* values, float* scales,
                        float* scratch) {
@@ -70,7 +70,7 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
   const float* from = slot;
   if (layout.token_factors) {
     float* const divided = scratch + 4 * size + 2 * page;
-    divide_keys(slot, size, page, inverse, value_step + page, divided);
+    divide_keys(slot, size, page, inverse, scales + layout.factors_at(), divided);
     from = divided;
   }
   for (size_t c = 0; c < size; c += kColumns) {
@@ -83,7 +83,7 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
     store_line(key_low + c, steps.low), store_line(key_step + c, steps.step), store_line(inverse + c, steps.inverse);
   }
   uint8_t codes[kColumns];
-  __builtin_memset(keys, 0, layout.page_bytes()), __builtin_memset(values, 0, layout.page_bytes());
+  __builtin_memset(keys, 0, layout.page_bytes());
   for (size_t t = 0; t < page; ++t) {
     uint8_t* const block = keys + t / kColumns * kColumns * size * Bits / 8;
     for (size_t c = 0; c < size; c += kColumns) {
@@ -92,6 +92,8 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
       for (size_t i = 0; i < kColumns; ++i) put_code<Bits>(block, (c + i) / 4, t % kColumns, i % 4, codes[i]);
     }
   }
+  if (layout.latent()) return;
+  __builtin_memset(values, 0, layout.page_bytes());
   slot += page * size;
   for (size_t t = 0; t < page; ++t) {
     const float* const token = slot + t * size;
@@ -146,7 +148,7 @@ inline void put_token(Numbers<Stored>, const float* key, const float* value, siz
                       const TokenRun& run) {
   Stored* const lane = reinterpret_cast<Stored*>(run.keys) + offset / kColumns * size * kColumns + offset % kColumns;
   for (size_t c = 0; c < size; ++c) put_one(key[c], lane + c * kColumns);
-  put(value, reinterpret_cast<Stored*>(run.values) + offset * size, size);
+  if (value) put(value, reinterpret_cast<Stored*>(run.values) + offset * size, size);
 }
 template <unsigned Bits>
 inline void put_token(Numbers<Scaled<Bits>>, const float* key, const float* value, size_t size, size_t offset,
@@ -178,7 +180,7 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     const int64_t position = call.position(row, column), page = layout.page_of(position);
     const size_t offset = static_cast<size_t>(position - page * static_cast<int64_t>(layout.page));
     const size_t at = (call.token(row, column) * layout.kv_heads + head) * size;
-    const float *const key = call.key + at, *const value = call.value + at;
+    const float *const key = call.key + at, *const value = layout.latent() ? nullptr : call.value + at;
     if (layout.known) summarize(layout, key, offset, state.summaries + layout.physical(page) * layout.summary);
     if (layout.compensate && position >= layout.sinks) follow(layout, key, value, position, state.summaries);
     if (!layout.integers()) {
@@ -195,7 +197,7 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
       });
     }
     put(key, slot + offset * size, size);
-    put(value, slot + (layout.page + offset) * size, size);
+    if (value) put(value, slot + (layout.page + offset) * size, size);
   }
 }
 

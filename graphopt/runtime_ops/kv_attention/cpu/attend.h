@@ -4,6 +4,7 @@
 #include <new>
 
 #include "kv_attention/cpu/scratch.h"
+#include "kv_attention/cpu/decode_keys.h"
 #include "kv_attention/cpu/kernels.h"
 #include "kv_attention/cpu/lookahead.h"
 #include "kv_attention/cpu/softmax.h"
@@ -27,7 +28,7 @@ struct Reader : Lookahead {
     take_queries(call.query, buffers.queries);
     if (call.sink_query) take_queries(call.sink_query, buffers.sink_queries);
     for (size_t r = 0; r < rows; ++r) partial.largest[r] = kNothing, partial.sums[r] = 0;
-    __builtin_memset(partial.values, 0, rows * layout.size * sizeof(float));
+    __builtin_memset(partial.values, 0, rows * layout.value_channels() * sizeof(float));
   }
 
   void take_queries(const float* from, float* to) const {
@@ -90,6 +91,13 @@ struct Reader : Lookahead {
   // Reads the first lines of a page that consists of runs of so many tokens.
   template <typename Keys, typename Values>
   void read(int64_t logical, bool alike, size_t lines, size_t tokens, const Stretch<Keys, Values>* runs) const {
+    read(logical, alike, lines, tokens, runs, runs, layout.size);
+  }
+
+  // The same where values come from elsewhere, in rows of `channels`: keys of the one and values of the other are read.
+  template <typename Keys, typename Others, typename Nothing, typename Values>
+  void read(int64_t logical, bool alike, size_t lines, size_t tokens, const Stretch<Keys, Others>* runs,
+            const Stretch<Nothing, Values>* of_values, size_t channels) const {
     const size_t size = layout.size, page = layout.page, of_run = tokens / kColumns;
     const auto each_run = [&](const auto& visit) {
       for (size_t line = 0; line < lines; line += of_run) {
@@ -108,11 +116,34 @@ struct Reader : Lookahead {
       for (int part = 0; part < 2; ++part) {
         if (seen.first[part] >= seen.end[part]) continue;
         const bool in_order = (step ? layout.group : count) <= kRowsInOrder<Values>;
-        multiply_values(buffers.scores + row * page, buffers.factors + row, count, in_order, runs, tokens, size, page,
-                        static_cast<size_t>(seen.first[part]), static_cast<size_t>(seen.end[part]),
-                        partial.values + row * size);
+        multiply_values(buffers.scores + row * page, buffers.factors + row, count, in_order, of_values, tokens, channels,
+                        page, static_cast<size_t>(seen.first[part]), static_cast<size_t>(seen.end[part]),
+                        partial.values + row * channels);
       }
     });
+  }
+
+  // Reads a page of latents, keys [lines, size, 16]: the first of their channels become rows [tokens, channels] first.
+  // `factors` of tokens, or null, multiply both.
+  template <typename Number>
+  void read_latent(int64_t logical, bool alike, size_t lines, const Number* keys, ptrdiff_t to_next,
+                   const float* factors = nullptr) const {
+    const size_t size = layout.size, channels = layout.value_channels();
+    alignas(kLine) float block[kColumns * kColumns], rows_of_block[kColumns * kColumns];
+    for (size_t i = 0; i < lines; ++i) {
+      for (size_t c = 0; c < channels; c += kColumns) {
+        for (size_t k = 0; k < kColumns; ++k) {
+          store_line(block + k * kColumns, load_numbers(keys, (i * size + c + k) * kColumns));
+        }
+        transpose_block(block, kColumns, rows_of_block);
+        for (size_t t = 0; t < kColumns; ++t) {
+          store_line(buffers.values + (i * kColumns + t) * channels + c, load_line<Floats>(rows_of_block + t * kColumns));
+        }
+      }
+    }
+    const Stretch<Number, Number> run = {keys, nullptr, factors, factors, to_next};
+    const Stretch<float, float> values = {nullptr, buffers.values, nullptr, nullptr, 0};
+    read(logical, alike, lines, layout.page, &run, &values, channels);
   }
 
   // `next` is the page that is read then.
@@ -157,6 +188,9 @@ struct Reader : Lookahead {
       runs[i] = {reinterpret_cast<const Number*>(run.keys), reinterpret_cast<const Number*>(run.values),
                  run.key_scales, run.value_scales, runs_on * static_cast<ptrdiff_t>(call.run_bytes())};
     }
+    if constexpr (!is_scaled<Number>) {
+      if (layout.latent()) return read_latent(logical, alike, lines, runs[0].keys, runs[0].to_next);
+    }
     if constexpr (is_scaled<Number>) {
       if (rows > kMostTogether) return read_decoded(logical, alike, lines, tokens, runs);
     }
@@ -193,10 +227,18 @@ struct Reader : Lookahead {
       const float* const slot = state.recent + layout.slot(logical) * layout.slot_floats();
       ahead.ask_all();
       transpose_keys(slot, layout.size, lines, buffers.keys);
+      if (layout.latent()) return read_latent(logical, alike, lines, static_cast<const float*>(buffers.keys), 0);
       const Stretch<float, float> floats = {buffers.keys, slot + layout.page * layout.size, nullptr, nullptr, 0};
       return read(logical, alike, lines, layout.page, &floats);
     }
     const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
+    if (layout.latent()) {
+      const float* const scales = state.scales + physical * layout.scales();
+      const float* const factors = layout.token_factors ? scales + layout.factors_at() : nullptr;
+      decode_keys<Bits>(reinterpret_cast<const uint8_t*>(state.keys + physical * bytes), ahead, scales, layout.size,
+                        lines * kColumns, buffers.keys);
+      return read_latent(logical, alike, lines, static_cast<const float*>(buffers.keys), 0, factors);
+    }
     read_codes<Bits>(*this, logical, alike, reinterpret_cast<const uint8_t*>(state.keys + physical * bytes),
                      reinterpret_cast<const uint8_t*>(state.values + physical * bytes),
                      state.scales + physical * layout.scales(), ahead);
@@ -212,7 +254,7 @@ void attend(const Attention& call, const Queries* queries, size_t count, size_t 
   Reader* const readers = reinterpret_cast<Reader*>(memory);
   for (size_t i = 0; i < count; ++i) {
     new (readers + i) Reader(call, queries[i], static_cast<char*>(scratch) + i * bytes,
-                             Partial(partials[i], rows, call.layout.size));
+                             Partial(partials[i], rows, call.layout.value_channels()));
     if (first < end) readers[i].ask_for(queries->entry(first));
   }
   for (size_t index = first; index < end; ++index) {

@@ -90,7 +90,7 @@ void Call::attend_block(size_t index) {
   Queries block = queries_[plan_.queries - 1 - index];
   if (together_) append(block.row * attention_.layout.kv_heads + block.head);
   const size_t scratch = kernels_.attend_scratch(attention_.layout, rows(block));
-  const size_t floats = Partial::floats(rows(block), attention_.layout.size);
+  const size_t floats = Partial::floats(rows(block), attention_.layout.value_channels());
   const size_t partials = Cuts(attention_, block).count() * floats * sizeof(float);
   size_t scores = 0, entries = 0;
   if (has_list(block)) {
@@ -148,7 +148,7 @@ void Call::score(const Run& run) {
 
 void Call::attend(const Run& run) {
   const Queries& block = queries_[run.queries];
-  const size_t index = run.first, heads = run.end, floats = Partial::floats(rows(block), attention_.layout.size);
+  const size_t index = run.first, heads = run.end, floats = Partial::floats(rows(block), attention_.layout.value_channels());
   size_t first, end;
   Cuts(attention_, block).run(index, &first, &end);
   const Pool::Loan loan(pool_, heads * kernels_.attend_scratch(attention_.layout, rows(block)));
@@ -217,7 +217,7 @@ OrtStatus* Call::attend_all() {
     Plan::each(attention_, [&](const Queries& block) {
       const size_t parts = Cuts(attention_, block).count();
       steps += parts;
-      floats += parts * Partial::floats(rows(block), layout.size);
+      floats += parts * Partial::floats(rows(block), layout.value_channels());
       if (!has_list(block)) return;
       const Candidates all = candidates(block);
       const auto count = static_cast<size_t>(all.end - all.first);
@@ -253,7 +253,7 @@ OrtStatus* Call::attend_all() {
     const Queries& each = queries_[block];
     const size_t count = Cuts(attention_, each).count();
     new (&parts_[block]) Parts{partials, count, {count}};
-    partials += count * Partial::floats(rows(each), layout.size);
+    partials += count * Partial::floats(rows(each), layout.value_channels());
     if (!has_list(each)) continue;
     new (&listings_[block]) Listing{scores, lists, {0}};
     const Candidates all = candidates(each);

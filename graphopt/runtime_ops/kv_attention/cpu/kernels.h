@@ -70,7 +70,8 @@ struct TokenRun {
   float *key_scales, *value_scales;
 
   GRAPHOPT_INLINE TokenRun(const Attention& call, size_t place)
-      : keys(call.state.keys + place * call.run_bytes()), values(call.state.values + place * call.run_bytes()),
+      : keys(call.state.keys + place * call.run_bytes()),
+        values(call.layout.latent() ? nullptr : call.state.values + place * call.run_bytes()),
         key_scales(call.blocks.key_scales), value_scales(call.blocks.value_scales) {
     if (key_scales) key_scales += place * call.run_tokens(), value_scales += place * call.run_tokens();
   }

@@ -50,12 +50,15 @@ struct Lookahead {
     if (layout.in_slot(logical, newest)) {
       const float* const slot = state.recent + layout.slot(logical) * layout.slot_floats();
       const size_t bytes = tokens * layout.size * sizeof(float);
-      return ahead->add(slot, bytes), ahead->add(slot + layout.page * layout.size, bytes);
+      ahead->add(slot, bytes);
+      if (!layout.latent()) ahead->add(slot + layout.page * layout.size, bytes);
+      return;
     }
     const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
     // in the order in which they are needed
     ahead->add(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
-    ahead->add(state.keys + physical * bytes, bytes), ahead->add(state.values + physical * bytes, bytes);
+    ahead->add(state.keys + physical * bytes, bytes);
+    if (!layout.latent()) ahead->add(state.values + physical * bytes, bytes);
   }
 
   // Prefetches a line of each 4 KB of a page well before the others. Pages lie far apart, so each address needs a walk
@@ -64,13 +67,14 @@ struct Lookahead {
     constexpr size_t kPageOfMemory = 4096;  // a virtual machine's host may use small pages whatever the guest uses
     if (!layout.integers()) {
       return each_run(entry >> 1, layout.page, [&](const TokenRun& run, size_t) {
-        prefetch(run.keys, call.run_bytes(), kPageOfMemory), prefetch(run.values, call.run_bytes(), kPageOfMemory);
+        prefetch(run.keys, call.run_bytes(), kPageOfMemory);
+        prefetch(run.values, run.values ? call.run_bytes() : 0, kPageOfMemory);
         prefetch(run.key_scales, run.key_scales ? 1 : 0), prefetch(run.value_scales, run.value_scales ? 1 : 0);
       });
     }
     const size_t physical = layout.physical(entry >> 1), of_page = layout.page_bytes();
     prefetch(state.keys + physical * of_page, of_page, kPageOfMemory);
-    prefetch(state.values + physical * of_page, of_page, kPageOfMemory);
+    prefetch(state.values + physical * of_page, layout.latent() ? 0 : of_page, kPageOfMemory);
     prefetch(state.scales + physical * layout.scales(), layout.scales() * sizeof(float), kPageOfMemory);
   }
 
@@ -83,7 +87,7 @@ struct Lookahead {
     if (!layout.integers()) {
       return each_run(entry >> 1, tokens_read(entry), [&](const TokenRun& run, size_t tokens) {
         const size_t bytes = tokens * layout.size * layout.bits / 8;
-        prefetch(run.keys, bytes), prefetch(run.values, bytes);
+        prefetch(run.keys, bytes), prefetch(run.values, run.values ? bytes : 0);
       });
     }
     Ahead ahead;

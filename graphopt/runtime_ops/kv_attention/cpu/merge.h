@@ -11,7 +11,7 @@ namespace {
 
 void merge(const Attention& call, const Queries& queries, const Source* sources, size_t count) {
   const Layout& layout = call.layout;
-  const size_t size = layout.size, rows = queries.columns() * layout.group;
+  const size_t size = layout.value_channels(), rows = queries.columns() * layout.group;
   for (size_t r = 0; r < rows; ++r) {
     const size_t token = call.token(queries.row, queries.first_column + r / layout.group);
     const size_t head = queries.head * layout.group + r % layout.group;

@@ -105,7 +105,7 @@ inline void read_codes(const Reader& reader, int64_t logical, bool alike, const 
   const size_t size = reader.layout.size, page = reader.layout.page, lines = page / kColumns;
   reader.score(logical, lines, [&](const float* from, float* scores) {
     multiply_key_codes<Bits>(from, reader.rows, keys, ahead, scales, size, page, scores);
-    reader.scale(reader.layout.token_factors ? scales + 2 * size + 2 * page : nullptr, lines, scores);
+    reader.scale(reader.layout.token_factors ? scales + reader.layout.factors_at() : nullptr, lines, scores);
   });
   reader.weigh_rows(alike, lines);
   reader.by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {

@@ -55,7 +55,7 @@ OrtStatus* Kernel<Activations>::compute(OrtKernelContext* context) const {
   }
   const float** const pointers[] = {&attention.query, &attention.key, &attention.value, &attention.sink_query};
   constexpr KVInput kPlaces[] = {kQuery, kKey, kValue, kSinkQuery};
-  const size_t of_y = inputs.tensors[kQuery].numbers();
+  const size_t of_y = inputs.of_output(0).numbers();
   size_t numbers = of_y;
   for (KVInput place : kPlaces) numbers += inputs.tensors[place].numbers();
   const Pool::Loan loan(floats, numbers * sizeof(float));
@@ -76,7 +76,7 @@ OrtStatus* Kernel<Activations>::compute(OrtKernelContext* context) const {
 
 template <int Activations>
 OrtStatus* Kernel<Activations>::attend(OrtKernelContext* context, const Attention& attention) const {
-  const size_t floats = attention.layout.query_heads() * attention.layout.size;
+  const size_t floats = attention.layout.query_heads() * attention.layout.value_channels();
   for (size_t row = 0; row < attention.rows; ++row) {
     const size_t padding = attention.first_column(row) * floats;
     if (padding) std::memset(attention.y + row * attention.columns * floats, 0, padding * sizeof(float));

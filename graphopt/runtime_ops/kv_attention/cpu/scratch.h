@@ -34,7 +34,7 @@ struct AttendScratch {
     take(&factors, rows), take(&seen, rows);
     const size_t decoded = layout.page * layout.size;
     take(&keys, layout.integers() || layout.scales_tokens() ? decoded : 0);
-    take(&values, (layout.integers() && !kMultiplyCodes) || layout.scales_tokens() ? decoded : 0);
+    take(&values, (layout.integers() && !kMultiplyCodes) || layout.scales_tokens() || layout.latent() ? decoded : 0);
     return bytes;
   }
 };

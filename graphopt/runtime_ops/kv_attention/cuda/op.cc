@@ -24,6 +24,7 @@ struct Kernel : KVTypes<Activations> {
     if (attributes.layout.token_factors) {
       return node.error("kernels on GPUs know no factors of tokens; store the cache without token_factors");
     }
+    if (attributes.layout.latent()) return node.error("GPUs have no kernels for latents: value_size must be 0");
     if (known_to_gpus(attributes.layout.storage)) return nullptr;
     return node.error("kernels on GPUs know no codes of %lld bits; store the cache as int8 or int4",
                       static_cast<long long>(attributes.layout.bits));

@@ -91,12 +91,22 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
     GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, count.name, count.value));
     GRAPHOPT_RETURN_IF_ERROR(check_count(node, count.name, count.value, count.least, count.most));
   }
+  int64_t value_size = 0;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "value_size", &value_size));
+  if (value_size % 16 || value_size < 0 || value_size > kMostLatent) {
+    return node.error("its attribute value_size must be a multiple of 16 up to %lld, it is %lld", print(kMostLatent),
+                      print(value_size));
+  }
+  layout.value_size = static_cast<size_t>(value_size);
   const ParameterReader reader = {node, info};
   OrtStatus* status = nullptr;
   each_policy([&](Policy, auto states) {
     if (!status) status = decltype(states)::read(&layout, reader);
   });
   if (status) return status;
+  if (layout.latent() && layout.compensate) {
+    return node.error("with a value_size compensate must be 0");
+  }
   if (layout.compensate && layout.window) {
     return node.error("with a window of the model's own, %lld, no token that streaming drops is to be seen: compensate "
                       "must be 0",
@@ -152,6 +162,9 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
                         print(policy));
     }
     policies[head] = static_cast<Policy>(policy);
+    if (layout.latent() && makes_lists(policies[head])) {
+      return node.error("pages of latents are not chosen: with a value_size policies are dense or streaming");
+    }
     wraps = wraps && may_drop(policies[head]);
   }
   return nullptr;

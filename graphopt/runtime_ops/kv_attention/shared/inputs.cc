@@ -50,12 +50,12 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   call->policies = attributes.policies.get();
   Layout& layout = call->layout;
   const Given &query = tensors[kQuery], &key = tensors[kKey], &value = tensors[kValue];
-  const int64_t heads = static_cast<int64_t>(layout.kv_heads);
+  const int64_t heads = static_cast<int64_t>(layout.kv_heads), most = layout.latent() ? kMostLatent : kMostSize;
   if (key.rank != 3 || key.shape[2] % heads || (key.shape[2] / heads) % 16 || key.shape[2] / heads < 16 ||
-      key.shape[2] / heads > 256) {
-    return node.error("key must have the shape [batch, tokens, %lld heads x size], size a multiple of 16 up to 256; "
+      key.shape[2] / heads > most) {
+    return node.error("key must have the shape [batch, tokens, %lld heads x size], size a multiple of 16 up to %lld; "
                       "it is %s",
-                      print(heads), Text(key).characters);
+                      print(heads), print(most), Text(key).characters);
   }
   if (key.shape[2] / heads % static_cast<int64_t>(layout.unit())) {
     return node.error("key must have heads of a multiple of %lld numbers, as codes of %lld bits are packed; it is %s",
@@ -63,7 +63,15 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
                       Text(key).characters);
   }
   const int64_t size = key.shape[2] / heads, batch = key.shape[0], columns = key.shape[1];
-  if (value.rank != 3 || std::memcmp(value.shape, key.shape, sizeof key.shape)) {
+  if (layout.latent()) {
+    if (value.rank != 1 || value.shape[0]) {
+      return node.error("value must have the shape [0], as values are numbers of key; it is %s", Text(value).characters);
+    }
+    if (static_cast<int64_t>(layout.value_size) > size) {
+      return node.error("its attribute value_size is %lld, and a head of key has %lld numbers",
+                        print(static_cast<int64_t>(layout.value_size)), print(size));
+    }
+  } else if (value.rank != 3 || std::memcmp(value.shape, key.shape, sizeof key.shape)) {
     return node.error("value must have the shape of key, %s; it is %s", Text(key).characters, Text(value).characters);
   }
   if (query.rank != 3 || query.shape[0] != batch || query.shape[1] != columns || query.shape[2] < 1 ||
@@ -77,7 +85,9 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   call->columns = static_cast<size_t>(columns);
   call->query = static_cast<const float*>(query.data);
   call->key = static_cast<const float*>(key.data);
-  call->value = static_cast<const float*>(value.data);
+  call->value = layout.latent() ? nullptr : static_cast<const float*>(value.data);
+  y = query, y.data = nullptr;
+  y.shape[2] = static_cast<int64_t>(layout.query_heads() * layout.value_channels());
   for (KVInput index : {kPast, kNew}) {
     if (tensors[index].rank != 1 || tensors[index].shape[0] != batch) {
       return node.error("%s must have the shape [%lld]; it is %s", kNames[index], print(batch),
@@ -111,7 +121,7 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
 OrtStatus* KVInputs::check_state(const Node& node, const Attention& call) const {
   const Layout& layout = call.layout;
   const auto batch = static_cast<int64_t>(call.rows), heads = static_cast<int64_t>(layout.kv_heads);
-  const auto pages = static_cast<int64_t>(layout.pages), numbers = static_cast<int64_t>(layout.page * layout.size);
+  const auto pages = static_cast<int64_t>(layout.pages);
   const auto of_page = static_cast<int64_t>(layout.page_bytes() / tensors[kKeys].width());
   const bool integers = layout.integers();
   struct Wanted {
@@ -120,9 +130,9 @@ OrtStatus* KVInputs::check_state(const Node& node, const Attention& call) const 
     bool used;
   };
   const Wanted all[kStates] = {{kKeys, pages, of_page, true},
-                               {kValues, pages, of_page, true},
+                               {kValues, pages, of_page, !layout.latent()},
                                {kScales, pages, static_cast<int64_t>(layout.scales()), integers},
-                               {kRecent, static_cast<int64_t>(layout.slots()), 2 * numbers, integers},
+                               {kRecent, static_cast<int64_t>(layout.slots()), static_cast<int64_t>(layout.slot_floats()), integers},
                                {kSummaries, pages, static_cast<int64_t>(layout.summary), layout.summary > 0}};
   for (const Wanted& wanted : all) {
     const Given& tensor = tensors[wanted.index];

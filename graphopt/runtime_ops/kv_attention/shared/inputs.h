@@ -11,6 +11,7 @@ namespace graphopt {
 enum KVInput : size_t {
   kQuery, kKey, kValue, kPast, kNew, kSinkLogits, kSinkQuery, kKeys, kValues, kScales, kRecent, kSummaries, kKVInputs
 };
+constexpr int64_t kMostSize = 256, kMostLatent = 1024;  // channels of a head
 constexpr size_t kStates = 5;  // keys to summaries; output 1 + i is the updated input kKeys + i
 
 // The types of a node's tensors, from that of queries, keys and values, and that of pages.
@@ -75,10 +76,11 @@ OrtStatus* read_given(const Node& node, OrtKernelContext* context, const char* c
 struct KVInputs {
   static const char* const kNames[kKVInputs];
   Given tensors[kKVInputs];
+  Given y;  // as the query, with heads of the size of values; without data
 
-  // The input that is like an output: the query like y, and each state like itself.
+  // What an output is like: y, and each state like itself.
   const Given& of_output(size_t output) const {
-    return tensors[output ? kKeys + output - 1 : static_cast<size_t>(kQuery)];
+    return output ? tensors[kKeys + output - 1] : y;
   }
   // Allocates the outputs; states are at multiples of at least `alignment` bytes. A state may be updated in place;
   // nothing else may be written where something is still read.

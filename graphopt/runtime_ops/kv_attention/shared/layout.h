@@ -15,6 +15,7 @@ struct Layout : PolicyParameters {
   Storage storage = Storage::kFloat32;
   unsigned bits = 32, levels = 0;            // of the storage: of a number, and the largest code; 0 for floats
   size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
+  size_t value_size = 0;                     // values are the first so many channels of keys; 0: they are stored too
   size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
   size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by come first; and all
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
@@ -39,13 +40,18 @@ struct Layout : PolicyParameters {
   GRAPHOPT_INLINE bool integers() const { return levels > 0; }
   GRAPHOPT_INLINE bool scales_tokens() const { return storage > Storage::kCount; }
   GRAPHOPT_INLINE size_t query_heads() const { return kv_heads * group; }
+  // Whether a token is one row, of which values are a part: a latent that all query heads share.
+  GRAPHOPT_INLINE bool latent() const { return value_size > 0; }
+  GRAPHOPT_INLINE size_t value_channels() const { return latent() ? value_size : size; }
   // Bytes of the keys of a page, or of its values.
   GRAPHOPT_INLINE size_t page_bytes() const { return page * size * bits / 8; }
   // Neighbouring codes that are packed together, see spec/layout.py.
   GRAPHOPT_INLINE size_t unit() const { return bits == 3 ? 32 : bits == 6 || bits == 2 ? 16 : bits == 4 ? 8 : 4; }
-  GRAPHOPT_INLINE size_t scales() const { return integers() ? 2 * size + (token_factors ? 3 : 2) * page : 0; }
+  // Numbers of a page of codes: low and step of each channel of keys, of each token of values, and factors of tokens.
+  GRAPHOPT_INLINE size_t factors_at() const { return 2 * size + (latent() ? 0 : 2 * page); }
+  GRAPHOPT_INLINE size_t scales() const { return integers() ? factors_at() + (token_factors ? page : 0) : 0; }
   GRAPHOPT_INLINE size_t slots() const { return integers() ? static_cast<size_t>(sink_pages + recent_pages + 1) : 0; }
-  GRAPHOPT_INLINE size_t slot_floats() const { return 2 * page * size; }
+  GRAPHOPT_INLINE size_t slot_floats() const { return (latent() ? 1 : 2) * page * size; }
 
   GRAPHOPT_INLINE int64_t page_of(int64_t position) const { return position / static_cast<int64_t>(page); }
   // Pages of sink tokens, which stay readable: they are not overwritten when a cache wraps.
@@ -81,7 +87,7 @@ struct HeadState {
   GRAPHOPT_INLINE HeadState(const Layout& layout, const State& state, size_t row, size_t head) {
     const size_t index = row * layout.kv_heads + head, pages = index * layout.pages;
     keys = state.keys + pages * layout.page_bytes();
-    values = state.values + pages * layout.page_bytes();
+    values = layout.latent() ? nullptr : state.values + pages * layout.page_bytes();
     scales = state.scales + pages * layout.scales();
     recent = state.recent + index * layout.slots() * layout.slot_floats();
     summaries = state.summaries + pages * layout.summary;

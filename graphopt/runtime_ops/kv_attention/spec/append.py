@@ -35,6 +35,7 @@ def append(attributes: KVAttributes, state: State, key: Array, value: Array, pas
     """
     state = {name: tensor.copy() for name, tensor in state.items()}
     columns = key.shape[1]
+    value = key[..., :0] if attributes.value_size else value
     for row, (before, count) in enumerate(zip(past.tolist(), new.tolist(), strict=True)):
         of_row = row_of(state, row)
         for index in range(count):
@@ -56,15 +57,16 @@ def _append_token(attributes: KVAttributes, state: State, key: Array, value: Arr
     if attributes.levels is None:
         keys = state["keys"][:, physical].reshape(heads, -1, channels, LANES)  # a view, as these bytes are contiguous
         keys[:, offset // LANES, :, offset % LANES] = to_storage(key, attributes.storage)
-        values = state["values"][:, physical].reshape(heads, -1, channels)
-        values[:, offset] = to_storage(value, attributes.storage)
+        if not attributes.value_size:
+            values = state["values"][:, physical].reshape(heads, -1, channels)
+            values[:, offset] = to_storage(value, attributes.storage)
     else:
         oldest = page - (attributes.recent_pages + 1)
         if offset == 0 and oldest >= attributes.sink_pages:
             _round_page(attributes, state, oldest, channels)
-        slot = state["recent"][:, int(attributes.slot(page))].reshape(heads, 2, -1, channels)
-        slot[:, 0, offset] = key
-        slot[:, 1, offset] = value
+        slot = state["recent"][:, int(attributes.slot(page))].reshape(heads, attributes.parts, -1, channels)
+        for part, token in enumerate((key, value)[: attributes.parts]):
+            slot[:, part, offset] = token
     if attributes.summary_policy is not None:
         summary = state["summaries"][:, physical, : attributes.summary_floats(channels)]
         attributes.summary_policy.update_summary(summary, key, offset)
@@ -77,18 +79,18 @@ def _round_page(attributes: KVAttributes, state: State, page: int, channels: int
     assert attributes.levels is not None
     physical = int(attributes.physical_page(page, state["keys"].shape[1]))
     slot = state["recent"][:, int(attributes.slot(page))]
-    keys, values = np.moveaxis(slot.reshape(len(slot), 2, attributes.page, channels), 1, 0)
-    factors = factors_of_tokens(keys) if attributes.token_factors else None
-    if factors is not None:
+    keys, *values = np.moveaxis(slot.reshape(len(slot), attributes.parts, attributes.page, channels), 1, 0)
+    factors = [factors_of_tokens(keys)] if attributes.token_factors else []
+    for of_tokens in factors:
         with np.errstate(over="ignore"):
-            keys = np.divide(keys, factors, dtype=np.float32)
-    key_codes, key_low, key_step = round_page(keys, -2, attributes.levels, attributes.clip)
-    value_codes, value_low, value_step = round_page(values, -1, attributes.levels, attributes.clip)
+            keys = np.divide(keys, of_tokens, dtype=np.float32)
+    key_codes, *scales = round_page(keys, -2, attributes.levels, attributes.clip)
     state["keys"][:, physical] = pack_keys(key_codes, attributes.storage)
-    state["values"][:, physical] = pack_values(value_codes, attributes.storage)
-    state["scales"][:, physical] = np.concatenate(
-        [key_low, key_step, value_low, value_step, *([] if factors is None else [factors.squeeze(-1)])], axis=-1
-    )
+    for part in values:
+        value_codes, *of_values = round_page(part, -1, attributes.levels, attributes.clip)
+        state["values"][:, physical] = pack_values(value_codes, attributes.storage)
+        scales += of_values
+    state["scales"][:, physical] = np.concatenate([*scales, *(of_tokens.squeeze(-1) for of_tokens in factors)], axis=-1)
 
 
 def _follow(attributes: KVAttributes, means: Array, token: Array, position: int) -> None:

@@ -35,6 +35,9 @@ FLOATS = {name: parameter.dtype for name, parameter in STORAGE_OF.items() if par
 LEVELS = {name: parameter.levels for name, parameter in STORAGE_OF.items() if parameter.levels is not None}
 """The largest code of a storage of integers."""
 
+MOST_CHANNELS, MOST_LATENT = 256, 1024
+"""Numbers of a head, at most; and of a row of which values are a part."""
+
 LANES = 16
 """Tokens or channels that stand side by side in a stored page; head sizes are multiples of it."""
 
@@ -90,6 +93,7 @@ class KVAttributes:
     compensate: int = 0
     clip: float = 1.0
     token_factors: int = 0
+    value_size: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
@@ -122,6 +126,10 @@ class KVAttributes:
             raise ValueError(
                 f"KVAttention: token_factors is 0 or 1, and 0 for floats; it is {self.token_factors} for {self.storage}"
             )
+        if self.value_size % LANES or not 0 <= self.value_size <= MOST_LATENT:
+            raise ValueError(
+                f"KVAttention: value_size is a multiple of {LANES} up to {MOST_LATENT}, not {self.value_size}"
+            )
         for parameter in parameters:
             parameter.check(getattr(self, parameter.name))
         if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
@@ -134,6 +142,11 @@ class KVAttributes:
             raise ValueError(
                 f"KVAttention: policies are one number, or one for each of {self.kv_heads} KV heads, of {names}, not "
                 f"{list(self.policies)}"
+            )
+        if self.value_size and (self.compensate or self.chooses or self.retrieves):
+            raise ValueError(
+                "KVAttention: with a value_size policies are dense or streaming, and compensate is 0: pages of latents "
+                "are not chosen"
             )
         if self.compensate and self.window:
             raise ValueError(
@@ -152,6 +165,8 @@ class KVAttributes:
             absent.add("clip")
         if not self.token_factors:
             absent.add("token_factors")
+        if not self.value_size:
+            absent.add("value_size")
         return {name: value for name, value in asdict(self).items() if name not in absent} | {
             "policies": list(self.policies)
         }
@@ -165,6 +180,15 @@ class KVAttributes:
     def levels(self) -> int | None:
         """The largest code of the storage; ``None`` where it is floats."""
         return self.stored.levels
+
+    @property
+    def parts(self) -> int:
+        """How many tensors of a token are stored: key and value, or one row of which the value is a part."""
+        return 1 if self.value_size else 2
+
+    def value_channels(self, head_size: int) -> int:
+        """Return the numbers of a value, beside keys of ``head_size``."""
+        return self.value_size or head_size
 
     @property
     def slots(self) -> int:
@@ -251,9 +275,14 @@ class KVAttributes:
         """Return the first numbers of a page's summary, to choose pages by; means of what was dropped come behind."""
         return self.summary_policy.summary_floats(head_size) if self.summary_policy is not None else 0
 
+    @property
+    def token_scales(self) -> int:
+        """Numbers of a token in a page of codes: low and step of a value that is stored, and the factor of the key."""
+        return 2 * (self.parts - 1) + self.token_factors
+
     def scale_floats(self, head_size: int) -> int:
         """Return the numbers that a page of codes has beside them: lows, steps and factors."""
-        return 0 if self.levels is None else 2 * head_size + (2 + self.token_factors) * self.page
+        return 0 if self.levels is None else 2 * head_size + self.token_scales * self.page
 
     def state(self, batch: Dimension, pages: Dimension, head_size: int) -> StateShapes:
         """Return the shapes and types of the five tensors of the state; a string stands for a dimension of that name.
@@ -261,8 +290,12 @@ class KVAttributes:
         Raises:
             ValueError: the head size is not supported.
         """
-        if head_size % LANES or not LANES <= head_size <= 256:
-            raise ValueError(f"KVAttention: a head size is a multiple of {LANES} up to 256, not {head_size}")
+        most_channels = MOST_LATENT if self.value_size else MOST_CHANNELS
+        if head_size % LANES or not max(LANES, self.value_size) <= head_size <= most_channels:
+            bound = f" from {self.value_size}" if self.value_size else ""
+            raise ValueError(
+                f"KVAttention: a head size is a multiple of {LANES}{bound} up to {most_channels}, not {head_size}"
+            )
         if self.levels is not None and head_size % self.stored.unit:
             raise ValueError(
                 f"KVAttention: with {self.storage} a head size is a multiple of {self.stored.unit}, not {head_size}"
@@ -273,9 +306,9 @@ class KVAttributes:
         leading = (batch, self.kv_heads, pages)
         return StateShapes(
             keys=StateTensor((*leading, elements), dtype),
-            values=StateTensor((*leading, elements), dtype),
+            values=StateTensor((*leading, 0 if self.value_size else elements), dtype),
             scales=StateTensor((*leading, self.scale_floats(head_size))),
-            recent=StateTensor((batch, self.kv_heads, self.slots, 2 * numbers)),
+            recent=StateTensor((batch, self.kv_heads, self.slots, numbers * self.parts)),
             summaries=StateTensor((*leading, summaries)),
         )
 

@@ -30,6 +30,7 @@ from graphopt.runtime_ops.kv_attention.spec.body_append import (
     append_integers,
     append_summaries,
     heads_with,
+    value_part,
 )
 from graphopt.runtime_ops.kv_attention.spec.body_compensation import append_means, extra_token
 from graphopt.runtime_ops.kv_attention.spec.body_read import attend, heads_apart, read_mask
@@ -107,7 +108,10 @@ def _write(op: OpBuilder, attrs: KVAttributes, inputs: Mapping[str, ir.Value]) -
     call = Call(op, attrs, past, op.Add(past, new), columns, pages, channels)
     if attrs.levels is None:
         K, keys = append_floats(call, inputs["keys"], key, is_keys=True)
-        V, values = append_floats(call, inputs["values"], value, is_keys=False)
+        if attrs.value_size:
+            V, values = value_part(op, attrs, K), op.Identity(inputs["values"])
+        else:
+            V, values = append_floats(call, inputs["values"], value, is_keys=False)
         scales, recent = op.Identity(inputs["scales"]), op.Identity(inputs["recent"])
     else:
         state = (inputs["keys"], inputs["values"], inputs["scales"], inputs["recent"])
@@ -121,7 +125,11 @@ def _write(op: OpBuilder, attrs: KVAttributes, inputs: Mapping[str, ir.Value]) -
     if not attrs.summarizes:
         summaries = op.Identity(summaries)
     token_shape = op.Concat([0, 0, -1], channels, axis=0)
-    K, V = (op.Reshape(op.Transpose(each, perm=[0, 2, 1, 3, 4]), token_shape) for each in (K, V))
+    shapes = (token_shape, [0, 0, -1, attrs.value_size] if attrs.value_size else token_shape)
+    K, V = (
+        op.Reshape(op.Transpose(tensor, perm=[0, 2, 1, 3, 4]), shape)
+        for tensor, shape in zip((K, V), shapes, strict=True)
+    )
     q, first = heads_apart(call, query), None
     if attrs.sinks:
         # one behind the other, the first of them is sink_query where that is given
@@ -135,7 +143,12 @@ def _write(op: OpBuilder, attrs: KVAttributes, inputs: Mapping[str, ir.Value]) -
     attention = attend(call, q, first, K, V, is_read, inputs["sink_logits"], extra)
     is_token = op.GreaterOrEqual(op.Add(call.range(columns), new), columns)  # B, S
     masked_y = op.Where(op.Reshape(is_token, [0, 1, 1, -1, 1]), attention, 0.0)
-    y = op.Reshape(op.Transpose(masked_y, perm=[0, 3, 1, 2, 4]), op.Shape(query))
+    rows_of_heads = op.Transpose(masked_y, perm=[0, 3, 1, 2, 4])
+    y_shape = op.Shape(query)
+    if attrs.value_size:
+        width = op.Mul(op.Div(op.Shape(query, start=2), channels), attrs.value_size)
+        y_shape = op.Concat(op.Shape(query, start=0, end=2), width, axis=0)
+    y = op.Reshape(rows_of_heads, y_shape)
     return op.CastLike(y, inputs["query"]), keys, values, scales, recent, summaries
 
 

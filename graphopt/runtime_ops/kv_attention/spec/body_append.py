@@ -27,7 +27,7 @@ from graphopt.runtime_ops.kv_attention.spec.body_storage import (
 from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import onnx_ir as ir
     from onnxscript import OpBuilder
@@ -127,6 +127,11 @@ def heads_with(op: OpBuilder, policies: ir.Value, holds: Callable[[type[Policy]]
     return reduce(op.Or, flags)
 
 
+def value_part(op: OpBuilder, attrs: KVAttributes, K: ir.Value) -> ir.Value:
+    """Return the first channels of keys [..., D], which are the values, float [..., V]."""
+    return op.Slice(K, [0], [attrs.value_size], [-1])
+
+
 def append_floats(call: Call, state: ir.Value, source: ir.Value, *, is_keys: bool) -> tuple[ir.Value, ir.Value]:
     """Return keys or values after the call: float [B, P, H, T, D], and as they are stored."""
     op, attrs = call.op, call.attrs
@@ -154,10 +159,11 @@ def append_integers(
 ) -> Integers:
     """Return the state after the call; ``state`` is keys, values, scales and recent."""
     op, attrs = call.op, call.attrs
-    slots = op.Concat([0, 0, attrs.slots, 2, attrs.page], call.channels, axis=0)
-    before = op.Transpose(op.Reshape(state[3], slots), perm=[0, 2, 1, 3, 4, 5])  # B, R, H, 2, T, D
-    codes = _round_pages(call, state, before, key, value)
-    after = _fill_slots(call, before, key, value)
+    slots = op.Concat([0, 0, attrs.slots, attrs.parts, attrs.page], call.channels, axis=0)
+    before = op.Transpose(op.Reshape(state[3], slots), perm=[0, 2, 1, 3, 4, 5])  # B, R, H, 2 or 1, T, D
+    sources = (key, value)[: attrs.parts]
+    codes = _round_pages(call, state, before, sources)
+    after = _fill_slots(call, before, sources)
     newest = call.newest_page()
     page = call.pages_held(newest)
     is_recent = op.Greater(page, op.Sub(newest, attrs.recent_pages + 1))
@@ -166,20 +172,30 @@ def append_integers(
     is_recent = op.Reshape(is_recent, [0, -1, 1, 1, 1])
     floats = call.pick(after, _slot(call, page))
     states = [by_page(op, tensor) for tensor in codes]
-    keys, values = unpacked_keys(op, states[0], attrs), unpacked_values(op, states[1], attrs)
-    count = 2 + attrs.token_factors
-    of_tokens = op.Slice(states[2], [-count * attrs.page], [2**62], [-1])
-    of_channels = op.Slice(states[2], [0], [-count * attrs.page], [-1])
+    keys = unpacked_keys(op, states[0], attrs)
+    values = None if attrs.value_size else unpacked_values(op, states[1], attrs)
+    count, of_tokens, of_channels = attrs.token_scales, None, states[2]
+    if count:
+        of_tokens = op.Slice(states[2], [-count * attrs.page], [2**62], [-1])
+        of_channels = op.Slice(states[2], [0], [-count * attrs.page], [-1])
     key_low, key_step = op.Split(op.Reshape(of_channels, [0, 0, 0, 2, -1]), axis=3, num_outputs=2, _outputs=2)
-    lines = op.Reshape(of_tokens, [0, 0, 0, count, attrs.page, 1])
-    value_low, value_step, *factors = (op.Gather(lines, index, axis=3) for index in range(count))
+    lines = [] if of_tokens is None else _lines(op, of_tokens, count, attrs.page)
     float_keys, rounded_keys = op.Gather(floats, 0, axis=3), restore_numbers(op, keys, key_low, key_step)
-    for factor in factors:
-        rounded_keys = op.Mul(rounded_keys, factor)
+    if attrs.token_factors:
+        rounded_keys = op.Mul(rounded_keys, lines[-1])
     K = op.Where(is_recent, float_keys, rounded_keys)
-    V = op.Where(is_recent, op.Gather(floats, 1, axis=3), restore_numbers(op, values, value_low, value_step))
+    if values is None:
+        V = value_part(op, attrs, K)
+    else:
+        V = op.Where(is_recent, op.Gather(floats, 1, axis=3), restore_numbers(op, values, lines[0], lines[1]))
     recent = op.Reshape(op.Transpose(after, perm=[0, 2, 1, 3, 4, 5]), [0, 0, attrs.slots, -1])
     return Integers(*codes, recent, K, V)
+
+
+def _lines(op: OpBuilder, scales: ir.Value, count: int, page: int) -> list[ir.Value]:
+    """Return each of the ``count`` numbers that tokens have in ``scales`` [B, P, H, count T], [B, P, H, T, 1]."""
+    by_line = op.Reshape(scales, [0, 0, 0, count, page, 1])
+    return [op.Gather(by_line, index, axis=3) for index in range(count)]
 
 
 def _slot(call: Call, page: ir.Value) -> ir.Value:
@@ -188,8 +204,8 @@ def _slot(call: Call, page: ir.Value) -> ir.Value:
     return op.Where(op.Less(page, attrs.sink_pages), page, ring) if attrs.sink_pages else ring
 
 
-def _fill_slots(call: Call, before: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
-    """Return `recent` [B, R, H, 2, T, D] after the call.
+def _fill_slots(call: Call, before: ir.Value, sources: Sequence[ir.Value]) -> ir.Value:
+    """Return `recent` [B, R, H, 2 or 1, T, D] after the call; ``sources`` are the new keys and values, or keys alone.
 
     A place is asked for the newest token at its own offset: behind the last token that is one of an earlier page.
     """
@@ -203,16 +219,18 @@ def _fill_slots(call: Call, before: ir.Value, key: ir.Value, value: ir.Value) ->
     page = op.Add(indices, op.Mul(rounds, attrs.recent_pages + 1))
     positions = op.Add(op.Mul(page, attrs.page), offset)
     slots = []
-    for index, source in enumerate((key, value)):
+    for index, source in enumerate(sources):
         tokens, is_new = call.new_tokens(source, positions)
         slots.append(op.Unsqueeze(op.Where(is_new, tokens, op.Gather(before, index, axis=3)), [3]))
-    return op.Concat(*slots, axis=3)
+    return slots[0] if len(slots) == 1 else op.Concat(*slots, axis=3)
 
 
 def _round_pages(
-    call: Call, state: tuple[ir.Value, ...], before: ir.Value, key: ir.Value, value: ir.Value
+    call: Call, state: tuple[ir.Value, ...], before: ir.Value, sources: Sequence[ir.Value]
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return keys, values and scales after the pages that leave `recent` in this call were rounded.
+
+    ``sources`` are the new keys and values, or keys alone: then the stored values, of no pages, come back.
 
     Page l leaves when page l + recent_pages + 1 begins, so at most one for each T columns, and one more.
     """
@@ -226,11 +244,12 @@ def _round_pages(
     tensors = []
     scales = []
     last_scales: list[ir.Value] = []
-    for index, (source, axis, pack) in enumerate(((key, -2, packed_keys), (value, -1, packed_values))):
+    roundings = zip(sources, (-2, -1), (packed_keys, packed_values), strict=False)
+    for index, (source, axis, pack) in enumerate(roundings):
         tokens, is_new = call.new_tokens(source, positions)
         old = call.pick(op.Gather(before, index, axis=3), _slot(call, leaving))
         page = op.Where(is_new, tokens, old)
-        if attrs.token_factors and source is key:
+        if attrs.token_factors and index == 0:
             factors = factors_of_tokens(op, page, call.channels)
             page = op.Div(page, factors)
             last_scales.append(op.Squeeze(factors, [-1]))
@@ -245,11 +264,12 @@ def _round_pages(
         is_written = op.And(is_written, op.GreaterOrEqual(page, attrs.sink_pages))
     is_written = op.Reshape(is_written, [0, 1, -1, 1])
     index_of_page = op.Sub(page, first)
-    keys, values, all_scales = (
+    pages = state if len(sources) > 1 else (state[0], state[2])
+    keys, *values, all_scales = (
         op.Where(is_written, by_page(op, call.pick(tensor, index_of_page)), old)
-        for tensor, old in zip(tensors, state, strict=False)
+        for tensor, old in zip(tensors, pages, strict=False)
     )
-    return keys, values, all_scales
+    return keys, values[0] if values else op.Identity(state[1]), all_scales
 
 
 def append_summaries(call: Call, policy: Policy, summaries: ir.Value, key: ir.Value) -> ir.Value:

@@ -37,13 +37,14 @@ def check(attributes: KVAttributes, inputs: Sequence[Array], state: Mapping[str,
     shapes = attributes.state(batch, pages, width // attributes.kv_heads)
     _check_tensor("query", query, (batch, columns, query.shape[2]))
     _check_tensor("key", key, key.shape)
-    _check_tensor("value", value, key.shape)
+    _check_tensor("value", value, (0,) if attributes.value_size else key.shape)
     _check_tensor("past", past, (batch,), np.int64)
     _check_tensor("new", new, (batch,), np.int64)
     _check_tensor("sink_logits", sink_logits, (heads,) if sink_logits.shape != (0,) else (0,))
     _check_tensor("sink_query", sink_query, query.shape if sink_query.shape != (0,) else (0,))
     for name, tensor in shapes:
         is_used = attributes.summarizes if name == "summaries" else attributes.levels or name in ("keys", "values")
+        is_used = is_used and (name != "values" or not attributes.value_size)
         shape = state[name].shape if not is_used and state[name].ndim == 4 and not state[name].size else tensor.shape
         _check_tensor(name, state[name], shape, tensor.dtype)
     _check_lengths(attributes, past, new, pages, columns)

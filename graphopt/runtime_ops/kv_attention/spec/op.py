@@ -1,11 +1,11 @@
 """``ai.graphopt::KVAttention``, version 1: attention that owns its cache, in pages, of which a policy reads some.
 
 B rows (sequences), S columns of a call, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
-D head size (a multiple of 16, up to 256), T tokens of a page, P pages of capacity.
+D head size (a multiple of 16, up to 256, or to 1024 with a ``value_size``), T tokens of a page, P pages of capacity.
 
 Inputs, all required; unused ones have no elements:
     query: float or float16 [B, S, Hq D].
-    key, value: the type of query, [B, S, Hk D].
+    key, value: the type of query, [B, S, Hk D]; value is [0] with a ``value_size``.
     past: int64 [B], tokens that a row has stored.
     new: int64 [B], tokens of a row in this call, its last columns. They have positions past .. past + new - 1.
     sink_logits: float [Hq] or [0], logits without a value that take part in the softmax (gpt-oss).
@@ -43,7 +43,12 @@ Attributes:
     token_factors: int, 0 or 1, of storages of integers: the keys of a page are divided by a factor per token before
         they are rounded, and are what codes mean times it; see :func:`.layout.factors_of_tokens`. Nodes may leave it
         out, for 0. CPUs only.
-    The kernel takes nodes without the last three, as 0.
+    value_size: int, optional, V: values are the first V numbers of keys, a multiple of 16, and are not stored; where it
+        is 0 or absent they have pages of their own. With it query heads read one row of a token, a latent (DeepSeek-V2,
+        DeepSeek-AI 2024); y is [B, S, Hq V], `values` has no elements, `scales` 2 D numbers of a page, and T with
+        ``token_factors``, `recent` T D of a slot. Policies are dense or streaming, without ``compensate``. GPUs have
+        no kernels for it.
+    The kernel takes nodes without ``mass``, ``channels`` and ``compensate``, as 0.
 
 Outputs:
     y: the type of query, [B, S, Hq D]; 0 in columns that are no tokens.

@@ -46,10 +46,11 @@ def for_each(
 ) -> Doubles:
     """Return what is ``function`` [n, G, D] of each reading, in the shape of `query`; 0 for columns without a token."""
     query, key = inputs[:2]
-    y = np.zeros((*key.shape[:2], attrs.kv_heads, query.shape[2] // key.shape[2], key.shape[2] // attrs.kv_heads))
+    width = attrs.value_channels(key.shape[2] // attrs.kv_heads)
+    y = np.zeros((*key.shape[:2], attrs.kv_heads, query.shape[2] // key.shape[2], width))
     for reading in all_readings:
         y[reading.row, reading.columns, reading.head] = function(attrs, reading)
-    return y.reshape(query.shape)
+    return y.reshape(*query.shape[:2], y.shape[2] * y.shape[3] * width)
 
 
 def attend(attrs: KVAttributes, reading: Reading) -> Doubles:

@@ -21,7 +21,7 @@ _TYPES = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: ir.Attr
 TOKENS = (
     Port("query", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),
     Port("key", Role.DATA, like="query"),
-    Port("value", Role.DATA, like="query"),
+    Port("value", Role.DATA, like="query", placeholder=0),
 )
 """What attention is given of the new tokens."""
 
@@ -55,8 +55,11 @@ def shapes_of(states: Sequence[Port]) -> Callable[[Mapping[str, Dims], Mapping[s
     """Return the function that makes the shapes of these outputs from those of the inputs."""
 
     def shapes_after(shapes: Mapping[str, Dims], attributes: Mapping[str, Any]) -> list[Dims]:
-        del attributes
-        return [shapes["query"], *(shapes[state.name] for state in states)]
+        *leading, width = shapes["query"]
+        value_size, key_width = attributes.get("value_size", 0), shapes["key"][-1]
+        if value_size and isinstance(width, int) and isinstance(key_width, int):
+            width = width * attributes["kv_heads"] // key_width * value_size
+        return [(*leading, width), *(shapes[state.name] for state in states)]
 
     return shapes_after
 
@@ -69,9 +72,8 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     """
     query, key, _, _, _, _, _, keys, values, scales, *rest_shapes = shapes
     head_size = key[2] // keys[1]
-    # behind the scales of channels a page of T tokens has 2 T numbers, or 3 T: T is a power of two
-    of_tokens = max(scales[3] - 2 * head_size, 0)
-    tokens = keys[2] * (of_tokens // (2 if of_tokens % 3 else 3)) if scales[3] else prod(keys[2:]) // head_size
+    parts = 2 if prod(values) else 1
+    tokens = keys[2] * (rest_shapes[0][3] // (parts * head_size)) if scales[3] else prod(keys[2:]) // head_size
     pages = (prod(keys) + prod(values)) * (1 if scales[3] else 4)
     floats = 2 * prod(query) + 2 * prod(key) + prod(scales) + sum(prod(shape) for shape in rest_shapes)
     return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
@@ -93,6 +95,7 @@ SCHEMA = Schema(
     optional={
         "clip": ir.AttributeType.FLOAT,
         "token_factors": ir.AttributeType.INT,
+        "value_size": ir.AttributeType.INT,
         **{
             each.name: _TYPES[type(each.absent)]
             for policy in POLICIES.values()

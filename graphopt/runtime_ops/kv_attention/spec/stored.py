@@ -110,7 +110,7 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
     check(attrs, inputs, state)
     batch, columns, width = key.shape
     split = (batch, columns, attrs.kv_heads, width // attrs.kv_heads)
-    after = append(attrs, state, key.reshape(split), value.reshape(split), past, new)
+    after = append(attrs, state, key.reshape(split), value if attrs.value_size else value.reshape(split), past, new)
     # query heads are group by group: head h reads KV head h div G
     group_shape = (*split[:3], query.shape[2] // width, split[3])
     queries = query.astype(np.float64).reshape(group_shape)
@@ -157,7 +157,7 @@ def stored_tokens(
     attrs: KVAttributes, state: State, head: int, positions: Integers, tokens: int, channels: int
 ) -> tuple[StoredNumbers, StoredNumbers]:
     """Return the keys and values of a KV head at ``positions``, [n, D] each, of a row that has ``tokens`` tokens."""
-    parts = np.zeros((2, 4, len(positions), channels))
+    parts = np.zeros((attrs.parts, 4, len(positions), channels))
     pages, offsets = np.divmod(positions, attrs.page)
     # positions of one page follow one another
     for first, end in itertools.pairwise([*np.flatnonzero(np.diff(pages, prepend=-1)), len(pages)]):
@@ -165,28 +165,33 @@ def stored_tokens(
             for part, numbers in enumerate((numbers_of_page.low, numbers_of_page.step, numbers_of_page.codes)):
                 if numbers is not _ZERO:
                     parts[index, part, first:end] = numbers[offsets[first:end]] if len(numbers) > 1 else numbers
+    if attrs.value_size:
+        return StoredNumbers(*parts[0]), StoredNumbers(*parts[0, :, :, : attrs.value_size])
     return StoredNumbers(*parts[0]), StoredNumbers(*parts[1])
 
 
 def _stored_page(
     attrs: KVAttributes, state: State, head: int, page: int, tokens: int, channels: int
-) -> tuple[StoredNumbers, StoredNumbers]:
-    """Return keys and values of a page, of shapes that broadcast to [T, D]."""
+) -> tuple[StoredNumbers, ...]:
+    """Return keys and values of a page, of shapes that broadcast to [T, D]; keys alone where values are a part."""
     if attrs.levels is not None and attrs.is_recent(page, tokens):
-        keys, values = state["recent"][head, attrs.slot(page)].reshape(2, attrs.page, channels).astype(np.float64)
-        return StoredNumbers(keys, _ZERO, _ZERO, _ZERO), StoredNumbers(values, _ZERO, _ZERO, _ZERO)
+        slot = state["recent"][head, attrs.slot(page)].reshape(attrs.parts, attrs.page, channels).astype(np.float64)
+        return tuple(StoredNumbers(numbers, _ZERO, _ZERO, _ZERO) for numbers in slot)
     physical = attrs.physical_page(page, state["keys"].shape[1])
     shape = (attrs.page, channels)
     keys = unpack_keys(state["keys"][head, physical], *shape, attrs.storage).astype(np.float64)
-    values = unpack_values(state["values"][head, physical], *shape, attrs.storage).astype(np.float64)
+    parts = [keys]
+    if not attrs.value_size:
+        parts.append(unpack_values(state["values"][head, physical], *shape, attrs.storage).astype(np.float64))
     if attrs.levels is None:
-        return StoredNumbers(keys, _ZERO, _ZERO, _ZERO), StoredNumbers(values, _ZERO, _ZERO, _ZERO)
+        return tuple(StoredNumbers(numbers, _ZERO, _ZERO, _ZERO) for numbers in parts)
     scales = state["scales"][head, physical].astype(np.float64)
     key_low, key_step = scales[: 2 * channels].reshape(2, 1, channels)
-    value_low, value_step, *factors = scales[2 * channels :].reshape(-1, attrs.page, 1)
-    if factors:
-        key_low, key_step = key_low * factors[0], key_step * factors[0]
-    return StoredNumbers(key_low, key_step, keys, _ZERO), StoredNumbers(value_low, value_step, values, _ZERO)
+    lines = scales[2 * channels :].reshape(-1, attrs.page, 1)
+    if attrs.token_factors:
+        key_low, key_step = key_low * lines[-1], key_step * lines[-1]
+    steps = [(key_low, key_step), *([] if attrs.value_size else [lines[:2]])]
+    return tuple(StoredNumbers(low, step, codes, _ZERO) for (low, step), codes in zip(steps, parts, strict=True))
 
 
 def read_mask(
