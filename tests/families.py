@@ -213,6 +213,33 @@ SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    # a trained indexer, whose choice of tokens the second layer shares. With few of its heads a token may have none
+    # with a score above 0, and of equal scores torch takes any.
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {
+            **_COMMON,
+            "num_key_value_heads": 4,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 48,
+            "qk_rope_head_dim": 16,
+            "head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "index_head_dim": 32,
+            "index_n_heads": 32,
+            "index_topk": 6,
+            "indexer_types": ["full", "shared"],
+            "mlp_layer_types": ["dense", "sparse"],
+            "pad_token_id": 0,
+        },
+    ),
 }
 
 

@@ -38,6 +38,11 @@ FAMILY_GROUPS = (
     FamilyGroup("attention and experts", _ATTENTION, ("dbrx", "gpt_oss", "llama4_text", "mixtral", "qwen2_moe")),
     FamilyGroup("latent attention", _ATTENTION, ("deepseek_v2", "deepseek_v3")),
     FamilyGroup(
+        "latent attention to what an indexer chooses",
+        (*_ATTENTION, "indexer_key"),
+        ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+    ),
+    FamilyGroup(
         "gated delta rule and attention", (*_RECURRENCE, *_ATTENTION), ("olmo_hybrid", "qwen3_5_text", "qwen3_next")
     ),
     FamilyGroup("lightning attention and attention", ("recurrent_state", *_ATTENTION), ("minimax",)),

@@ -16,6 +16,7 @@ from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     ENCODER_MASK,
     ENCODER_STATES,
+    INDEXER,
     INPUT_FEATURES,
     INPUT_IDS,
     POSITION_IDS,
@@ -23,7 +24,9 @@ from graphopt.analysis.structure.ports import (
     exported_name,
     is_cross_port,
     past_port,
+    present_port,
 )
+from graphopt.graph.provenance import SCOPE
 from graphopt.graph.weights import new_weight
 from graphopt.models.states import other_input
 
@@ -57,6 +60,7 @@ def name_ports(graph: ir.Graph, task: Task) -> None:
         _split_encoder_from_decoder(graph)
     _drop_constant_states(graph)
     _drop_unused(graph)
+    _name_heads_of_indexers(graph)
     _rename(graph)
     _name_dimensions(graph)
     _read_first(graph)
@@ -142,6 +146,36 @@ def _drop_unused(graph: ir.Graph) -> None:
     """Drop ``token_type_ids`` where nothing reads it: some architectures take it and leave it."""
     for value in [value for value in graph.inputs if value.name == TOKEN_TYPE_IDS and not value.uses()]:
         graph.inputs.remove(value)
+
+
+def _name_heads_of_indexers(graph: ir.Graph) -> None:
+    """Give keys of indexers the axis of heads that all caches have: [batch, past, size] -> [batch, 1, past, size]."""
+    axis = None
+    for values, op_type in ((graph.inputs, "Squeeze"), (graph.outputs, "Unsqueeze")):
+        for index, value in enumerate(list(values)):
+            name = exported_name(value.name or "") or ""
+            cache = past_port(name) or present_port(name)
+            if cache is None or cache.part != INDEXER or value.shape is None or len(value.shape) != 3:
+                continue
+            axis = axis or new_weight(graph, "heads_of_indexers", ir.tensor([1], ir.DataType.INT64))
+            batch, *sizes = value.shape
+            port = ir.val(value.name, value.dtype, ir.Shape([batch, 1, *sizes]))
+            if op_type == "Squeeze":
+                node = ir.node(op_type, [port, axis])
+                (rows,) = node.outputs
+                rows.type, rows.shape = value.type, value.shape
+                neighbour = next(iter(value.consumers()), None)
+                value.replace_all_uses_with(rows)
+                graph.insert_before(graph[0], node)
+            else:
+                node = ir.node(op_type, [value, axis], outputs=[port])
+                neighbour = value.producer()
+                graph.append(node)
+            # so that it is part of their layer
+            if neighbour is not None and SCOPE in neighbour.metadata_props:
+                node.metadata_props[SCOPE] = neighbour.metadata_props[SCOPE]
+            value.name = f"{value.name}.row"
+            values[index] = port
 
 
 def _rename(graph: ir.Graph) -> None:

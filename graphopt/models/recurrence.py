@@ -317,6 +317,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba_selective_state_update": _state_update,
 }
 
+_INDEXERS = (
+    "AXK2Indexer",
+    "DeepseekV32Indexer",
+    "Dots3NoteTextIndexer",
+    "GlmMoeDsaIndexer",
+    "HYV4Indexer",
+)
+
 _METHODS: dict[tuple[str, str], Callable[[Calls, Callable[..., Any]], Callable[..., Any]]] = {
     ("RecurrentGemmaForCausalLM", "forward"): griffin.with_cache,
     ("RecurrentGemmaRecurrentBlock", "forward"): griffin.with_cached_states,
@@ -329,6 +337,7 @@ _METHODS: dict[tuple[str, str], Callable[[Calls, Callable[..., Any]], Callable[.
     ("JetMoeTopKGating", "forward"): experts.counts_of_experts,
     ("JetMoeParallelExperts", "forward"): experts.product_of_counts,
     ("Gemma3nTextMLP", "_gaussian_topk"): substitutes.gaussian_top,
+    **{(indexer, "forward"): substitutes.minimum_as_node for indexer in _INDEXERS},
     ("Llama4TextRotaryEmbedding", "forward"): substitutes.angles,
     ("modeling_llama4", "apply_rotary_emb"): substitutes.rotate_pairs,
 }

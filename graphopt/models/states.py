@@ -55,6 +55,6 @@ def other_input(name: str | None, shape: list[str] | None, source: str | None = 
         file=source,
         tensor=name,
         shape=shape,
-        remedy="graphopt takes encoders, and decoder-only models whose states are keys and values, tails of "
-        "convolutions and recurrent states of the names that transformers has for them",
+        remedy="graphopt takes encoders, and decoder-only models whose states are keys and values, keys of "
+        "indexers, tails of convolutions and recurrent states of the names that transformers has for them",
     )

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import statistics
+import unittest.mock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphopt.models.recurrent_calls import Calls
+
+
+def minimum_as_node(calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` of an indexer that chooses min(its top k, tokens) also where there are more than k.
+
+    ``min`` of Python asks at once which is less, and a graph traced with few tokens would hold for up to k of them.
+    """
+    del calls
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        minimum = importlib.import_module("torch").sym_min
+        with unittest.mock.patch.dict(inspect.unwrap(original).__globals__, min=minimum):
+            return original(*args, **kwargs)
+
+    return forward
 
 
 def gaussian_top(calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:

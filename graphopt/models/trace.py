@@ -26,7 +26,7 @@ OPSET = 23
 """The first opset with ``Attention``, ``RMSNormalization`` and ``RotaryEmbedding``."""
 
 # Axes of a key or value that vary: batch and past. Naming only these saves torch half of its time.
-_CACHE_AXES = (0, 2)
+_CACHE_AXES = {"keys": (0, 2), "values": (0, 2), "indexer_keys": (0, 1)}
 _FLAGS = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")
 
 
@@ -169,10 +169,8 @@ def _varying(torch: Any, value: Any) -> Any:
     layers = [layer for cache in (value, *caches) for layer in getattr(cache, "layers", ())]
     if not layers:
         return [_varying(torch, leaf) for leaf in leaves]
-    growing = {id(getattr(layer, part, None)) for layer in layers for part in ("keys", "values")}
+    growing = {id(getattr(layer, part, None)): axes for layer in layers for part, axes in _CACHE_AXES.items()}
     return [
-        dict.fromkeys(
-            _CACHE_AXES if id(leaf) in growing else (0,) if leaf.is_floating_point() else range(leaf.dim()), vary
-        )
+        dict.fromkeys(growing.get(id(leaf), (0,)) if leaf.is_floating_point() else range(leaf.dim()), vary)
         for leaf in leaves
     ]

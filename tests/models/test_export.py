@@ -22,6 +22,7 @@ from graphopt.artifact.manifest import read_manifest
 from graphopt.errors import InputError, MissingDependencyError, VerificationError
 from graphopt.models import export as export_module
 from graphopt.models.export import export, shipped_models
+from graphopt.models.trace import trace
 from graphopt.ort.session import open_session
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.checkpoints import HUB
@@ -316,15 +317,14 @@ def test_bidirectional_model_has_no_cache(clean: Path, tmp_path: Path) -> None:
     assert "came out without a cache or a state" in refusal(tmp_path / "model", clean)
 
 
-def test_state_that_is_no_cache(clean: Path, tmp_path: Path) -> None:
+def test_state_that_is_no_cache() -> None:
     import transformers
 
-    # a trained indexer keeps keys of its own beside the latent
-    config = small(families()["axk2"])
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    message = refusal(tmp_path / "model", clean)
-    assert "an input other than tokens, mask, token types, positions, key-value caches and recurrent states" in message
-    assert "past_key_values.layers.0.indexer_keys" in message
+    # keys of blocks, and of the tokens that fill the next block
+    model = transformers.AutoModelForCausalLM.from_config(small(families()["deepseek_v4"])).eval()
+    with pytest.raises(InputError, match="an input other than tokens, mask, token types, positions") as caught:
+        trace(model, "model")
+    assert "past_key_values.layers.0.buffer_kv.compressor" in str(caught.value)
 
 
 def test_checkpoint_that_lacks_a_weight(llama_folder: Path, clean: Path, tmp_path: Path) -> None:

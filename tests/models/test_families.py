@@ -7,7 +7,7 @@ import json
 import transformers
 from typer.testing import CliRunner
 
-from graphopt.analysis.structure.ports import GROWING, RECURRENT
+from graphopt.analysis.structure.ports import GROWING, INDEXER, RECURRENT
 from graphopt.cli.entry import app
 from graphopt.models.families import FAMILY_GROUPS
 from tests import families
@@ -22,7 +22,7 @@ def test_what_tests_export_is_listed() -> None:
     assert exported <= set(listed)
     assert len(listed) == len(set(listed))
     assert set(listed) <= set(transformers.CONFIG_MAPPING)
-    assert {state for group in FAMILY_GROUPS for state in group.states} == {*GROWING, *RECURRENT}
+    assert {state for group in FAMILY_GROUPS for state in group.states} == {*GROWING, INDEXER, *RECURRENT}
 
 
 def test_the_command_prints_them() -> None:

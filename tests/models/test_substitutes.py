@@ -11,6 +11,8 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.artifact.artifact import MODEL
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.session import load
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.families import SUBSTITUTED, VOCABULARY
 from tests.models.test_export import torch_logits
@@ -40,6 +42,33 @@ def test_pairs_are_turned_by_one_operator(make_artifact: Callable[[str], Path]) 
     graph = ir.load(make_artifact("llama4") / MODEL).graph
     rotaries = [node for node in graph if node.op_type == "RotaryEmbedding"]
     assert [node.attributes.get_int("interleaved") for node in rotaries] == [1, 1]  # queries and keys of one layer
+
+
+def test_an_indexer_chooses_among_any_number_of_tokens(
+    make_folder: Callable[[str], Path], make_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Padding in front, more tokens than it was traced with, and states that are cut back, copied and saved."""
+    folder = make_artifact("glm_moe_dsa")
+    graph = ir.load(folder / MODEL).graph
+    keys = {value.name: str(value.shape) for value in (*graph.inputs, *graph.outputs) if "indexer" in str(value.name)}
+    assert keys == {
+        "past_key_values.0.indexer_key": "[batch,1,past,32]",
+        "present.0.indexer_key": "[batch,1,past + length,32]",
+    }
+    assert sum(node.op_type == "Min" for node in graph) == 1  # of 6 and the tokens
+    ids = np.random.default_rng(4).integers(0, VOCABULARY, (2, 40))
+    mask = (np.arange(40) >= np.array([0, 9])[:, None]).astype(np.int64)
+    expected = torch_logits(make_folder("glm_moe_dsa"), ids, mask)
+    real, largest = mask.astype(bool), np.abs(expected).max()
+    assert np.abs(run_pieces(folder, ids, mask, [25, 14, 1]) - expected)[real].max() <= TOLERANCE * largest
+    decoder = Decoder(load(folder / MODEL, threads=1), 1)
+    decoder.step(ids[:1, :33])
+    decoder.rewind(30)
+    decoder.save(tmp_path / "saved.safetensors")
+    restored = Decoder.restore(load(folder / MODEL, threads=1), tmp_path / "saved.safetensors")
+    for continued, rows in ((restored, 1), (decoder.fork([0, 0]), 2), (decoder, 1)):
+        logits = continued.step(np.repeat(ids[:1, 30:], rows, axis=0))
+        assert np.abs(logits[-1] - expected[0, 30:]).max() <= TOLERANCE * largest
 
 
 def test_layers_that_reuse_keys_have_no_cache(make_artifact: Callable[[str], Path]) -> None:

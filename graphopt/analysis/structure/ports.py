@@ -1,9 +1,9 @@
 """The names of a graph's inputs and outputs, and the grammar of cache names: the one place that spells them.
 
 A cache of layer N comes in as ``past_key_values.N.PART`` and goes out as ``present.N.PART``. The part is ``key`` or
-``value`` of a cache that grows or whose blocks requests share, one of :data:`SCALES` beside it, one of :data:`STATES`
-of a cache in pages, or one of :data:`RECURRENT`. :mod:`graphopt.verification.certificate` spells these names on its
-own, since it shares nothing with what it checks.
+``value`` of a cache that grows or whose blocks requests share, :data:`INDEXER` or one of :data:`SCALES` beside it, one
+of :data:`STATES` of a cache in pages, or one of :data:`RECURRENT`. :mod:`graphopt.verification.certificate` spells
+these names on its own, since it shares nothing with what it checks.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ MAX_POSITIONS = "ai.graphopt.max_positions"
 GROWING = ("key", "value")
 """The parts of a cache that grows."""
 
+INDEXER = "indexer_key"
+"""Keys that grow too, [batch, 1, past, size]: a trained indexer chooses by them which tokens attention reads."""
+
 SCALES = ("key_scale", "value_scale")
 """The scales of tokens in blocks of integers that requests share."""
 
@@ -46,14 +49,15 @@ RECURRENT = ("conv_state", "recurrent_state")
 
 _PAST, _PRESENT = "past_key_values", "present"
 _RECURRENT = rf"(?:{'|'.join(RECURRENT)})(?:_\d+)?"
-_NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join((*GROWING, *SCALES, *STATES))}|{_RECURRENT})")
+_PARTS = (*GROWING, INDEXER, *SCALES, *STATES)
+_NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join(_PARTS)}|{_RECURRENT})")
 # Keys and values of the text that a decoder looks back at: an output of the encoder, and an input of the decoder.
 _CROSS = "cross_key_values"
 _CROSS_NAME = re.compile(rf"{_CROSS}\.(\d+)\.({'|'.join(GROWING)})")
 # How transformers' exporter names caches; it names the side only where both sides have the name.
 _EXPORTER_NAME = re.compile(
     r"(?:(input|output)\.)?(?:past_key_values|cache_params)\.(?:(?:self|(cross))_attention_cache\.)?layers\.(\d+)\."
-    rf"(?:(key|value)s|({'|'.join(RECURRENT)})s\.(\d+))"
+    rf"(?:({'|'.join((*GROWING, INDEXER))})s|({'|'.join(RECURRENT)})s\.(\d+))"
 )
 
 
@@ -63,7 +67,7 @@ class CachePort:
 
     Attributes:
         layer: N in ``past_key_values.N.key``.
-        part: one of :data:`GROWING`, :data:`SCALES`, :data:`STATES` or :data:`RECURRENT`.
+        part: one of :data:`GROWING`, :data:`SCALES`, :data:`STATES` or :data:`RECURRENT`, or :data:`INDEXER`.
     """
 
     layer: int
@@ -82,7 +86,7 @@ class CachePort:
     @property
     def grows(self) -> bool:
         """Whether the cache grows by each call, and does not lie in pages."""
-        return self.part in GROWING
+        return self.part in (*GROWING, INDEXER)
 
     @property
     def is_recurrent(self) -> bool:
@@ -114,8 +118,8 @@ def exported_name(name: str) -> str | None:
     """Return our name of a cache that transformers' exporter calls ``name``; ``None`` if it names no cache.
 
     ``input.past_key_values.layers.0.keys`` is ``past_key_values.0.key``, with ``output`` it is ``present.0.key``;
-    ``layers.0.conv_states.0`` ends in ``0.conv_state``. Those of cross-attention are ``cross_key_values.0.key`` on both
-    sides.
+    ``layers.0.conv_states.0`` ends in ``0.conv_state``, ``layers.0.indexer_keys`` in ``0.indexer_key``. Those of
+    cross-attention are ``cross_key_values.0.key`` on both sides.
     """
     match = _EXPORTER_NAME.fullmatch(name)
     if match is None:

@@ -3,9 +3,10 @@
 Inputs: ``input_ids`` int64 [batch, length], optional ``attention_mask`` int64 [batch, past + length], optional
 ``position_ids`` int64 [batch, length], and per layer N ``past_key_values.N.key`` and ``.value`` [batch, KV heads,
 past, head size]. Outputs: ``logits`` [batch, length, vocabulary], ``present.N.key`` and ``.value`` [batch, KV heads,
-past + length, head size]. A layer with a recurrence has ``past_key_values.N.conv_state`` [batch, channels, taps - 1]
-and ``.recurrent_state`` [batch, heads, K, V] instead or as well, zeros at first, which come back in the same shape. An
-empty past makes the same graph a prefill. A graph whose logits are [batch, 1, vocabulary]
+past + length, head size]. A layer with a trained indexer has ``past_key_values.N.indexer_key`` [batch, 1, past, size]
+besides, keys by which it chooses what attention reads. A layer with a recurrence has ``past_key_values.N.conv_state``
+[batch, channels, taps - 1] and ``.recurrent_state`` [batch, heads, K, V] instead or as well, zeros at first, which come
+back in the same shape. An empty past makes the same graph a prefill. A graph whose logits are [batch, 1, vocabulary]
 makes those of the last position only, and one with [batch, last_K, vocabulary] those of the last K. An output
 ``last_hidden_state`` [batch, length, width], if there is one, is what the product reads that makes the logits.
 
@@ -326,7 +327,7 @@ def _check_names(
             "the graph has an input that graphopt does not know how to feed",
             tensor=unknown[0],
             remedy="known are input_ids, attention_mask, position_ids and past_key_values.N.key/.value"
-            "/.conv_state/.recurrent_state",
+            "/.indexer_key/.conv_state/.recurrent_state",
         )
 
 

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 
     from graphopt.numerics.rotations.claims import Claims
 
-_PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|recurrent_state(?:_\d+)?)")
-_PRESENT = re.compile(r"present\.(\d+)\.(key|value|recurrent_state(?:_\d+)?)")
+_PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|indexer_key|recurrent_state(?:_\d+)?)")
+_PRESENT = re.compile(r"present\.(\d+)\.(key|value|indexer_key|recurrent_state(?:_\d+)?)")
 
 
 def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4, seed: int = 0) -> Certificate:
