@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, out, print_json, progress
+from graphopt.cli.console import Jobs, Json, OnCluster, chosen_workers, out, print_json, progress
 
 _COLUMNS = ("numbers", "tokens", "always 0", "rms", "largest", "kurtosis", "4 bits add")
 
@@ -22,6 +22,8 @@ def calibrate(
     options: Annotated[
         list[str] | None, typer.Option("--set", help="STEP.OPTION=VALUE: an option of a step, its value in YAML")
     ] = None,
+    jobs: Jobs = None,
+    cluster: OnCluster = None,
     as_json: Json = False,
 ) -> None:
     """Collect what a recipe needs to know of activations, by running the model: `optimize --statistics` reads it.
@@ -32,8 +34,8 @@ def calibrate(
     from graphopt.passes.recipe import load_recipe
     from graphopt.report.console_table import ConsoleTable, figure_columns
 
-    with progress() as say:
-        statistics = collect(model, load_recipe(recipe, add or (), options or ()), folder, on_stage=say)
+    with progress() as say, chosen_workers(jobs, cluster) as workers:
+        statistics = collect(model, load_recipe(recipe, add or (), options or ()), folder, jobs=workers, on_stage=say)
     if as_json:
         return print_json(statistics)
     table = ConsoleTable(["input", *figure_columns(*_COLUMNS)])

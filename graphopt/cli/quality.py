@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Inputs, Json, out, print_json, progress, read_text, write_text
+from graphopt.cli.console import (
+    Inputs,
+    Jobs,
+    Json,
+    OnCluster,
+    chosen_workers,
+    out,
+    print_json,
+    progress,
+    read_text,
+    write_text,
+)
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,27 +48,23 @@ def quality(
         typer.Option(help="with --where: write a recipe that leaves in floats what is worth most for its bytes"),
     ] = None,
     inputs: Inputs = None,
+    jobs: Jobs = None,
+    cluster: OnCluster = None,
     as_json: Json = False,
 ) -> None:
     """Compare models with the one that they were made from, on text: KL divergence, first choices, a verdict."""
-    from graphopt.artifact.manifest import read_manifest
-    from graphopt.compile.losses import losses
-    from graphopt.quality.judge import quality_figures
+    from graphopt.compile.comparisons import Reading, compare_folders
 
     if recipe is not None and not locate_losses:
         raise InputError("--recipe needs to know where quality was lost", remedy="add --where")
     if recipe is not None and len(after) > 1:
         raise InputError(f"--recipe is for one model, and there are {len(after)}", remedy="give one after BEFORE")
     texts = None if text is None else [read_text(text)]
-    rows, reports = [], []
-    with progress() as say:
-        for folder in after:
-            task = read_manifest(folder).task
-            figures = quality_figures(
-                before, folder, task, texts=texts, tokens=tokens, window=window, on_stage=say, inputs=inputs
-            )
-            rows.append((str(folder), figures))
-            reports += [losses(before, folder, texts, window=window, on_stage=say)] if locate_losses else []
+    reading = Reading(texts, tokens, window, inputs)
+    with progress() as say, chosen_workers(jobs, cluster) as workers:
+        comparisons = compare_folders(before, after, reading, locate_losses=locate_losses, jobs=workers, on_stage=say)
+    rows = [(str(folder), comparison.figures) for folder, comparison in zip(after, comparisons, strict=True)]
+    reports = [comparison.losses for comparison in comparisons if comparison.losses is not None]
     if recipe is not None:
         if reports[0].recipe is None:
             raise InputError("no better recipe: no layer and no kind of product brings back a tenth of the loss")
@@ -97,39 +103,38 @@ def table(
     exercises: Annotated[
         int, typer.Option(min=0, help="of each kind that models complete, judged by exact match; 0 for none")
     ] = 0,
+    jobs: Jobs = None,
+    cluster: OnCluster = None,
     as_json: Json = False,
 ) -> None:
     """Make a model by several recipes, and print bytes, bits, quality and the time of reading the text for each.
 
     With exercises, the first row of figures is that of the model itself.
     """
-    from graphopt.artifact.manifest import read_manifest
-    from graphopt.compile.pipeline import optimize
+    from graphopt.compile.comparisons import Reading, table_rows
     from graphopt.passes.recipe import load_recipe
     from graphopt.quality.exact_match import exact_matches
-    from graphopt.quality.judge import quality_figures
     from graphopt.report.console_table import ConsoleTable, figure_columns
     from graphopt.report.tables import quality_table, size_text
 
     texts = None if text is None else [read_text(text)]
-    rows, sizes = [], []
     reference = exact_matches(model, exercises) if exercises else {}
-    with tempfile.TemporaryDirectory(prefix="graphopt-table-") as temporary, progress() as say:
-        for name in recipes:
-            recipe = load_recipe(name)
-            folder, start = (keep or Path(temporary)) / recipe.name, time.perf_counter()
-            optimize(model, recipe, folder, overwrite=True, quality_tokens=0, force=True, on_stage=say)
-            seconds = time.perf_counter() - start
-            manifest = read_manifest(folder)
-            figures = quality_figures(
-                model, folder, manifest.task, texts=texts, tokens=tokens, window=window, on_stage=say
-            )
-            bits = manifest.weights.bits_per_weight if manifest.weights else 0.0
-            if exercises:
-                say(f"exercises of {name}")
-                figures |= exact_matches(folder, exercises)
-            rows.append((recipe.name, figures))
-            sizes.append((sum(file.stat().st_size for file in folder.iterdir()), bits, seconds))
+    with (
+        tempfile.TemporaryDirectory(prefix="graphopt-table-") as temporary,
+        progress() as say,
+        chosen_workers(jobs, cluster) as workers,
+    ):
+        results = table_rows(
+            model,
+            [load_recipe(name) for name in recipes],
+            keep or Path(temporary),
+            Reading(texts, tokens, window),
+            exercises=exercises,
+            jobs=workers,
+            on_stage=say,
+        )
+    rows = [(row.recipe, row.figures) for row in results]
+    sizes = [(row.bytes, row.bits, row.seconds) for row in results]
     if as_json:
         keys = ("bytes", "bits_per_weight", "seconds_to_make")
         return print_json(

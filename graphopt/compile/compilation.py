@@ -70,6 +70,13 @@ def _recorded_recipe(recipe: Mapping[str, Any]) -> Recipe:
         ) from error
 
 
+def files_of(model: str | Path | Artifact, *further_paths: str | Path | None) -> list[Path]:
+    """Return the files and folders that tasks of a compilation read beside its work folder, where they are there."""
+    source = model.place if isinstance(model, Artifact) else Path(model)
+    paths = [source, *(None if path is None else Path(path) for path in further_paths)]
+    return [path for path in paths if path is not None and path.exists()]
+
+
 class Compilation:
     """A model that a recipe is applied to.
 
@@ -142,7 +149,12 @@ class Compilation:
 
         folder = Path(statistics or statistics_in(work))
         self.calibration = Calibration(
-            folder, texts, runner if run else None, feeds=self._feeds_of_text, on_stage=on_stage
+            folder,
+            texts,
+            runner if run else None,
+            feeds=self._feeds_of_text,
+            on_stage=on_stage,
+            executor=executor,
         )
         self.statistics = Statistics(self.calibration)
         self.context = make_context(task, self.recipe.target, runner, self.statistics, positions)

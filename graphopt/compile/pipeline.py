@@ -12,7 +12,7 @@ from onnx_ir.passes.common import NameFixPass
 from graphopt.analysis.structure.product_codes import dequantize_of
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact
-from graphopt.compile.compilation import Compilation
+from graphopt.compile.compilation import Compilation, files_of
 from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Check, Rule
@@ -106,7 +106,7 @@ def optimize(
     if output is None:
         _refuse_without_output(work, requirement)
         temporary = tempfile.TemporaryDirectory(prefix="graphopt-")
-        with workers(jobs, Path(temporary.name), _files_of(model, statistics)) as executor:
+        with workers(jobs, Path(temporary.name), files_of(model, statistics)) as executor:
             begin = functools.partial(
                 Compilation,
                 model,
@@ -124,7 +124,7 @@ def optimize(
     held_out = HeldOut(model, extended_recipe, quality_tokens if run else 0, on_stage)
     with (
         work_folder(output, None if work is None else Path(work)) as folder,
-        workers(jobs, folder, _files_of(model, statistics)) as executor,
+        workers(jobs, folder, files_of(model, statistics)) as executor,
         held_out.reference() as reference,
     ):
         begin = functools.partial(
@@ -222,13 +222,6 @@ def compile_model(compilation: Compilation, on_stage: Progress = silent) -> Arti
     result = compilation.artifact(recipe, checks, kernels)
     result.parts = parts
     return result
-
-
-def _files_of(model: str | Path | Artifact, statistics: str | Path | None) -> list[Path]:
-    """Return the files and folders that evaluating weights reads, beside the work folder."""
-    source = model.place if isinstance(model, Artifact) else Path(model)
-    paths = [source, None if statistics is None else Path(statistics)]
-    return [path for path in paths if path is not None and path.exists()]
 
 
 def _refuse_without_output(work: str | Path | None, requirement: Requirement | None) -> None:

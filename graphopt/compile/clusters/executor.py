@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import itertools
 import queue
+import shutil
 import threading
 import time
 import uuid
@@ -142,7 +143,7 @@ class ClusterExecutor(DistantExecutor):
 
     def prepare(self, folder: Path, files: Sequence[Path] = ()) -> None:
         """See :meth:`DistantExecutor.prepare`; workers that join later are asked with their first task."""
-        forget(self._conditions)
+        self._forget()
         folder.mkdir(parents=True, exist_ok=True)
         conditions = conditions_for(folder.absolute(), files)
         self._conditions, self._folder = conditions, folder.absolute() / "parcels"
@@ -159,8 +160,8 @@ class ClusterExecutor(DistantExecutor):
             raise InputError(
                 f"{len(lines)} of {len(answers)} workers cannot compute what this process would:\n  "
                 + "\n  ".join(lines),
-                remedy="install the same versions, mount the folder at the same path (or name another with --work), or "
-                "take these workers away",
+                remedy="install the same versions, mount the folder at the same path (or name another with --work or "
+                "--keep), or take these workers away",
             )
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
@@ -187,7 +188,13 @@ class ClusterExecutor(DistantExecutor):
         self._events.put(None)
         self._thread.join()
         self._clients.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Remove what was sent by way of the shared folder."""
         forget(self._conditions)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     # All that follows runs in one thread, so nothing of it is locked.
 

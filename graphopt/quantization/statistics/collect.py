@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,18 +18,27 @@ import onnx_ir as ir
 from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of
 from graphopt.graph.weights.data_file import save_model
-from graphopt.graph.weights.disk import writing
-from graphopt.ort.session import AS_IT_LIES, FEW_CALLS, Array, run
+from graphopt.graph.weights.evaluator import DistantExecutor, run_tasks, stage_of
+from graphopt.ort.session import AS_IT_LIES, FEW_CALLS, Array
 from graphopt.quantization.rounding.single_thread import one_thread
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.partition import Piece, pieces_of
 from graphopt.quantization.statistics.store import Index, InputStatistics, read_index, write_index, write_statistics
+from graphopt.quantization.statistics.windows import (
+    Part,
+    Window,
+    load_values,
+    pass_through,
+    run_window,
+    save_values,
+    take_sums,
+)
 from graphopt.tasks import task_of
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
+    from concurrent.futures import Executor
 
     from graphopt.ort.runner import Runner
     from graphopt.quantization.statistics.squares import Doubles
@@ -39,8 +49,6 @@ PIECE_BYTES = 1 << 30
 
 # What would make other numbers of the same model and text.
 _VERSION = 3
-
-Feeds = dict[str, Array]
 
 
 class Calibration:
@@ -56,6 +64,7 @@ class Calibration:
         feeds: returns the inputs of a graph for tokens [batch, length]; by default its task says.
         limit: bytes that the sums of one piece may take.
         on_stage: called for each piece and text.
+        executor: what runs texts; only one on other machines does. Any gives the same bytes.
 
     Attributes:
         statistics: all that was asked for so far, by the name of the value.
@@ -70,7 +79,9 @@ class Calibration:
         feeds: Callable[[ir.Graph, IntArray], Mapping[str, Array]] | None = None,
         limit: int = PIECE_BYTES,
         on_stage: Progress = silent,
+        executor: Executor | None = None,
     ) -> None:
+        self._executor = executor
         self.folder, self._texts, self._runner = folder.absolute(), texts, runner
         self._limit, self._on_stage, self._feeds = limit, on_stage, feeds
         self._spare: list[Doubles] = []
@@ -129,10 +140,9 @@ class Calibration:
         for number, piece in enumerate(pieces):
             piece_index = read_index(folder / f"piece-{number}.json")
             if piece_index is None or any(tap.name not in piece_index.inputs for tap in piece.taps):
-                with _open_part(self._runner, piece.part(model), folder / "part") as session:
-                    moments = self._run(
-                        session, piece, number, len(pieces), folder, lambda ids: feeds_of_text(model.graph, ids)
-                    )
+                moments = self._moments(
+                    model, piece, number, len(pieces), folder, lambda ids: feeds_of_text(model.graph, ids)
+                )
                 piece_index = Index(inputs=self._write_sums(piece, moments, folder, numbers))
                 write_index(piece_index, folder / f"piece-{number}.json")
             shutil.rmtree(_boundary(folder, number - 1), ignore_errors=True)
@@ -143,6 +153,37 @@ class Calibration:
         for number in range(len(pieces)):
             (folder / f"piece-{number}.json").unlink()
         return index
+
+    def _moments(
+        self,
+        model: ir.Model,
+        piece: Piece,
+        number: int,
+        count: int,
+        folder: Path,
+        feeds_of: Callable[[IntArray], Mapping[str, Array]],
+    ) -> dict[ir.Value, Moments]:
+        """Run a piece on every text, here or on other machines."""
+        runner, model_of_part = self._runner, piece.part(model)
+        assert runner is not None
+        stage, entries = f"collecting statistics, part {number + 1} of {count}", _entries_of(model_of_part)
+        is_apart = isinstance(self._executor, DistantExecutor)
+        if not is_apart:
+            shutil.rmtree(_boundary(folder, number), ignore_errors=True)
+        with _part_file(model_of_part, folder / (f"part-{number}" if is_apart else "part")) as file:
+            part = Part(
+                file=str(file),
+                entries={**runner.entries, **entries},
+                native=runner.native,
+                before=_names(piece.before),
+                after=_names(piece.boundary),
+                taps=_names(piece.taps),
+            )
+            windows = self._windows(part, number, folder, feeds_of)
+            if isinstance(self._executor, DistantExecutor):
+                size = sum(8 * _columns(tap) ** 2 for tap in piece.taps) + _bytes_of(model_of_part)
+                return self._run_apart(self._executor, piece, size, stage, windows)
+            return self._run(runner.open(file, in_place=True, entries=entries), piece, stage, windows)
 
     def _write_sums(
         self, piece: Piece, moments: Mapping[ir.Value, Moments], folder: Path, numbers: Mapping[ir.Value, int]
@@ -164,62 +205,90 @@ class Calibration:
         self,
         session: Any,
         piece: Piece,
-        number: int,
-        count: int,
-        folder: Path,
-        feeds_of: Callable[[IntArray], Mapping[str, Array]],
+        stage: str,
+        windows: Iterable[Window],
     ) -> dict[ir.Value, Moments]:
         """Run a piece on every text; its boundary goes to the disk."""
-        input_names = [port.name for port in session.get_inputs()]
-        outputs = [port.name for port in session.get_outputs()]
         moments: dict[ir.Value, Moments] = {}
-        before, after = _boundary(folder, number - 1), _boundary(folder, number)
-        shutil.rmtree(after, ignore_errors=True)
         with one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
-            for row, ids in enumerate(self.texts):
-                self._on_stage(f"collecting statistics, part {number + 1} of {count}", row, len(self.texts))
-                feeds = ids if isinstance(ids, Mapping) else feeds_of(ids[None])
-                values = {**feeds, **_load_boundary(before / str(row), piece.before)}
-                try:
-                    results = run(session, outputs, {name: values[name] for name in input_names})
-                except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
-                    extent = f"sample {row + 1}" if isinstance(ids, Mapping) else f"{len(ids)} tokens"
-                    raise InputError(f"onnxruntime cannot run the model on {extent}: {error}") from error
-                values |= dict(zip(outputs, results, strict=True))
+            for row, window in enumerate(windows):
+                self._on_stage(stage, row, len(self.texts))
+                feeds = {**window.feeds, **load_values(Path(window.before), window.part.before)}
+                values = pass_through(session, window.extent, feeds)
                 inputs = [values[tap.name or ""] for tap in piece.taps]
                 sums = [
                     moments.setdefault(tap, Moments(array.shape[-1], spare=self._spare))
                     for tap, array in zip(piece.taps, inputs, strict=True)
                 ]
                 list(threads.map(Moments.add, sums, inputs))
-                _save_boundary(after / str(row), piece.boundary, values)
+                save_values(Path(window.after), window.part.after, values)
         return moments
+
+    def _run_apart(
+        self, executor: DistantExecutor, piece: Piece, size: int, stage: str, windows: Iterable[Window]
+    ) -> dict[ir.Value, Moments]:
+        """As :meth:`_run`, each text by a process on its own; what they find is added up in the order of texts."""
+        tasks, moments = list(windows), dict[ir.Value, Moments]()
+        ready: set[int] = set()
+        count = 0
+        for number, _ in run_tasks(executor, run_window, tasks, [size] * len(tasks)):
+            ready.add(number)
+            while count in ready:
+                self._on_stage(stage_of(stage, executor), count, len(tasks))
+                for tap, terms in zip(piece.taps, take_sums(tasks[count]), strict=True):
+                    sums = moments.setdefault(tap, Moments(len(terms[0].total), spare=self._spare))
+                    for part in terms:
+                        sums.add_terms(part)
+                count += 1
+        return moments
+
+    def _windows(
+        self, part: Part, number: int, folder: Path, feeds_of: Callable[[IntArray], Mapping[str, Array]]
+    ) -> Iterator[Window]:
+        """Yield each text on its way through a piece."""
+        before, after = _boundary(folder, number - 1), _boundary(folder, number)
+        for row, ids in enumerate(self.texts):
+            is_sample = isinstance(ids, Mapping)
+            yield Window(
+                part=part,
+                extent=f"sample {row + 1}" if is_sample else f"{len(ids)} tokens",
+                feeds=ids if isinstance(ids, Mapping) else feeds_of(ids[None]),
+                before=str(before / str(row)),
+                after=str(after / str(row)),
+                sums=str(folder / f"sums-{number}-{row}"),
+            )
 
 
 @contextlib.contextmanager
-def _open_part(runner: Runner, part: ir.Model, folder: Path) -> Iterator[Any]:
-    """Open a part of a model on weights that stay where they lie; ``folder`` holds the rest until the block ends."""
+def _part_file(part: ir.Model, folder: Path) -> Iterator[Path]:
+    """Give the file of a part of a model, whose weights stay where they lie; ``folder`` is gone when the block ends."""
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     folder.mkdir(exist_ok=True)
     try:
         save_model(part, folder / "model.onnx", "model.data", in_place=True)
-        of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in part.graph)
-        entries = {**FEW_CALLS, **(AS_IT_LIES if of_floats else {})}
-        yield runner.open(folder / "model.onnx", in_place=True, entries=entries)
+        yield folder / "model.onnx"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _save_boundary(folder: Path, values: Sequence[ir.Value], arrays: Mapping[str, Array]) -> None:
-    if values:
-        folder.mkdir(parents=True)
-        with writing(folder):
-            for number, value in enumerate(values):
-                np.save(folder / f"{number}.npy", arrays[value.name or ""])
+def _entries_of(part: ir.Model) -> dict[str, str]:
+    of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in part.graph)
+    return {**FEW_CALLS, **(AS_IT_LIES if of_floats else {})}
 
 
-def _load_boundary(folder: Path, values: Sequence[ir.Value]) -> Feeds:
-    return {value.name or "": np.load(folder / f"{number}.npy") for number, value in enumerate(values)}
+def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:
+    return tuple(value.name or "" for value in values)
+
+
+def _columns(tap: ir.Value) -> int:
+    """Return how many numbers of a token a product reads, where that is known."""
+    size = tap.shape[-1] if tap.shape is not None and len(tap.shape) else 0
+    return size if isinstance(size, int) else 0
+
+
+def _bytes_of(model: ir.Model) -> int:
+    values = (value.const_value for value in model.graph.initializers.values())
+    return sum(tensor.nbytes for tensor in values if tensor is not None)
 
 
 def _boundary(folder: Path, number: int) -> Path:

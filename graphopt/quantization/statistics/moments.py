@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import InitVar, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.quantization.statistics.squares import Doubles, Squares
+from graphopt.quantization.statistics.squares import Doubles, Product, Squares, products_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 # What :attr:`Moments.noise` means: numbers of a group, and codes.
 _GROUP, _CODES = 32, 16
@@ -18,6 +22,46 @@ _TOKENS = 1024
 
 # Tokens that are looked at together, so that what is computed of them stays in a core's cache.
 _AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a few tokens add to the sums.
+
+    Attributes:
+        tokens: how many they are.
+        products: the blocks of x^T x; an iterator of them can be used once.
+        total: the sum of x.
+        largest: the largest magnitude.
+        fourths: the sum of x^4, of 16 tokens each.
+        errors: the squared error of 4 bits, likewise.
+    """
+
+    tokens: int
+    products: Iterable[Product]
+    total: Doubles
+    largest: npt.NDArray[np.float32]
+    fourths: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    def copy(self) -> Terms:
+        """Return terms that last and can be pickled."""
+        return dataclasses.replace(self, products=[(key, product.copy()) for key, product in self.products])
+
+
+def terms_of(inputs: npt.NDArray[Any]) -> Iterator[Terms]:
+    """Yield what inputs [..., rows] add, in the order in which it is added; use each before the next."""
+    tokens = inputs.reshape(-1, inputs.shape[-1])
+    for start in range(0, len(tokens), _TOKENS):
+        x = np.ascontiguousarray(tokens[start : start + _TOKENS], np.float32)
+        largest, fourths, errors = np.zeros(x.shape[-1], np.float32), [], []
+        for chunk in np.split(x, range(_AT_ONCE, len(x), _AT_ONCE)):
+            np.maximum(largest, np.abs(chunk).max(axis=0), out=largest)
+            square = np.square(chunk, dtype=np.float64).ravel()
+            fourths.append(float(square @ square))
+            errors.append(coarse_error(chunk))
+        total = x.sum(axis=0, dtype=np.float64)
+        yield Terms(len(x), products_of(x), total, largest, tuple(fourths), tuple(errors))
 
 
 @dataclass
@@ -50,17 +94,18 @@ class Moments:
 
     def add(self, inputs: npt.NDArray[Any]) -> None:
         """Add inputs [..., rows]; call it in one thread of linear algebra for the same bits on any number of cores."""
-        tokens = inputs.reshape(-1, self.rows)
-        for start in range(0, len(tokens), _TOKENS):
-            x = np.ascontiguousarray(tokens[start : start + _TOKENS], np.float32)
-            self.squares.add(x)
-            self.total += x.sum(axis=0, dtype=np.float64)
-            for chunk in np.split(x, range(_AT_ONCE, len(x), _AT_ONCE)):
-                np.maximum(self.largest, np.abs(chunk).max(axis=0), out=self.largest)
-                square = np.square(chunk, dtype=np.float64).ravel()
-                self.fourth += float(square @ square)
-                self.coarse += coarse_error(chunk)
-        self.tokens += len(tokens)
+        for terms in terms_of(inputs):
+            self.add_terms(terms)
+
+    def add_terms(self, terms: Terms) -> None:
+        """Add what :func:`terms_of` gives, one after the other: it adds up as if the inputs had been added here."""
+        self.squares.add_products(terms.products)
+        self.total += terms.total
+        np.maximum(self.largest, terms.largest, out=self.largest)
+        for fourth, coarse in zip(terms.fourths, terms.errors, strict=True):
+            self.fourth += fourth
+            self.coarse += coarse
+        self.tokens += terms.tokens
 
     @property
     def kurtosis(self) -> float:

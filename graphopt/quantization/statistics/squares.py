@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 Doubles = npt.NDArray[np.float64]
+
+Product = tuple[tuple[int, int], npt.NDArray[np.float32]]
+"""A block of x^T x: its first row and column, and its numbers."""
 
 # Rows of a block.
 _BLOCK = 512
@@ -34,17 +37,15 @@ class Squares:
 
     def add(self, x: npt.NDArray[np.float32]) -> None:
         """Add x^T x, computed in float32; call it in one thread of linear algebra for the same bits on any machine."""
-        buffer = np.empty(min(_BLOCK, self._rows) ** 2, np.float32)
-        for rows, columns in self._block_slices():
-            shape = rows.stop - rows.start, columns.stop - columns.start
-            product = buffer[: shape[0] * shape[1]].reshape(shape)
-            # NumPy sees where both sides are one array, and computes half of the product.
-            np.matmul(x[:, rows].T, x[:, columns], out=product)
-            key = rows.start, columns.start
+        self.add_products(products_of(x))
+
+    def add_products(self, products: Iterable[Product]) -> None:
+        """Add what :func:`products_of` gives."""
+        for key, product in products:
             if key in self._blocks:
                 self._blocks[key] += product
             else:
-                self._blocks[key] = self._allocate(shape)
+                self._blocks[key] = self._allocate(product.shape)
                 self._blocks[key][...] = product
 
     def diagonal(self) -> Doubles:
@@ -69,11 +70,18 @@ class Squares:
         self._spare += [block for block in self._blocks.values() if block.shape == (_BLOCK, _BLOCK)]
         self._blocks.clear()
 
-    def _allocate(self, shape: tuple[int, int]) -> Doubles:
+    def _allocate(self, shape: tuple[int, ...]) -> Doubles:
         return self._spare.pop() if shape == (_BLOCK, _BLOCK) and self._spare else np.empty(shape)
 
-    def _block_slices(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows and columns of each block."""
-        starts = range(0, self._rows, _BLOCK)
-        slices = [slice(start, min(start + _BLOCK, self._rows)) for start in starts]
-        return itertools.combinations_with_replacement(slices, 2)
+
+def products_of(x: npt.NDArray[np.float32]) -> Iterator[Product]:
+    """Yield the blocks of x^T x on and above the diagonal, in float32; each is overwritten by the next."""
+    size = x.shape[-1]
+    buffer = np.empty(min(_BLOCK, size) ** 2, np.float32)
+    slices = [slice(start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)]
+    for rows, columns in itertools.combinations_with_replacement(slices, 2):
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        product = buffer[: shape[0] * shape[1]].reshape(shape)
+        # NumPy sees where both sides are one array, and computes half of the product.
+        np.matmul(x[:, rows].T, x[:, columns], out=product)
+        yield (rows.start, columns.start), product

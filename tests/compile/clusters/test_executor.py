@@ -64,6 +64,8 @@ def test_weights_of_a_cluster_are_those_of_one_process_and_no_data_passes_its_sc
     array = np.random.default_rng(0).standard_normal((300, 300))
     assert np.array_equal(executor.submit_sized(array.nbytes, errands.doubled_array, array).result(20), 2 * array)
     assert len(messages) > 10
+    executor.prepare(tmp_path / "other", [])
+    assert not (tmp_path / "parcels").exists()  # what was sent is gone
     # the parcel, and what must hold on the worker
     assert max(messages) <= BOUND + 2048
 

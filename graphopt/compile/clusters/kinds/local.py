@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, ClassVar
 
 from graphopt.compile.clusters.kind import ClusterKind
@@ -40,6 +41,7 @@ class Local(ClusterKind):
                 host="127.0.0.1",
                 dashboard_address=None,
                 memory_limit=None,
+                silence_logs=logging.ERROR,  # of its deaths and its end we say what there is to say
                 env=thread_settings(max(1, processors() // count)),
             ) as cluster,
             dask_distributed.Client(cluster, set_as_default=False) as client,
