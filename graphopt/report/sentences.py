@@ -18,6 +18,7 @@ from graphopt.models import agreement, export, loading
 from graphopt.models.unrolling import refusals
 from graphopt.passes import PASSES
 from graphopt.quality import answers, classes, losses, seq2seq
+from graphopt.tasks import signals
 from graphopt.verification import kernels, notes
 from graphopt.verification.certificate import checker
 
@@ -49,6 +50,7 @@ DECLARE_RULES = (
     pipeline,
     replay,
     refusals,
+    signals,
     *PASSES.values(),
     *EXAMINATIONS.values(),
 )

@@ -287,16 +287,16 @@ def test_folder_without_configuration(clean: Path, tmp_path: Path) -> None:
     [
         {"model_type": "t5", "architectures": ["T5ForSequenceClassification"], "is_encoder_decoder": True},
         {"model_type": "bert", "architectures": ["BertForMultipleChoice"]},
-        {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+        {"model_type": "vit", "architectures": ["ViTForMaskedImageModeling"]},
         {"model_type": "llama", "architectures": ["LlamaForNothing"]},
     ],
 )
-def test_not_a_causal_language_model(config: dict[str, Any], clean: Path, tmp_path: Path) -> None:
+def test_a_kind_of_model_that_is_not_known(config: dict[str, Any], clean: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     message = refusal(folder, clean)
-    assert f"{config['architectures'][0]} is not a causal language model" in message
+    assert f"{config['architectures'][0]} is none of the kinds of models" in message
 
 
 def test_quantized_checkpoint(llama_folder: Path, clean: Path, tmp_path: Path) -> None:
