@@ -9,6 +9,7 @@ from graphopt.analysis.structure.ports import (
     BLOCK_TABLE,
     ENCODER_STATES,
     GROWING,
+    INDEXER,
     INPUT_FEATURES,
     INPUT_IDS,
     LOGITS,
@@ -51,6 +52,7 @@ NO_MASK = Rule("genai.no-mask", "the graph has no attention_mask input")
 UNEVEN = Rule(
     "genai.layers-differ", "its layers differ in KV heads or head size, or are not numbered from 0", also=["layers"]
 )
+INDEXERS = Rule("genai.indexers", "its layers have keys of trained indexers, and onnxruntime-genai has no such cache")
 UNKNOWN = Rule(
     "genai.facts-unknown", "the number of positions, the token that ends a text or the vocabulary is not known"
 )
@@ -88,6 +90,8 @@ def genai_config(
         return CACHES_IN_PAGES()
     if ATTENTION_MASK not in interface.inputs and not interface.has_shared_pool:
         return NO_MASK()
+    if any(port.part == INDEXER for port in ports):
+        return INDEXERS()
     if len(shapes) > 1 or not _is_numbered(ports, layers) or any(port.part not in parts for port in ports):
         return UNEVEN(layers=layers)
     if max_positions is None and not caches:

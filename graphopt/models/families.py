@@ -36,7 +36,11 @@ FAMILY_GROUPS = (
         ),
     ),
     FamilyGroup("attention and experts", _ATTENTION, ("dbrx", "gpt_oss", "llama4_text", "mixtral", "qwen2_moe")),
-    FamilyGroup("latent attention", _ATTENTION, ("deepseek_v2", "deepseek_v3")),
+    FamilyGroup(
+        "latent attention",
+        _ATTENTION,
+        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"),
+    ),
     FamilyGroup(
         "latent attention to what an indexer chooses",
         (*_ATTENTION, "indexer_key"),

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.artifact.artifact import MODEL
+from graphopt.artifact.manifest import read_manifest
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import load
 from graphopt.tasks.causal_lm.interface import Interface
@@ -56,6 +57,7 @@ def test_an_indexer_chooses_among_any_number_of_tokens(
         "present.0.indexer_key": "[batch,1,past + length,32]",
     }
     assert sum(node.op_type == "Min" for node in graph) == 1  # of 6 and the tokens
+    assert "its layers have keys of trained indexers" in " ".join(map(str, read_manifest(folder).notes))
     ids = np.random.default_rng(4).integers(0, VOCABULARY, (2, 40))
     mask = (np.arange(40) >= np.array([0, 9])[:, None]).astype(np.int64)
     expected = torch_logits(make_folder("glm_moe_dsa"), ids, mask)

@@ -232,7 +232,7 @@ class SparseKV(_PolicyOptions):
             ledger.skipped(node, HAS_POLICIES())
             return
         policies = self._policies(layer, node, policies_by_layer)
-        chooses = any(POLICIES[name].chooses for name in policies)
+        chooses = any(POLICIES[name].of_options(dict(self)).chooses for name in policies)
         if layer.attributes.value_size and (chooses or options.compensate):
             ledger.skipped(node, LATENT_PAGES())
             return

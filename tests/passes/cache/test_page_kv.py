@@ -122,6 +122,21 @@ def test_a_latent_is_stored_once(storage: str, make_artifact: MakeArtifact, tmp_
     assert relative(logits, decoder.step(ids[:, 50:])) < bound
 
 
+def test_what_pages_of_latents_cannot_have(make_artifact: MakeArtifact) -> None:
+    model = canonical(make_artifact("deepseek_v3"))
+    run_pass(model, "absorb_latent")
+    run_pass(model, "page_kv", page=16)
+    for name, options, code in (
+        ("sparse_kv", {"policy": "retrieval", "page": 16}, "sparse_kv.latent-pages"),
+        ("sparse_kv", {"policy": "streaming", "compensate": 1, "page": 16}, "sparse_kv.latent-pages"),
+        ("serve", {}, "serve.latent-blocks"),
+    ):
+        report = run_pass(model, name, **options)
+        assert code in {skip.reason.code for skip in report.skips}
+        assert not report.changes
+    assert run_pass(model, "sparse_kv", policy="streaming", sinks=4, recent=16, page=16).changes
+
+
 def test_rows_that_are_no_multiple_of_16_stay(make_artifact: MakeArtifact) -> None:
     model = canonical(make_artifact("deepseek_v3"))
     run_pass(model, "absorb_latent")
