@@ -31,11 +31,20 @@ FAMILY_GROUPS = (
         "attention",
         _ATTENTION,
         (
-            "cohere", "falcon", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt2", "gpt_neox", "granite",
-            "llama", "mistral", "olmo2", "opt", "phi3", "qwen2", "qwen3", "stablelm",
+            "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon",
+            "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "gpt2", "gpt_neo",
+            "gpt_neox", "gptj", "granite", "llama", "ministral", "mistral", "nemotron", "olmo2", "opt", "phi3",
+            "qwen2", "qwen3", "stablelm",
         ),
     ),
-    FamilyGroup("attention and experts", _ATTENTION, ("dbrx", "gpt_oss", "llama4_text", "mixtral", "qwen2_moe")),
+    FamilyGroup(
+        "attention and experts",
+        _ATTENTION,
+        (
+            "afmoe", "aria_text", "cohere2_moe", "dbrx", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
+            "gpt_oss", "hunyuan_v1_moe", "jetmoe", "llama4_text", "minimax_m2", "mixtral", "qwen2_moe",
+        ),
+    ),
     FamilyGroup(
         "latent attention",
         _ATTENTION,
@@ -49,13 +58,18 @@ FAMILY_GROUPS = (
     FamilyGroup(
         "gated delta rule and attention", (*_RECURRENCE, *_ATTENTION), ("olmo_hybrid", "qwen3_5_text", "qwen3_next")
     ),
+    FamilyGroup("delta rule gated per channel and latent attention", (*_RECURRENCE, *_ATTENTION), ("kimi_linear",)),
     FamilyGroup("lightning attention and attention", ("recurrent_state", *_ATTENTION), ("minimax",)),
     FamilyGroup("weighted means", _RECURRENCE, ("rwkv",)),
     FamilyGroup("RG-LRU and attention", (*_RECURRENCE, *_ATTENTION), ("recurrent_gemma",)),
     FamilyGroup("SSD", _RECURRENCE, ("mamba2",)),
-    FamilyGroup("SSD and attention", (*_RECURRENCE, *_ATTENTION), ("falcon_h1", "granitemoehybrid")),
-    FamilyGroup("selective scan", _RECURRENCE, ("mamba",)),
-    FamilyGroup("short convolutions and attention", ("conv_state", *_ATTENTION), ("lfm2",)),
+    FamilyGroup(
+        "SSD and attention", (*_RECURRENCE, *_ATTENTION), ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+    ),
+    FamilyGroup("selective scan", _RECURRENCE, ("falcon_mamba", "mamba")),
+    FamilyGroup("selective scan and attention", (*_RECURRENCE, *_ATTENTION), ("jamba", "zamba")),
+    FamilyGroup("short convolutions and attention", ("conv_state", *_ATTENTION), ("inkling2_text", "lfm2", "lfm2_moe")),
+    FamilyGroup("convolutions of queries and keys, values of the token before", (*_RECURRENCE, *_ATTENTION), ("zaya",)),
     FamilyGroup(
         "attention to both sides",
         (),

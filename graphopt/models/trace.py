@@ -7,7 +7,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from graphopt.analysis.structure.ports import present_port
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, POSITION_IDS, present_port
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of, task_of_config
 from graphopt.models.naming import name_parts
@@ -100,6 +100,7 @@ def export_graph(model: Any, source: str, task: Task) -> ir.Model:
                 part, inputs = task.export_parts(model, source)
                 if calls.know_tails():
                     part, inputs = task.export_parts(model, source)
+                    inputs = _with_longer_text(torch, inputs)
                 shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
                 vary = torch.export.Dim.AUTO
                 shapes |= {name: dict.fromkeys(axes, vary) for name, axes in task.varying_axes(part, source).items()}
@@ -115,7 +116,41 @@ def export_graph(model: Any, source: str, task: Task) -> ir.Model:
                 remedy="graphopt takes what transformers.exporters.OnnxExporter takes; the cause is chained below",
             ) from error
     simplify(program.graph)
+    if task.caches:
+        confirm_length(program.graph, model, source)
     return program
+
+
+def _with_longer_text(torch: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return sample inputs with one more new token.
+
+    Of two new tokens all but one are one, and torch decides by whether an axis has one element: what a model cuts out
+    of its tokens would hold for two of them only.
+    """
+    longer = dict(inputs)
+    for name in (INPUT_IDS, POSITION_IDS, ATTENTION_MASK):
+        if isinstance(inputs.get(name), torch.Tensor):
+            last = inputs[name][:, -1:]
+            longer[name] = torch.cat([inputs[name], last + 1 if name == POSITION_IDS else last], dim=1)
+    return longer
+
+
+def confirm_length(graph: ir.Graph, model: Any, source: str) -> None:
+    """Refuse a graph that was traced for one number of tokens only.
+
+    Raises:
+        InputError: it was.
+    """
+    for value in graph.inputs:
+        # A length that was symbolic and is fixed is the symbol of its digits.
+        length = str(value.shape[1]) if value.name == INPUT_IDS and value.shape is not None else ""
+        if length.isdigit():
+            raise InputError(
+                f"the trace of this {type(model).__name__} holds for {length} new tokens at a time only",
+                file=source,
+                tensor=INPUT_IDS,
+                remedy="something in the model decides by the number of its tokens; please report it",
+            )
 
 
 @contextlib.contextmanager

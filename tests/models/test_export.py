@@ -21,8 +21,9 @@ from graphopt.artifact.hf_config import facts_of
 from graphopt.artifact.manifest import read_manifest
 from graphopt.errors import InputError, MissingDependencyError, VerificationError
 from graphopt.models import export as export_module
+from graphopt.models.agreement import MAIN, check_agreement
 from graphopt.models.export import export, shipped_models
-from graphopt.models.trace import trace
+from graphopt.models.trace import confirm_length, trace
 from graphopt.ort.session import open_session
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.checkpoints import HUB
@@ -357,6 +358,33 @@ def test_wrongly_exported_graph_is_refused(
     monkeypatch.setattr("graphopt.models.unrolling.trace_loaded", wrong)
     with pytest.raises(VerificationError, match="does not compute what transformers does"):
         export(llama_folder, clean)
+
+
+def test_a_model_whose_positions_count_padding_is_refused_with_the_reason(
+    llama_folder: Path, llama_artifact: Path
+) -> None:
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)
+
+    class CountsPadding:
+        def __call__(self, **feeds: Any) -> Any:
+            output = model(**feeds)
+            output.logits += float(feeds["attention_mask"].all())  # a row alone is another one
+            return output
+
+    with pytest.raises(VerificationError, match="CountsPadding of transformers gives a text with padding in front"):
+        check_agreement(CountsPadding, {MAIN: ir.load(llama_artifact / MODEL)})
+
+
+def test_a_trace_of_one_length_is_refused(llama_artifact: Path) -> None:
+    graph = ir.load(llama_artifact / MODEL).graph
+    confirm_length(graph, object(), "here")
+    for length in (2, "2"):
+        graph.inputs[0].shape = ir.Shape(["batch", length])
+        with pytest.raises(InputError, match="holds for 2 new tokens at a time only"):
+            confirm_length(graph, object(), "here")
 
 
 @pytest.mark.parametrize("package", ["torch", "transformers"])

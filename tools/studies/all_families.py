@@ -46,16 +46,22 @@ SIZES = {
     "n_layer": 2,
     "n_layers": 2,
     "num_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
     "num_attention_heads": 4,
     "n_head": 4,
     "n_heads": 4,
     "num_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "intermediate_size": 96,
     "n_inner": 96,
     "ffn_dim": 96,
     "ffn_hidden_size": 96,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "max_position_embeddings": 128,
@@ -119,6 +125,24 @@ OTHERS: dict[str, dict[str, Any]] = {
         "global_head_dim": 32,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 32},
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 32},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    # two layers of those that mix tokens, one of those that do not
+    "nemotron_h": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "moe", "full_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+    },
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "xlstm": {"qk_dim_factor": 1.0},
     "rwkv": {"attention_hidden_size": 64, "context_length": 128},
     "falcon_h1": {"mamba_d_ssm": 128},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -175,6 +199,8 @@ def _sizes_of(config: Any) -> dict[str, Any]:
         if isinstance(kinds, list) and kinds:
             # Two layers of as many kinds as there are.
             settings[name] = (list(dict.fromkeys(kinds)) * 2)[:2]
+    if "is_decoder" in known and not known.get("is_encoder_decoder"):
+        settings["is_decoder"] = True  # encoders that can be decoders have no cache else
     return settings | {name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in known}
 
 
