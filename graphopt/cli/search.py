@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, bytes_of, out, print_json, progress
+from graphopt.cli.console import Jobs, Json, OnCluster, bytes_of, chosen_workers, out, print_json, progress
 
 
 @command("search")
@@ -25,6 +25,8 @@ def search(
     work: Annotated[
         Path | None, typer.Option("--work", help="folder of measurements; by default .OUTPUT-search beside OUTPUT")
     ] = None,
+    jobs: Jobs = None,
+    cluster: OnCluster = None,
     as_json: Json = False,
 ) -> None:
     """Find the format of each matrix with which the model diverges least in a number of bytes; write a recipe.
@@ -40,8 +42,8 @@ def search(
     room, folder = bytes_of(size), work or output.parent / f".{output.name}-search"
     assert room is not None
     choices = [choice_of(text) for text in formats] if formats else CHOICES
-    with progress() as say:
-        result = find(model, room, folder, recipe=recipe, choices=choices, tokens=tokens, on_stage=say)
+    with progress() as say, chosen_workers(jobs, cluster) as workers:
+        result = find(model, room, folder, recipe=recipe, choices=choices, tokens=tokens, jobs=workers, on_stage=say)
     output.write_text(result.recipe.to_yaml(), encoding="utf-8")
     if as_json:
         return print_json(result)

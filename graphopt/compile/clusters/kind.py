@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from graphopt.compile.clusters.executor import ClusterExecutor
+from graphopt.compile.clusters.executor import PATIENCE, ClusterExecutor
 from graphopt.errors import InputError
 from graphopt.util.registry import Registry
 
@@ -21,9 +21,11 @@ class ClusterKind(ABC):
 
     Attributes:
         form: how an address of it is written, for messages.
+        patience: seconds that the scheduler may be away, and that there may be no worker.
     """
 
     form: ClassVar[str]
+    patience: ClassVar[float] = PATIENCE
 
     @classmethod
     @abstractmethod
@@ -71,7 +73,7 @@ def open_cluster(address: str, jobs: int | None = None) -> Iterator[ClusterExecu
     if kind is None:
         raise InputError(f"{address!r} is no cluster", remedy=f"write it as {', '.join(sorted(KINDS))}")
     with kind().connect(address, jobs) as client:
-        executor = ClusterExecutor(client)
+        executor = ClusterExecutor(client, kind.patience)
         try:
             yield executor
         finally:

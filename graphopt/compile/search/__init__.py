@@ -1,7 +1,8 @@
 """What a recipe says, found by measuring: formats of matrices for a number of bytes, rotary factors for a length.
 
 choices.py    formats to choose from, and the bytes that a matrix takes in them
-measure.py    what each choice for each matrix costs in divergence
+losses.py     what each choice for each matrix costs in divergence
+experiment.py the same by any process, from a file
 program.py    the integer program that picks one choice for each matrix
 run.py        from a model and a number of bytes to a recipe
 evolution.py  populations of rotary factors: mutation, crossover, selection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,15 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
-from graphopt.compile.compilation import Compilation
+from graphopt.compile.compilation import Compilation, files_of
 from graphopt.compile.search.choices import CHOICES, Choice, choice_of, name_of
-from graphopt.compile.search.losses import Database, Matrix, Replaceable, Rounder
+from graphopt.compile.search.experiment import Experiment, close, measure
+from graphopt.compile.search.losses import Database, Rounder, with_inputs
 from graphopt.compile.search.program import solve
 from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of, weight_of
-from graphopt.ort.runner import Runner
+from graphopt.graph.weights.data_file import save_model
+from graphopt.graph.weights.evaluator import run_tasks, stage_of, workers
 from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.passes.common.tied_embedding import tied_lookups
 from graphopt.passes.recipe import Recipe
@@ -25,11 +28,12 @@ from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from concurrent.futures import Executor
 
     import onnx_ir as ir
 
     from graphopt.artifact.artifact import Artifact
-    from graphopt.quantization.statistics import Calibration
+    from graphopt.graph.weights import Expression
 
 TOKENS, _WINDOW = 512, 256
 """Tokens of the calibration text that divergences are measured on, and tokens that are seen at once."""
@@ -61,6 +65,7 @@ def search(
     recipe: str | Path | Recipe = "small",
     choices: Sequence[Choice] = CHOICES,
     tokens: int = TOKENS,
+    jobs: int | Executor = 1,
     on_stage: Progress = silent,
 ) -> SearchResult:
     """Choose a format for each matrix so that the model diverges least and its weights take at most ``size`` bytes.
@@ -74,13 +79,29 @@ def search(
         recipe: what to do besides: its step ``quantize_weights`` gets the formats.
         choices: what a matrix may be stored as.
         tokens: of the calibration text that divergences are measured on.
+        jobs: as for :func:`graphopt.optimize`; tasks are matrices.
         on_stage: called for each matrix.
 
     Raises:
         InputError: the model or the recipe cannot be used, or the bytes are too few.
         MissingDependencyError: scipy is not installed.
     """
-    compilation = Compilation(model, recipe, work=Path(folder), statistics=folder, on_stage=on_stage)
+    with workers(jobs, Path(folder), files_of(model)) as executor:
+        compilation = Compilation(
+            model, recipe, work=Path(folder), statistics=folder, executor=executor, on_stage=on_stage
+        )
+        return _search(compilation, size, Path(folder), choices, tokens, executor, on_stage)
+
+
+def _search(
+    compilation: Compilation,
+    size: int,
+    folder: Path,
+    choices: Sequence[Choice],
+    tokens: int,
+    executor: Executor | None,
+    on_stage: Progress,
+) -> SearchResult:
     # The recipe that is found serves other machines, too.
     recipe = compilation.recipe_for_target.fitting(compilation.source.model.graph)
     names = [step.name for step in compilation.recipe.steps]
@@ -95,9 +116,9 @@ def search(
     settings = f"{calibration.model_folder(graph).name} {step.rounding!r} {step.scale} {tokens} {has_level_scales}"
     key = hashlib.sha256(settings.encode())
     key.update(" ".join(map(name_of, choices)).encode())
-    database = Database(Path(folder) / f"search-{key.hexdigest()[:16]}.jsonl")
+    database = Database(folder / f"search-{key.hexdigest()[:16]}.jsonl")
     rounder = Rounder(step.rounding, step.scale, has_level_scales)
-    _measure(graph, matrices, database, choices, rounder, calibration, tokens, on_stage)
+    _measure(compilation, matrices, database, choices, rounder, tokens, executor, on_stage)
     rows = [database.rows[name] for name in matrices]
     other_bytes = _other_bytes(graph.graph, step, set(matrices))
     names = [name_of(choice) for choice in choices]
@@ -129,38 +150,50 @@ def _matrices(graph: ir.Graph) -> dict[str, ir.Node]:
 
 
 def _measure(
-    graph: ir.Model,
+    compilation: Compilation,
     matrices: Mapping[str, ir.Node],
     database: Database,
     choices: Sequence[Choice],
     rounder: Rounder,
-    calibration: Calibration,
     tokens: int,
+    executor: Executor | None,
     on_stage: Progress,
 ) -> None:
     remaining = [name for name in matrices if name not in database.rows]
     if not remaining:
         return
+    graph, calibration = compilation.model, compilation.calibration
     statistics = calibration.inputs(graph, matrices.values())
-    weights: dict[str, Matrix] = {}
+    weights: dict[str, Expression] = {}
     for name, node in matrices.items():
         weight = weight_of(node, 1)
-        assert weight is not None and weight.const_value is not None
-        weights[name] = np.ascontiguousarray(expression_of(weight.const_value).numpy(), np.float32)
-    model, feeds = Replaceable(graph, weights), task_of(graph.graph).text_feeds
-    size = min(_WINDOW, tokens)
+        assert weight is not None
+        weights[name] = expression_of(weight.const_value)
+    feeds, size = task_of(graph.graph).text_feeds, min(_WINDOW, tokens)
     arrays = [text for text in calibration.texts[: max(1, tokens // size)] if isinstance(text, np.ndarray)]
     if not arrays:
         raise InputError(
             "divergences are measured on text, and this model reads none", remedy="choose a recipe by hand"
         )
     texts = [text[: size + 1] for text in arrays]
-    with Runner().open_model(model.model) as session:
-        model.open(session, [(feeds(graph.graph, text[None, :-1]), text[1:]) for text in texts])
-        for number, name in enumerate(remaining):
-            on_stage(f"rounding {name}", len(matrices) - len(remaining) + number, len(matrices))
-            hessian = statistics[matrices[name]].hessian().numpy()
-            database.add(rounder.row(name, weights[name], hessian, choices, model))
+    database.file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="experiment-", dir=database.file.parent) as folder:
+        file, model_file = Path(folder, "experiment"), Path(folder, "model.onnx")
+        save_model(with_inputs(graph, weights), model_file, "model.data", in_place=True)
+        Experiment(
+            model=str(model_file),
+            weights=weights,
+            hessians={name: statistics[node].hessian() for name, node in matrices.items()},
+            texts=[(feeds(graph.graph, text[None, :-1]), text[1:]) for text in texts],
+            choices=choices,
+            rounder=rounder,
+        ).write(file)
+        try:
+            for _, row in run_tasks(executor, measure, [(str(file), name) for name in remaining]):
+                database.add(row)
+                on_stage(stage_of(f"rounding {row.weight}", executor), len(database.rows), len(matrices))
+        finally:
+            close()
 
 
 def _other_bytes(graph: ir.Graph, step: QuantizeWeights, matrices: set[str]) -> int:

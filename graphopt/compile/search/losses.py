@@ -24,7 +24,7 @@ from graphopt.ort.session import Array, ort_value
 from graphopt.quality.figures import Comparison, log_probabilities
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import onnx_ir as ir
@@ -118,19 +118,19 @@ class Replaceable:
     """A model whose matrices are inputs, so that any of them can be another one in the next run.
 
     Args:
-        model: the graph; it is not changed.
+        session: of what :func:`with_inputs` returns.
         weights: the matrices, by name.
+        texts: what it is fed: inputs, and the tokens that come after each position.
     """
 
-    def __init__(self, model: ir.Model, weights: Mapping[str, Matrix]) -> None:
-        self.model, self._weights = with_inputs(model, weights), {n: ort_value(w) for n, w in weights.items()}
-        self._texts: list[tuple[Mapping[str, Array], IntArray]] = []
-        self._reference: list[npt.NDArray[np.float32]] = []
-        self._session: object = None
-
-    def open(self, session: object, texts: Sequence[tuple[Mapping[str, Array], IntArray]]) -> None:
-        """Take a session of :attr:`model`, and what it is fed: inputs, and the tokens that come after each position."""
+    def __init__(
+        self,
+        session: object,
+        weights: Mapping[str, Matrix],
+        texts: Sequence[tuple[Mapping[str, Array], IntArray]],
+    ) -> None:
         self._session, self._texts = session, list(texts)
+        self._weights = {name: ort_value(weight) for name, weight in weights.items()}
         self._reference = [log_probabilities(logits) for logits in self._logits({})]
 
     def divergence(self, replacements: Mapping[str, Matrix]) -> float:
@@ -150,7 +150,7 @@ class Replaceable:
             yield logits.numpy()[0, : len(targets)]
 
 
-def with_inputs(model: ir.Model, weights: Mapping[str, Matrix]) -> ir.Model:
+def with_inputs(model: ir.Model, weights: Iterable[str]) -> ir.Model:
     """Return a copy of a model in which some initializers are inputs."""
     copy = model.clone()
     for name in weights:

@@ -42,13 +42,14 @@ class Local(ClusterKind):
                 dashboard_address=None,
                 memory_limit=None,
                 silence_logs=logging.ERROR,  # of its deaths and its end we say what there is to say
-                env=thread_settings(max(1, processors() // count)),
+                env=_settings(max(1, processors() // count)),
             ) as cluster,
             dask_distributed.Client(cluster, set_as_default=False) as client,
         ):
             yield client
 
 
-def thread_settings(count: int) -> dict[str, str]:
-    """Return environment variables that give libraries of linear algebra so many threads."""
-    return dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
+def _settings(count: int) -> dict[str, str]:
+    """Return environment variables that give libraries of linear algebra so many threads, and no profiler to Dask."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
+    return {**threads, "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}

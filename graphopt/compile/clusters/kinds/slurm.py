@@ -26,6 +26,7 @@ class Slurm(ClusterKind):
     """
 
     form: ClassVar[str] = "slurm"
+    patience: ClassVar[float] = 24 * 3600.0  # jobs wait in a queue
 
     @classmethod
     def matches(cls, address: str) -> bool:
@@ -49,7 +50,7 @@ class Slurm(ClusterKind):
                 cores=settings["cores"] or 1,
                 memory=settings["memory"] or _MEMORY,
                 processes=settings["cores"] or 1,
-                scheduler_options={"dashboard_address": None},
+                scheduler_options={"dashboard_address": ":0"},
             ) as cluster,
             dask_distributed.Client(cluster, set_as_default=False) as client,
         ):
