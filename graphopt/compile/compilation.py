@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from graphopt.analysis.structure.convolutions import integer_convolutions
 from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact
@@ -313,7 +314,8 @@ class Compilation:
 
     def has_kernels(self) -> bool:
         """Return whether the model has quantized products, or nodes of graphopt's operators."""
-        return bool(quantized_products(self.model.graph) or own_nodes(self.model.graph))
+        graph = self.model.graph
+        return bool(quantized_products(graph) or own_nodes(graph) or integer_convolutions(graph))
 
     def check_kernels(self, verifier: Verifier) -> KernelReport:
         """Confirm that quantized products run as the kernels that they are meant for.

@@ -219,7 +219,8 @@ def compile_model(compilation: Compilation, on_stage: Progress = silent) -> Arti
             on_stage("reading the graph that onnxruntime runs", total - 1, total)
             kernels = compilation.check_kernels(verifier)
             checks.append(kernels.check)
-    result = compilation.artifact(recipe, checks, kernels)
+    # What steps measured on the way takes its place in the recipe.
+    result = compilation.artifact(recipe.self_contained(compilation.statistics), checks, kernels)
     result.parts = parts
     return result
 

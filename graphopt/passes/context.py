@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from graphopt.quantization.statistics import Calibration, InputStatistics
+    from graphopt.quantization.statistics.ranges import RangeMethod, TensorRanges
     from graphopt.tasks import Task
     from graphopt.util.targets import Target
 
@@ -105,11 +106,15 @@ class Statistics:
 
     Args:
         calibration: collects what the inputs of products look like.
+
+    Attributes:
+        ranges: those of tensors that were asked for so far.
     """
 
     def __init__(self, calibration: Calibration | None = None) -> None:
         self._calibration = calibration
         self._heads: dict[Path, HeadScores] = {}
+        self.ranges: TensorRanges | None = None
 
     def inputs(self, model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Node, InputStatistics]:
         """Return what the first input of each of some products looks like, in the model as it is now.
@@ -123,6 +128,31 @@ class Statistics:
                 remedy="compile it with graphopt.optimize, or choose a rounding method that needs none",
             )
         return self._calibration.inputs(model, nodes)
+
+    def ranges_of(
+        self, model: ir.Model, values: Iterable[ir.Value], method: RangeMethod, percentile: float, *, is_random: bool
+    ) -> TensorRanges:
+        """Return how far some tensors reach, in the model as it is now.
+
+        Args:
+            model: the model.
+            values: the tensors.
+            method: how ranges are chosen, see :mod:`graphopt.quantization.statistics.ranges`.
+            percentile: of the method of that name.
+            is_random: whether the model is run on random inputs.
+
+        Raises:
+            InputError: the model cannot be run here.
+        """
+        if self._calibration is None:
+            raise InputError(
+                "a step needs ranges of tensors, and there is nothing to run the model on",
+                remedy="compile it with graphopt.optimize",
+            )
+        new_ranges = self._calibration.ranges(model, values, method, percentile, is_random=is_random)
+        known_ranges = {} if self.ranges is None else self.ranges.ranges
+        self.ranges = new_ranges.model_copy(update={"ranges": known_ranges | new_ranges.ranges})
+        return new_ranges
 
     def heads(self, source: HeadScores | Path | None) -> HeadScores | None:
         """Return the scores of attention heads in the file ``source``; scores and ``None`` are returned as they are.

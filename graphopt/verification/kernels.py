@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from graphopt.analysis.structure.convolutions import integer_convolutions, is_of_convolution
 from graphopt.analysis.structure.product_codes import dequantize_of
 from graphopt.analysis.structure.products import is_packed
 from graphopt.artifact.manifest import ProductCount
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from graphopt.ort.snapshots import Snapshots
 
-FUSED = "MatMulNBits"
+FUSED, FUSED_CONVOLUTION = "MatMulNBits", "QLinearConv"
 UNKNOWN = "unknown"
 
 RUN = Rule("kernels.run", "{runs}")
@@ -31,6 +32,9 @@ ALL_FUSED = Rule(
     "kernels.all-fused", "onnxruntime's own optimized graph holds one {operator} for each quantized product"
 )
 OWN_KERNEL = Rule("kernels.own-kernel", "{operator} runs by graphopt's kernel, each node is there still")
+CONVOLUTIONS = Rule(
+    "kernels.convolutions", "onnxruntime runs {fused} of {convolutions} convolutions of codes as {operator}"
+)
 BODY = Rule("kernels.body", "{operator} runs by the function body: no kernel here")
 
 
@@ -60,7 +64,8 @@ class KernelReport:
 
 def quantized_products(graph: ir.Graph) -> list[ir.Node]:
     """Return every ``MatMul`` that reads a ``DequantizeLinear`` of stored codes."""
-    return [node for node in graph if dequantize_of(node) is not None]
+    readers = ((node, dequantize_of(node)) for node in graph)
+    return [node for node, reader in readers if reader is not None and not is_of_convolution(reader)]
 
 
 def own_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -105,14 +110,17 @@ def check_kernels(
         VerificationError: onnxruntime folds nodes that graphopt's kernels are for.
     """
     quantized, own = quantized_products(model.graph), own_nodes(model.graph)
-    packed = [(node.op_type, activations_of(node)) for node in own if is_packed(node)]
+    stated_products = [(node.op_type, activations_of(node)) for node in own if is_packed(node)]
+    integers = len(integer_convolutions(model.graph))
+    stated_products += [("Conv", "uint8")] * integers
     if why_not is not None:
         check = Check(name="kernels", after="the recipe", status="not covered", reason=why_not)
-        return _report(check, [*[(FUSED, UNKNOWN)] * len(quantized), *packed])
+        return _report(check, [*[(FUSED, UNKNOWN)] * len(quantized), *stated_products])
     with snapshots.write(model) as path:
         graph = _graph_that_runs(path, entries)
         runtime_products = [(node.op_type, activations_of(node)) for node in graph if node.op_type == FUSED]
         unfused = quantized_products(graph)
+        fused_convolutions = sum(node.op_type == FUSED_CONVOLUTION for node in graph)
         own_left = Counter(node.op_type for node in own_nodes(graph))
     fused = len(runtime_products) - sum(node.op_type == FUSED for node in model.graph)
     if unfused or fused != len(quantized):
@@ -125,12 +133,16 @@ def check_kernels(
     own_counts = Counter(node.op_type for node in own)
     _confirm_own_kernels(own, own_counts, own_left)
     figures: dict[str, float] = {"quantized_products": len(quantized), "fused_kernels": fused}
+    if integers:
+        figures |= {"integer_convolutions": integers, "fused_convolutions": fused_convolutions}
     figures |= {f"{name}_nodes": count for name, count in own_counts.items()}
     native = _running_kernels(own_nodes(model.graph))
     own_runs = [OWN_KERNEL(operator=name) if name in native else BODY(operator=name) for name in own_counts]
     runs: list[Fact] = [*([ALL_FUSED(operator=FUSED)] if quantized else []), *own_runs]
+    if integers:
+        runs.append(CONVOLUTIONS(fused=fused_convolutions, convolutions=integers, operator=FUSED_CONVOLUTION))
     check = Check(name="kernels", after="the recipe", status="measured", reason=RUN(runs=runs), figures=figures)
-    return _report(check, [*runtime_products, *packed])
+    return _report(check, [*runtime_products, *stated_products])
 
 
 def _graph_that_runs(path: Path, entries: Mapping[str, str]) -> ir.Graph:

@@ -59,9 +59,7 @@ BY_ENTRY = Rule(
     "the inputs of onnxruntime's quantized products are {activations} with {entry}={level}; "
     "onnxruntime rounds them to int8 in a session without this entry",
 )
-STATED_BY_GRAPH = Rule(
-    "precision.stated", "the graph itself says what graphopt's products round their inputs to: {products}"
-)
+STATED_BY_GRAPH = Rule("precision.stated", "the graph itself says what its products round their inputs to: {products}")
 PRODUCTS = Rule("precision.products", "{count} {operator}, inputs {activations}")
 
 

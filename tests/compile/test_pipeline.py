@@ -158,7 +158,7 @@ def test_the_manifest_tells_storage_and_compute_apart(
     assert {
         f"{each.operator}, inputs {each.activations}": each.count for each in manifest.precision.products
     } == products
-    assert "the graph itself says what graphopt's products round their inputs to" in str(manifest.precision.notes[-1])
+    assert "the graph itself says what its products round their inputs to" in str(manifest.precision.notes[-1])
     assert any("any onnxruntime runs the bodies" in str(note) for note in manifest.notes)
     # the entry is for onnxruntime's own kernel
     assert bool(manifest.session) == ("MatMulNBits, inputs int8" in products)

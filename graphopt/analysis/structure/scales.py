@@ -1,9 +1,10 @@
-"""The scales of ``DequantizeLinear``: whole, and of rows that are looked up."""
+"""The scales of ``DequantizeLinear`` of matrices: whole, and of rows that are looked up; not those of convolutions."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphopt.analysis.structure.convolutions import is_of_convolution
 from graphopt.graph.weights import expression_of
 
 
@@ -43,7 +44,7 @@ def _kind(value: ir.Value) -> tuple[object, ...]:
 
 
 def _scales(node: ir.Node) -> ir.Value | None:
-    if (node.domain, node.op_type) != ("", "DequantizeLinear"):
+    if (node.domain, node.op_type) != ("", "DequantizeLinear") or is_of_convolution(node):
         return None
     value = node.inputs[1]
     producer = None if value is None else value.producer()

@@ -147,7 +147,7 @@ class QuantizeWeights(Pass):
 
     name: ClassVar[str] = "quantize_weights"
     effect: ClassVar[Effect] = "lossy"
-    after: ClassVar[tuple[str, ...]] = ("unpack", "keep_codes", "spare_inputs")
+    after: ClassVar[tuple[str, ...]] = ("unpack", "keep_codes", "spare_inputs", "quantize_convolutions")
 
     linear: LinearFormat | None = LinearFormat()
     embedding: EmbeddingFormat | None = EmbeddingFormat()

@@ -19,10 +19,11 @@ from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of
 from graphopt.graph.weights.data_file import save_model
 from graphopt.graph.weights.evaluator import DistantExecutor, run_tasks, stage_of
-from graphopt.ort.session import AS_IT_LIES, FEW_CALLS, Array
+from graphopt.ort.session import AS_IT_LIES, FEW_CALLS, Array, run
 from graphopt.quantization.rounding.single_thread import one_thread
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.partition import Piece, pieces_of
+from graphopt.quantization.statistics.ranges import Observer, RangeMethod, TensorRanges
 from graphopt.quantization.statistics.store import Index, InputStatistics, read_index, write_index, write_statistics
 from graphopt.quantization.statistics.windows import (
     Part,
@@ -123,6 +124,50 @@ class Calibration:
         statistics = {value: index.inputs[value.name or ""] for value in values}
         self.statistics |= {value.name or "": inputs for value, inputs in statistics.items()}
         return {node: statistics[value] for node, value in taps.items()}
+
+    def ranges(
+        self, model: ir.Model, values: Iterable[ir.Value], method: RangeMethod, percentile: float, *, is_random: bool
+    ) -> TensorRanges:
+        """Return how far some tensors reach on the texts or samples; nothing is kept.
+
+        Args:
+            model: run as a whole, with the tensors as outputs.
+            values: tensors of floats of its graph, inputs among them.
+            method: see :mod:`graphopt.quantization.statistics.ranges`.
+            percentile: of the method of that name.
+            is_random: whether samples are random.
+
+        Raises:
+            InputError: the model may not be run, or cannot be; or a tensor is not finite.
+        """
+        if self._runner is None:
+            raise InputError(
+                "the recipe needs ranges of tensors of the model, and it may not be run",
+                remedy="let the model run, or store weights alone: --set quantize_convolutions.activations=none",
+            )
+        observers = {value.name or "": Observer() for value in values}
+        tapped_model = model.clone()
+        graph, inputs = tapped_model.graph, {port.name for port in model.graph.inputs}
+        outputs = [value for node in graph for value in node.outputs if value.name in observers]
+        graph.outputs.extend(value for value in outputs if not value.is_graph_output())
+        names = [value.name or "" for value in outputs]
+        feeds_of_text = self._feeds or task_of(model.graph).text_feeds
+        with self._runner.open_model(tapped_model) as session:
+            for row, text in enumerate(self.texts):
+                self._on_stage("measuring ranges", row, len(self.texts))
+                feeds = text if isinstance(text, Mapping) else feeds_of_text(model.graph, text[None])
+                try:
+                    results = run(session, names, {name: array for name, array in feeds.items() if name in inputs})
+                except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
+                    raise InputError(f"onnxruntime cannot run the model on sample {row + 1}: {error}") from error
+                arrays = {**feeds, **dict(zip(names, results, strict=True))}
+                for name, observer in observers.items():
+                    try:
+                        observer.add(arrays[name])
+                    except ValueError as error:
+                        raise InputError(f"{error}, on sample {row + 1}", tensor=name) from error
+        ranges = {name: observer.range(method, percentile) for name, observer in observers.items()}
+        return TensorRanges(samples=len(self.texts), digest=self.text_digest, is_random=is_random, ranges=ranges)
 
     def _collect(self, model: ir.Model, values: Sequence[ir.Value], folder: Path) -> Index:
         if self._runner is None:

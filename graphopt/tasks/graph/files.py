@@ -92,8 +92,7 @@ def _rows_of(arrays: Mapping[str, Array], port: Port, file: Path) -> list[Array]
         names = ", ".join(arrays) or "nothing"
         raise InputError(f"the inputs lack one of the graph; there is {names}", file=file, tensor=port.name)
     array = arrays[port.name]
-    rank = len(port.shape)
-    first = port.shape[0] if port.shape else None
+    rank, first = len(port.shape), next(iter(_sizes_of(port)), None)
     if array.ndim == rank + 1:
         parts = list(array)
     elif array.ndim == rank and first and len(array) > first and len(array) % first == 0:
@@ -103,15 +102,20 @@ def _rows_of(arrays: Mapping[str, Array], port: Port, file: Path) -> list[Array]
     return [_fitting(part, port, file) for part in parts]
 
 
+def _sizes_of(port: Port) -> list[int | None]:
+    """Return the sizes of an input, ``None`` where one varies, which some exporters write as -1."""
+    return [None if size is None or size < 0 else size for size in port.shape]
+
+
 def _fitting(array: Array, port: Port, file: Path) -> Array:
     """Return ``array`` in the type of its input.
 
     Raises:
         InputError: the shape is another one, or numbers would be lost.
     """
-    sizes = zip(array.shape, port.shape, strict=False)
+    sizes = zip(array.shape, _sizes_of(port), strict=False)
     if array.ndim != len(port.shape) or any(size not in (None, length) for length, size in sizes):
-        shape = ", ".join("?" if size is None else str(size) for size in port.shape)
+        shape = ", ".join("?" if size is None else str(size) for size in _sizes_of(port))
         raise InputError(f"the graph takes the shape [{shape}]", file=file, tensor=port.name, shape=list(array.shape))
     if port.dtype is None or array.dtype == port.dtype:
         return np.ascontiguousarray(array)

@@ -126,3 +126,57 @@ def table(path: Path) -> Path:
         constant("weight", random.standard_normal((32, 64)).astype(np.float32)),
     ]
     return saved(path, helper.make_graph(nodes, "table", inputs, outputs, weights))
+
+
+def convolutions(path: Path, *, channels: int = 16, norms: bool = False) -> Path:
+    """Images [batch, 3, 16, 16] through a residual block and a convolution of single channels to 10 logits.
+
+    Args:
+        path: of the file.
+        channels: of the block.
+        norms: batch normalization behind the first convolution, and a factor and a shift of channels behind the second.
+    """
+    random = np.random.default_rng(3)
+
+    def floats(*shape: int) -> np.ndarray:
+        return (random.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+
+    wide = {"pads": [1, 1, 1, 1], "kernel_shape": [3, 3]}
+    first, second = ("first.norm", "second.shift") if norms else ("first.conv", "second.conv")
+    nodes = [
+        helper.make_node("Conv", ["images", "first", "first.bias"], ["first.conv"], name="first", **wide),
+        helper.make_node("Relu", [first], ["low"], name="relu"),
+        helper.make_node("Conv", ["low", "second"], ["second.conv"], name="second", **wide),
+        helper.make_node("Add", [second, "low"], ["sum"], name="residual"),
+        helper.make_node("Relu", ["sum"], ["block"], name="relu2"),
+        helper.make_node("MaxPool", ["block"], ["pooled"], name="pool", kernel_shape=[2, 2], strides=[2, 2]),
+        helper.make_node("Conv", ["pooled", "taps", "taps.bias"], ["single"], name="single", group=channels, **wide),
+        helper.make_node("Clip", ["single", "none", "six"], ["clipped"], name="clip"),
+        helper.make_node("Conv", ["clipped", "last"], ["last.conv"], name="last", strides=[2, 2]),
+        helper.make_node("GlobalAveragePool", ["last.conv"], ["mean"], name="mean"),
+        helper.make_node("Flatten", ["mean"], ["row"], name="flatten"),
+        helper.make_node("MatMul", ["row", "head"], ["logits"], name="head_product"),
+    ]
+    weights = [
+        constant("first", floats(channels, 3, 3, 3)),
+        constant("first.bias", floats(channels, 4)[:, 0]),
+        constant("second", floats(channels, channels, 3, 3)),
+        constant("taps", floats(channels, 1, 3, 3)),
+        constant("taps.bias", floats(channels, 4)[:, 0]),
+        constant("none", np.float32(0).reshape(())),
+        constant("six", np.float32(6).reshape(())),
+        constant("last", floats(32, channels, 1, 1)),
+        constant("head", floats(32, 10)),
+    ]
+    if norms:
+        names = ["first.gain", "first.beta", "first.mean", "first.variance"]
+        nodes.insert(1, helper.make_node("BatchNormalization", ["first.conv", *names], ["first.norm"], name="norm"))
+        nodes.insert(4, helper.make_node("Mul", ["factors", "second.conv"], ["second.scaled"], name="factor"))
+        nodes.insert(5, helper.make_node("Add", ["second.scaled", "shifts"], ["second.shift"], name="shift"))
+        vectors = [random.uniform(0.5, 2, channels).astype(np.float32) for _ in range(6)]
+        weights += [constant(name, vector) for name, vector in zip(names, vectors, strict=False)]
+        shape = (1, channels, 1, 1)
+        weights += [constant("factors", vectors[4].reshape(shape)), constant("shifts", vectors[5].reshape(shape))]
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, 16, 16])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 10])
+    return saved(path, helper.make_graph(nodes, "convolutions", [images], [logits], weights), opset=23)

@@ -1,0 +1,137 @@
+"""Convolutions of codes: integers where inputs were given, weights alone elsewhere, and the reasons for what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import graphopt
+from graphopt.compile.replay import verify
+from graphopt.errors import InputError
+from graphopt.ort.session import open_session
+from graphopt.passes.codes.quantize_convolutions import QuantizeConvolutions
+from graphopt.quality.judge import quality_figures
+from graphopt.tasks.encoder import cosines
+from tests.graphs import run_pass, session
+from tests.tasks.graph import graphs
+
+IMAGES = np.random.default_rng(7).standard_normal((8, 3, 16, 16)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return graphs.convolutions(tmp_path_factory.mktemp("convolutions") / "model.onnx")
+
+
+@pytest.fixture(scope="module")
+def inputs(file: Path) -> Path:
+    np.savez(file.parent / "images.npz", images=IMAGES[:, None])
+    return file.parent / "images.npz"
+
+
+@pytest.fixture(scope="module")
+def int8(file: Path, inputs: Path) -> Path:
+    graphopt.optimize(file, "int8", file.parent / "int8", inputs=inputs)
+    return file.parent / "int8"
+
+
+def logits_of(model: ir.Model, folder: Path) -> np.ndarray:
+    return session(model, folder).run(["logits"], {"images": IMAGES})[0]
+
+
+def operators(path: Path, folder: Path) -> list[str]:
+    """The operators of the graph that onnxruntime runs."""
+    open_session(path, optimized_to=folder / "optimized.onnx")
+    return [node.op_type for node in ir.load(folder / "optimized.onnx").graph]
+
+
+def test_with_inputs_integers_are_multiplied(int8: Path, file: Path, inputs: Path, tmp_path: Path) -> None:
+    manifest = graphopt.read(int8).manifest
+    running = operators(int8 / "model.onnx", tmp_path)
+    assert (running.count("QLinearConv"), running.count("QLinearAdd"), running.count("Conv")) == (4, 1, 0)
+    products = {product.operator: (product.activations, product.count) for product in manifest.precision.products}
+    assert products["Conv"] == ("uint8", 4)
+    kernels = manifest.check("kernels")
+    assert (kernels.figures["integer_convolutions"], kernels.figures["fused_convolutions"]) == (4, 4)
+    # Codes of 8 bits of inputs and weights: each rounding is some 0.3% of what it rounds, and four are in a row.
+    assert quality_figures(file, int8, "graph", inputs=inputs)["cosine_mean"] > 0.999
+
+
+def test_the_manifest_holds_ranges_from_which_the_same_bytes_are_made(int8: Path, file: Path, inputs: Path) -> None:
+    (step,) = [s for s in graphopt.read(int8).manifest.recipe["steps"] if s["step"] == "quantize_convolutions"]
+    known = step["known_ranges"]
+    assert (known["samples"], known["is_random"]) == (8, False)
+    # What is behind Relu and Clip begins at 0; of images the percentiles cut off next to nothing.
+    assert known["ranges"]["low"][0] == known["ranges"]["clipped"][0] == 0
+    low, high = known["ranges"]["images"]
+    assert IMAGES.min() <= low < -3
+    assert 3 < high <= IMAGES.max()
+    assert verify(file, int8, inputs=inputs).checks[0].status == "proved"
+
+
+def test_without_inputs_weights_alone_become_codes(file: Path, tmp_path: Path) -> None:
+    model = ir.load(file)
+    before = logits_of(model, tmp_path / "before")
+    weights = {name: model.graph.initializers[name].const_value.numpy() for name in ("first", "second", "last")}
+    report = run_pass(model, "quantize_convolutions")
+    skips = {skip.where: skip.reason.code for skip in report.skips}
+    assert skips == {
+        "single": "quantize_convolutions.taps",
+        "activations": "quantize_convolutions.weights-alone",
+    }
+    for name, weight in weights.items():
+        codes, scales = (model.graph.initializers[f"{name}.{part}"].const_value.numpy() for part in ("codes", "scales"))
+        assert (codes.dtype, scales.shape) == (np.int8, weight.shape[:1])
+        wide = scales.reshape(-1, 1, 1, 1)
+        # Nearest to half a step; the least squares may cut off the largest numbers, by 40% at most.
+        assert (np.abs(codes * wide - weight) <= np.maximum(wide / 2, 0.4 * np.abs(weight)) + 1e-6).all()
+        assert name not in model.graph.initializers
+    assert cosines(before, logits_of(model, tmp_path / "after")).min() > 0.999
+
+
+def test_four_bits_have_scales_of_blocks_of_input_channels(file: Path, tmp_path: Path) -> None:
+    model = ir.load(file)
+    before = logits_of(model, tmp_path / "before")
+    report = run_pass(model, "quantize_convolutions", format="int4", group=16)
+    assert {skip.where: skip.reason.code for skip in report.skips} == {
+        "first": "quantize_convolutions.no-blocks",
+        "single": "quantize_convolutions.taps",
+    }
+    assert model.graph.initializers["second.scales"].shape == [16, 1, 3, 3]
+    assert model.graph.initializers["second.codes"].dtype == ir.DataType.INT4
+    assert cosines(before, logits_of(model, tmp_path / "after")).mean() > 0.97
+
+
+def test_ranges_of_random_inputs_are_used_where_they_are_asked_for(file: Path, tmp_path: Path) -> None:
+    recipe = graphopt.load_recipe("int8", options=["quantize_convolutions.activations=static"])
+    manifest = graphopt.optimize(file, recipe, tmp_path / "random").manifest
+    (report,) = [report for report in manifest.passes if report.name == "quantize_convolutions"]
+    assert any("random inputs" in str(change.what) for change in report.changes)
+
+
+def test_what_the_recipe_names_stays(file: Path) -> None:
+    model = ir.load(file)
+    report = run_pass(model, "quantize_convolutions", floats=["second"])
+    assert {skip.where: skip.reason.code for skip in report.skips}["second"] == "quantize_convolutions.left"
+    with pytest.raises(InputError, match="names a weight that no convolution has"):
+        run_pass(ir.load(file), "quantize_convolutions", floats=["third"])
+    with pytest.raises(ValueError, match="integers are multiplied with int8 weights"):
+        QuantizeConvolutions(format="int4", activations="static")
+    with pytest.raises(ValueError, match="a multiple of 16"):
+        QuantizeConvolutions(group=8)
+
+
+def test_a_weight_that_is_computed_and_ranges_that_are_missing_are_named(file: Path) -> None:
+    model = ir.load(file)
+    node = next(node for node in model.graph if node.name == "second")
+    twice = ir.node("Identity", [node.inputs[1]], name="twice")
+    model.graph.insert_before(node, twice)
+    node.replace_input_with(1, twice.outputs[0])
+    report = run_pass(model, "quantize_convolutions")
+    assert {skip.where: skip.reason.code for skip in report.skips}["second"] == "quantize_convolutions.not-constant"
+    known = {"samples": 1, "digest": "", "is_random": False, "ranges": {"images": (0, 1)}}
+    with pytest.raises(InputError, match="states no range of a tensor"):
+        run_pass(ir.load(file), "quantize_convolutions", known_ranges=known)
