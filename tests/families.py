@@ -181,16 +181,16 @@ SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
             **_ENDS,
         },
     ),
-    # four residual streams, embeddings for each layer, sparse gates; the last two layers reuse keys and values
+    # four residual streams, embeddings for each layer, sparse gates; the last layer reuses keys and values
     "gemma3n": (
         "Gemma3nTextConfig",
         {
             **_WINDOWED,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "intermediate_size": [96] * 4,
-            "activation_sparsity_pattern": [0.95, 0.0, 0.5, 0.0],
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+            "intermediate_size": [96] * 3,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.5],
             "hidden_size_per_layer_input": 16,
             "vocab_size_per_layer_input": VOCABULARY,
             "laurel_rank": 8,

@@ -55,7 +55,7 @@ def test_hostile_calls_are_errors_or_defined() -> None:
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     def no_crash(case: Case) -> None:
         assume(not any(name in case.shift for name in STATE))  # the CPU takes codes at any address
-        assume(case.attributes["storage"] in GPU_STORAGES)
+        assume(case.attributes.get("storage", "float32") in GPU_STORAGES)
         assume(cost_of(case) < 4e6)
         check(case)
 

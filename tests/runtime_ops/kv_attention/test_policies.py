@@ -147,10 +147,19 @@ except ValueError as error:
 
 def test_another_file_is_another_policy(llama_artifact: Path, folder: Path, tmp_path: Path) -> None:
     """From the command line, with its option; the kernels do not know it, so the model runs by bodies."""
-    cli = "from graphopt.cli import main; main()"
+    # several commands in one process, which imports once
+    commands = """
+import json
+
+from graphopt.cli.entry import app
+
+for words in json.loads(sys.argv[1]):
+    app(words, standalone_mode=False)
+"""
     # in floats: products that round their inputs would make more of the last bits
     common = ["-r", "rotate", "--add", "sparse_kv", "--set", "sparse_kv.page=16", "--set", "sparse_kv.recent=4"]
     common += ["--set", "sparse_kv.sinks=1"]
+    recipes = []
     for name, options in {
         "all": ["policy=every_nth", "stride=1"],
         "some": ["policy=every_nth", "stride=3"],
@@ -158,8 +167,9 @@ def test_another_file_is_another_policy(llama_artifact: Path, folder: Path, tmp_
         "dense": ["policy=retrieval", "budget=9"],
     }.items():
         given = [word for option in options for word in ("--set", f"sparse_kv.{option}")]
-        run(folder, cli, "optimize", llama_artifact, "--output", tmp_path / name, *common, *given)
-    shown = run(folder, cli, "explain", tmp_path / "some", "model.layers.0.self_attn.Attention")
+        recipes.append(["optimize", str(llama_artifact), "--output", str(tmp_path / name), *common, *given])
+    explain = ["explain", str(tmp_path / "some"), "model.layers.0.self_attn.Attention"]
+    shown = run(folder, commands, json.dumps([*recipes, explain]))
     assert "one page of 3" in shown, shown
     code = """
 import json
