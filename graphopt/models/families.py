@@ -33,8 +33,8 @@ FAMILY_GROUPS = (
         (
             "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon",
             "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "gpt2", "gpt_bigcode",
-            "gpt_neo", "gpt_neox", "gptj", "granite", "granite_swa", "llama", "ministral", "mistral", "nemotron", "olmo2", "opt", "phi3",
-            "qwen2", "qwen3", "stablelm",
+            "gpt_neo", "gpt_neox", "gptj", "granite", "granite_swa", "llama", "ministral", "mistral", "nemotron",
+            "olmo2", "opt", "phi3", "qwen2", "qwen3", "stablelm",
         ),
     ),
     FamilyGroup(
@@ -42,7 +42,8 @@ FAMILY_GROUPS = (
         _ATTENTION,
         (
             "afmoe", "aria_text", "cohere2_moe", "dbrx", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
-            "gpt_oss", "granitemoe", "granitemoe_swa", "hunyuan_v1_moe", "jetmoe", "llama4_text", "minimax_m2", "mixtral", "qwen2_moe",
+            "gpt_oss", "granitemoe", "granitemoe_swa", "hunyuan_v1_moe", "jetmoe", "llama4_text", "minimax_m2",
+            "mixtral", "qwen2_moe",
         ),
     ),
     FamilyGroup(
