@@ -51,27 +51,20 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def worker_pids() -> list[int]:
-    """Return the processes that this one has spawned as workers, by Linux's list of processes."""
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"spawn_main" in (folder / "cmdline").read_bytes():
-                pids.append(int(folder.name))
-    return pids
-
-
 @contextlib.contextmanager
-def killing(seconds: float | None, deaths: list[int]) -> Iterator[None]:
-    """Kill a worker every so many seconds while the block lasts, and write down which."""
+def killing(executor: ClusterExecutor, seconds: float | None, deaths: list[int]) -> Iterator[None]:
+    """Kill a worker every so many seconds while the block lasts, and write down which.
+
+    Only one that has joined: Dask starts none in the place of one that dies while it starts.
+    """
     end = threading.Event()
 
     def run() -> None:
         while not end.wait(seconds):
-            for pid in worker_pids()[:1]:
-                os.kill(pid, signal.SIGKILL)
-                deaths.append(pid)
+            with contextlib.suppress(OSError):
+                for pid in list(executor.client.run(os.getpid, on_error="ignore").values())[:1]:
+                    os.kill(pid, signal.SIGKILL)
+                    deaths.append(pid)
 
     thread = threading.Thread(target=run, daemon=True)
     if seconds is not None:
@@ -103,7 +96,7 @@ def compare_bytes(
     for count, seconds in [*((count, None) for count in counts), *([(counts[-1], kill)] if kill else [])]:
         deaths: list[int] = []
         begin = time.perf_counter()
-        with open_cluster("dask://", count) as executor, killing(seconds, deaths):
+        with open_cluster("dask://", count) as executor, killing(executor, seconds, deaths):
             optimize(folder, recipe, work / "cluster", jobs=executor, run=False, **options)
         row = {
             "run": f"{count} workers" + (f", one killed every {seconds:g} s" if seconds else ""),

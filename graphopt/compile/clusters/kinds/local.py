@@ -33,7 +33,11 @@ class Local(ClusterKind):
         dask_distributed = distributed_package()
         count = jobs or processors()
         # The machine's memory is shared as it is needed: a worker that holds no results has nothing to spill.
+        import dask
+
         with (
+            # Else a worker that dies again shortly after it was replaced is replaced no more.
+            dask.config.set({"distributed.deploy.lost-worker-timeout": "1 day"}),
             dask_distributed.LocalCluster(
                 n_workers=count,
                 threads_per_worker=1,
