@@ -13,6 +13,7 @@ from graphopt.analysis.structure.heads import HeadScores, read_scores
 from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Change, Fact, PassReport, Removal, Skip
+from graphopt.graph.weights.store import Store
 from graphopt.ort.runner import Runner
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from graphopt.quantization.statistics import Calibration, InputStatistics
     from graphopt.quantization.statistics.ranges import RangeMethod, TensorRanges
+    from graphopt.quantization.statistics.sequence import RoundProduct
     from graphopt.tasks import Task
     from graphopt.util.targets import Target
 
@@ -116,18 +118,35 @@ class Statistics:
         self._heads: dict[Path, HeadScores] = {}
         self.ranges: TensorRanges | None = None
 
+    def rounded_matrices(self) -> Store:
+        """Return where matrices lie that were rounded one after the other, for :meth:`inputs_in_sequence`."""
+        return Store(self._collector().folder / "rounded")
+
+    def inputs_in_sequence(
+        self, model: ir.Model, nodes: Iterable[ir.Node], settings: str, round_product: RoundProduct
+    ) -> dict[ir.Node, InputStatistics]:
+        """Return what inputs of products look like where those before it are rounded; see :class:`Calibration`.
+
+        Raises:
+            InputError: it was not collected before, and the model cannot be run here.
+        """
+        return self._collector().inputs_in_sequence(model, nodes, settings, round_product)
+
     def inputs(self, model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Node, InputStatistics]:
         """Return what the first input of each of some products looks like, in the model as it is now.
 
         Raises:
             InputError: it was not collected before, and the model cannot be run here.
         """
+        return self._collector().inputs(model, nodes)
+
+    def _collector(self) -> Calibration:
         if self._calibration is None:
             raise InputError(
                 "a step needs statistics of the model, and there is no text to run it on",
                 remedy="compile it with graphopt.optimize, or choose a rounding method that needs none",
             )
-        return self._calibration.inputs(model, nodes)
+        return self._calibration
 
     def ranges_of(
         self, model: ir.Model, values: Iterable[ir.Value], method: RangeMethod, percentile: float, *, is_random: bool

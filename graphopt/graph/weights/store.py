@@ -75,6 +75,10 @@ class Store:
         assert value is not None
         return value
 
+    def discard(self, expression: Expression) -> None:
+        """Remove the stored value of an expression, if there is one; what is computed together with it stays."""
+        self._file(expression.digest).unlink(missing_ok=True)
+
     def _write(self, expression: Expression, array: Array) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=self.folder, suffix=".new")

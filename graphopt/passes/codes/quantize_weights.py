@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import onnx_ir as ir
-from pydantic import BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from graphopt.analysis.structure.folding import fold
 from graphopt.analysis.structure.products import (
@@ -22,7 +23,7 @@ from graphopt.analysis.structure.products import (
 from graphopt.analysis.structure.roles import roles_of
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import drop
-from graphopt.graph.weights import new_weight, weight_of
+from graphopt.graph.weights import WeightTensor, expression_of, new_weight, weight_of
 from graphopt.numerics.formats import Format, format_of
 from graphopt.passes.base import Pass
 from graphopt.passes.common.branches import put_beside
@@ -40,6 +41,7 @@ from graphopt.passes.common.logical_codes import dequantize, set_type
 from graphopt.passes.common.tables import STORAGE, quantize_table
 from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
 from graphopt.quantization.rounding import RoundingMethod
+from graphopt.quantization.rounding.correction import CorrectedMatrix
 from graphopt.quantization.rounding.lazy_codes import quantized
 from graphopt.quantization.rounding.methods import method_of
 from graphopt.quantization.rounding.methods.nearest import NEAREST
@@ -48,6 +50,7 @@ from graphopt.quantization.rounding.scales import Scale
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from graphopt.graph.weights.store import Store
     from graphopt.passes.context import Context, Ledger
     from graphopt.quantization.statistics import InputStatistics
 
@@ -78,7 +81,48 @@ NO_MATRIX = Rule("quantize_weights.no-matrix", "{op_type} with a weight of shape
 IN_SUBGRAPHS = Rule(
     "quantize_weights.in-subgraphs", "the subgraphs of {op_type} hold {numbers} weights, and stay as they are"
 )
+CHOSEN_TOKENS = Rule(
+    "quantize_weights.chosen-tokens",
+    "the model chooses experts, and might choose others behind rounded products: inputs are the model's as it is",
+)
 NOT_FLOAT = Rule("quantize_weights.not-float", "its weight is {type}, and Dequantize makes float")
+
+
+# What is added to the diagonal of Y^T Y where a matrix makes up for what those before it lost, as a share of its mean:
+# tried with 0.01 to 1, docs/rounding.md.
+_CORRECTION_DAMPING = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How a matrix is rounded.
+
+    Attributes:
+        choice: its format and group, as they were asked for.
+        group: rows that share a scale.
+        standard: whether its codes are of a type of ONNX's, in a form that onnxruntime fuses.
+        method: chooses its codes.
+        has_few_tokens: whether its inputs were seen for too few tokens.
+        rank: directions of the branch beside it.
+        tensors: its parts, not evaluated yet.
+    """
+
+    choice: GroupedFormat
+    group: int
+    standard: bool
+    method: RoundingMethod
+    has_few_tokens: bool
+    rank: int
+    tensors: dict[str, ir.TensorProtocol]
+
+    def with_stored_parts(self, store: Store) -> _Plan:
+        """Return the plan with the tensors that were evaluated when the statistics of later products were collected."""
+        store.discard(expression_of(self.tensors["values"]))
+        parts = {part: tensor for part, tensor in self.tensors.items() if part != "values"}
+        tensors: dict[str, ir.TensorProtocol] = {
+            part: store.obtain(expression_of(tensor)).tensor() for part, tensor in parts.items()
+        }
+        return dataclasses.replace(self, tensors=tensors)
 
 
 class QuantizeWeights(Pass):
@@ -140,6 +184,10 @@ class QuantizeWeights(Pass):
         low_rank: directions of what rounding a matrix loses, W - Q, that stand beside it in float16; 0 for none. The
             lm_head has none. They are chosen by X^T X of the inputs, whatever the method, see
             :mod:`graphopt.quantization.rounding.low_rank`.
+        inputs: which inputs ``rounding`` sees: those of the model as it is, or, one product after the other, those that
+            it will have behind products that are ``rounded`` already. It then makes up for what these lost, see
+            :mod:`graphopt.quantization.rounding.correction`; the model is run twice for that. Where a model chooses
+            experts, inputs are those of the model as it is.
         activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
             what the recipe says. It is a part of the graph. For the standard form it is a session entry of
             onnxruntime: see ``activations`` of the recipe.
@@ -159,30 +207,37 @@ class QuantizeWeights(Pass):
     rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST
     fewest_tokens: Annotated[int, Field(ge=0)] = 256
     low_rank: Annotated[int, Field(ge=0, le=512)] = 0
+    inputs: Literal["original", "rounded"] = "original"
     activations: Activations | None = None
+
+    @model_validator(mode="after")
+    def _one_way_to_make_up(self) -> QuantizeWeights:
+        if self.low_rank and self.inputs == "rounded":
+            raise ValueError("low_rank makes up for errors of its own product: it goes with inputs: original")
+        return self
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Quantize what the options name; say why anything else with weights stays."""
         ledger = context.ledger
         graph = model.graph
         lm_heads, tokens = lm_head_nodes(graph), set(token_lookups(graph))
-        tied = tied_lookups(graph) if self.tied and self.embedding is not None else {}
+        tied = self._tied_lookups(graph)
         options = self
         products = self._formats_of_products(graph, ledger)
-        statistics: Mapping[ir.Node, InputStatistics] = {}
-        if (self.rounding.needs is not None or self.low_rank) and products:
-            statistics = context.statistics.inputs(model, products)
-            ledger.report_change("statistics", _statistics_fact(statistics.values()))
-            note = context.task.inputs_note()
-            if note is not None:
-                ledger.report_change("statistics", note)
+        statistics, store = self._collect(model, products, context)
         for node, format_choice in products.items():
             rank = 0 if node in lm_heads else self.low_rank
             target_format = format_choice.for_target(context.target)
             in_place = None if target_format is format_choice else format_of(format_choice.format).name
-            self._quantize_matrix(
-                graph, node, target_format, statistics.get(node), ledger, tied.get(node, ()), rank, in_place=in_place
+            inputs, lookups_of = statistics.get(node), tied.get(node, ())
+            plan = self._plan(
+                graph, node, target_format, inputs, rank, corrects=not lookups_of, with_values=store is not None
             )
+            if plan is None:
+                ledger.skipped(node, NOT_FLOAT(type=_type_of_weight(node)))
+            else:
+                plan = plan if store is None else plan.with_stored_parts(store)
+                self._quantize_matrix(graph, node, plan, inputs, ledger, lookups_of, in_place=in_place)
         for node in lookups(graph):
             if node not in tokens:
                 ledger.skipped(node, NOT_TOKENS())
@@ -203,14 +258,10 @@ class QuantizeWeights(Pass):
         """Return the format of each product that gets codes; say why others do not."""
         lm_heads, routers, gates = lm_head_nodes(graph), router_nodes(graph), gate_nodes(graph)
         check_names(self.matrices, [weight_of(node, 1) for node in linear_nodes(graph)])
-        of_roles: Mapping[str, LinearFormat | None] = {str(role): choice for role, choice in self.roles.items()}
-        roles = roles_of(graph, fold(graph)) if of_roles else defaultdict(str)
         products: dict[ir.Node, LinearFormat] = {}
-        for node in linear_nodes(graph):
+        for node, format_choice in self.formats_by_product(graph).items():
             weight = weight_of(node, 1)
             assert weight is not None
-            default_format = self.lm_head if node in lm_heads else of_roles.get(roles[node], self.linear)
-            format_choice = self.matrices.get(weight.name or "", default_format)
             if node in routers - lm_heads:
                 ledger.skipped(node, ROUTER())
             elif format_choice is None:
@@ -222,6 +273,109 @@ class QuantizeWeights(Pass):
             else:
                 products[node] = format_choice
         return products
+
+    def formats_by_product(self, graph: ir.Graph) -> dict[ir.Node, LinearFormat | None]:
+        """Return what the options say of each product, whatever it is for; ``None`` leaves it in floating point."""
+        lm_heads, formats = lm_head_nodes(graph), dict[ir.Node, LinearFormat | None]()
+        of_roles: Mapping[str, LinearFormat | None] = {str(role): choice for role, choice in self.roles.items()}
+        roles = roles_of(graph, fold(graph)) if of_roles else defaultdict(str)
+        for node in linear_nodes(graph):
+            weight = weight_of(node, 1)
+            assert weight is not None
+            default_format = self.lm_head if node in lm_heads else of_roles.get(roles[node], self.linear)
+            formats[node] = self.matrices.get(weight.name or "", default_format)
+        return formats
+
+    def _tied_lookups(self, graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
+        return tied_lookups(graph) if self.tied and self.embedding is not None else {}
+
+    def _collect(
+        self, model: ir.Model, products: Mapping[ir.Node, LinearFormat], context: Context
+    ) -> tuple[Mapping[ir.Node, InputStatistics], Store | None]:
+        """Return what the inputs of products look like; and where their codes lie, if they were rounded on the way."""
+        if not products or (self.rounding.needs is None and not self.low_rank):
+            return {}, None
+        statistics: Mapping[ir.Node, InputStatistics]
+        store: Store | None = None
+        has_routers = bool(router_nodes(model.graph) - lm_head_nodes(model.graph))
+        if self.inputs == "original" or has_routers:
+            statistics = context.statistics.inputs(model, products)
+            if self.inputs == "rounded":
+                context.ledger.report_change("statistics", CHOSEN_TOKENS())
+        else:
+            statistics, store = self._round_in_sequence(model, products, context)
+        context.ledger.report_change("statistics", _statistics_fact(statistics.values()))
+        note = context.task.inputs_note()
+        if note is not None:
+            context.ledger.report_change("statistics", note)
+        return statistics, store
+
+    def _round_in_sequence(
+        self, model: ir.Model, products: Mapping[ir.Node, LinearFormat], context: Context
+    ) -> tuple[Mapping[ir.Node, InputStatistics], Store]:
+        """Round products one after the other; return what each saw, and where its codes lie."""
+        store, tied = context.statistics.rounded_matrices(), self._tied_lookups(model.graph)
+
+        def round_product(node: ir.Node, statistics: InputStatistics) -> ir.TensorProtocol | None:
+            choice = products[node].for_target(context.target)
+            plan = self._plan(model.graph, node, choice, statistics, 0, corrects=node not in tied, with_values=True)
+            return None if plan is None else store.obtain(expression_of(plan.tensors["values"])).tensor()
+
+        settings = f"{self.model_dump_json()} {context.target}"
+        return context.statistics.inputs_in_sequence(model, products, settings, round_product), store
+
+    def _plan(
+        self,
+        graph: ir.Graph,
+        node: ir.Node,
+        format_choice: GroupedFormat,
+        statistics: InputStatistics | None,
+        rank: int,
+        *,
+        corrects: bool,
+        with_values: bool,
+    ) -> _Plan | None:
+        """Return how a matrix will be rounded; ``None`` for one of another type that onnxruntime has no form for.
+
+        Args:
+            graph: the graph.
+            node: the product.
+            format_choice: its format and group.
+            statistics: of its inputs, where they were collected.
+            rank: directions of the branch beside it.
+            corrects: whether the matrix makes up for what those before it lost. One that is a token embedding, too,
+                does not: tokens are looked up in it.
+            with_values: whether the matrix that the codes mean is one of the parts.
+        """
+        weight, format = weight_of(node, 1), format_of(format_choice.format)
+        assert weight is not None and weight.const_value is not None
+        rows = weight.const_value.shape.numpy()[0]
+        fused_format = fused_group(format, format_choice, rows, graph.opset_imports[""])
+        if fused_format is None and weight.dtype != ir.DataType.FLOAT:
+            return None
+        group, matrix = fused_format or min(format_choice.group or rows, rows), weight.const_value
+        has_few_tokens = statistics is not None and statistics.tokens < max(1, self.fewest_tokens)
+        method = NEAREST if has_few_tokens else self.rounding
+        inputs, shift = None, None
+        if statistics is not None and not has_few_tokens:
+            inputs, shift = statistics.hessian(), statistics.shift()
+        if inputs is not None and shift is not None and corrects:
+            matrix = WeightTensor(CorrectedMatrix(expression_of(matrix), inputs, shift, _CORRECTION_DAMPING))
+        rank = 0 if inputs is None else min(rank, *weight.const_value.shape.numpy())
+        tensors = quantized(
+            matrix,
+            format,
+            group,
+            self.scale,
+            half=True,
+            standard=fused_format is not None,
+            method=method,
+            statistics=None if method.needs is None else inputs,
+            low_rank=rank,
+            inputs=inputs,
+            with_values=with_values,
+        )
+        return _Plan(format_choice, group, fused_format is not None, method, has_few_tokens, rank, tensors)
 
     def ensures(self, model: ir.Model) -> None:
         """Promise also that no original weight is left in the file beside its codes."""
@@ -235,42 +389,18 @@ class QuantizeWeights(Pass):
         self,
         graph: ir.Graph,
         node: ir.Node,
-        format_choice: GroupedFormat,
+        plan: _Plan,
         statistics: InputStatistics | None,
         ledger: Ledger,
         tied: Sequence[ir.Node],
-        rank: int,
         *,
         in_place: str | None,
     ) -> None:
-        weight, format = weight_of(node, 1), format_of(format_choice.format)
+        weight, format_choice = weight_of(node, 1), plan.choice
         assert weight is not None and weight.const_value is not None
-        rows = weight.const_value.shape.numpy()[0]
-        fused_format = fused_group(format, format_choice, rows, graph.opset_imports[""])
-        if fused_format is None and weight.dtype != ir.DataType.FLOAT:
-            ledger.skipped(node, NOT_FLOAT(type=str(weight.dtype)))
-            return
-        group, requested, standard = (
-            fused_format or min(format_choice.group or rows, rows),
-            self.rounding,
-            fused_format is not None,
-        )
-        has_few_tokens = statistics is not None and statistics.tokens < max(1, self.fewest_tokens)
-        method = NEAREST if has_few_tokens else requested
-        inputs = None if statistics is None or has_few_tokens else statistics.hessian()
-        rank = 0 if inputs is None else min(rank, *weight.const_value.shape.numpy())
-        tensors = quantized(
-            weight.const_value,
-            format,
-            group,
-            self.scale,
-            half=True,
-            standard=standard,
-            method=method,
-            statistics=None if method.needs is None else inputs,
-            low_rank=rank,
-            inputs=inputs,
-        )
+        rows, format = weight.const_value.shape.numpy()[0], format_of(format_choice.format)
+        group, requested, standard, method = plan.group, self.rounding, plan.standard, plan.method
+        has_few_tokens, rank, tensors = plan.has_few_tokens, plan.rank, plan.tensors
         parts = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
         branch = [parts.pop(part) for part in ("left", "right") if part in parts]
         reader = _dequantize_linear(node, parts, group) if standard else _dequantize(graph, node, parts, group, format)
@@ -304,6 +434,11 @@ class QuantizeWeights(Pass):
         activations = self.activations or "int8"
         if not standard and activations != "float32":
             round_input(graph, node, {"activations": activations, "group": group, "clip": 1.0}, ledger)
+
+
+def _type_of_weight(node: ir.Node) -> str:
+    weight = weight_of(node, 1)
+    return str(None if weight is None else weight.dtype)
 
 
 def _numbers_in_subgraphs(node: ir.Node) -> int:

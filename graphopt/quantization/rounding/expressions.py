@@ -91,6 +91,22 @@ class MatrixRounding(Bundle):
         return np.ascontiguousarray(array.T if self.axis else array)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoundingWithValues(MatrixRounding):
+    """What :class:`MatrixRounding` makes, and ``values``, what the codes mean, in the matrix's own type."""
+
+    @property
+    def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
+        """Beside those of :class:`MatrixRounding` the matrix that products will use."""
+        return super().parts | {"values": (self.source.dtype, self.source.shape)}
+
+    def evaluate(self) -> dict[str, Array]:
+        """Round the matrix, and look its codes up."""
+        matrix_codes = self.round()[1]
+        values = matrix_codes.dequantize().astype(self.source.dtype.numpy())
+        return self.tensors(matrix_codes) | {"values": np.ascontiguousarray(values.T if self.axis else values)}
+
+
 def parts_of(rounding: Bundle) -> dict[str, Part]:
     """Return each tensor of a rounding as an expression, by name."""
     return {name: Part(rounding, name) for name in rounding.parts}

@@ -6,11 +6,13 @@ import functools
 from typing import TYPE_CHECKING
 
 from graphopt.graph.weights import Cast, Expression, WeightTensor, expression_of
-from graphopt.quantization.rounding.expressions import MatrixRounding, parts_of
+from graphopt.quantization.rounding.expressions import MatrixRounding, RoundingWithValues, parts_of
 from graphopt.quantization.rounding.low_rank import LowRankRounding
 from graphopt.quantization.rounding.methods.nearest import NEAREST
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import onnx_ir as ir
 
     from graphopt.numerics.formats.format import Format
@@ -31,6 +33,7 @@ def quantized(
     statistics: Expression | None = None,
     low_rank: int = 0,
     inputs: Expression | None = None,
+    with_values: bool = False,
 ) -> dict[str, ir.TensorProtocol]:
     """Return ``codes``, ``scales`` and, where the format has them, ``zero_points`` of a matrix; nothing is read.
 
@@ -51,11 +54,14 @@ def quantized(
         low_rank: directions of what rounding loses that are returned as ``left`` and ``right``, see
             :mod:`graphopt.quantization.rounding.low_rank`; 0 for none.
         inputs: X^T X of the product's inputs, which these directions are chosen by.
+        with_values: return ``values``, too: the matrix that the codes mean; ``low_rank`` is 0 then.
 
     Raises:
         ValueError: the standard form is asked for, and ONNX has no type for the format.
     """
-    kind = functools.partial(LowRankRounding, rank=low_rank, inputs=inputs) if low_rank else MatrixRounding
+    kind: Callable[..., MatrixRounding] = RoundingWithValues if with_values else MatrixRounding
+    if low_rank:
+        kind = functools.partial(LowRankRounding, rank=low_rank, inputs=inputs)
     rounding = kind(
         expression_of(weight),
         format,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -17,13 +16,14 @@ import onnx_ir as ir
 
 from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of
-from graphopt.graph.weights.data_file import save_model
 from graphopt.graph.weights.evaluator import DistantExecutor, run_tasks, stage_of
-from graphopt.ort.session import AS_IT_LIES, FEW_CALLS, Array, run
+from graphopt.ort.session import run
 from graphopt.quantization.rounding.single_thread import one_thread
 from graphopt.quantization.statistics.moments import Moments
+from graphopt.quantization.statistics.part_runs import boundary_folder, entries_of, part_file
 from graphopt.quantization.statistics.partition import Piece, pieces_of
 from graphopt.quantization.statistics.ranges import Observer, RangeMethod, TensorRanges
+from graphopt.quantization.statistics.sequence import collect_in_sequence
 from graphopt.quantization.statistics.store import Index, InputStatistics, read_index, write_index, write_statistics
 from graphopt.quantization.statistics.windows import (
     Part,
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from graphopt.ort.runner import Runner
+    from graphopt.ort.session import Array
+    from graphopt.quantization.statistics.sequence import RoundProduct
     from graphopt.quantization.statistics.squares import Doubles
     from graphopt.tasks.ports import IntArray
 
@@ -169,7 +171,46 @@ class Calibration:
         ranges = {name: observer.range(method, percentile) for name, observer in observers.items()}
         return TensorRanges(samples=len(self.texts), digest=self.text_digest, is_random=is_random, ranges=ranges)
 
-    def _collect(self, model: ir.Model, values: Sequence[ir.Value], folder: Path) -> Index:
+    def inputs_in_sequence(
+        self, model: ir.Model, nodes: Iterable[ir.Node], settings: str, round_product: RoundProduct
+    ) -> dict[ir.Node, InputStatistics]:
+        """Return what the first input of each of some products looks like where those before it are rounded.
+
+        Args:
+            model: the model; it is not changed.
+            nodes: the products, all that will be rounded.
+            settings: all that rounding depends on besides the model and the text.
+            round_product: see :mod:`graphopt.quantization.statistics.sequence`.
+
+        Raises:
+            InputError: it is not kept and the model may not be run, or cannot be; or what it computes is not finite.
+        """
+        taps = {node: value.name or "" for node in nodes if (value := node.inputs[0]) is not None}
+        folder = self.folder / _content(model, f"{self.text_digest} {settings}")[:40]
+        index = read_index(folder / "index.json")
+        if index is None:
+            runner = self._may_run()
+            index = collect_in_sequence(
+                model,
+                list(taps),
+                folder,
+                runner,
+                self.texts,
+                self.text_digest,
+                lambda ids: (self._feeds or task_of(model.graph).text_feeds)(model.graph, ids),
+                round_product,
+                self._on_stage,
+            )
+        statistics = {node: index.inputs[name] for node, name in taps.items()}
+        self.statistics |= {inputs.value: inputs for inputs in statistics.values()}
+        return statistics
+
+    def _may_run(self) -> Runner:
+        """Return the runner.
+
+        Raises:
+            InputError: no model may be run.
+        """
         if self._runner is None:
             raise InputError(
                 "the recipe needs statistics of the model as it is at this step, and they are not kept",
@@ -177,6 +218,10 @@ class Calibration:
                 remedy="let the model run, or collect them first: `graphopt calibrate MODEL -r RECIPE -o FOLDER`, then "
                 "give --statistics FOLDER; or take a recipe that needs none, such as int4-rtn for int4",
             )
+        return self._runner
+
+    def _collect(self, model: ir.Model, values: Sequence[ir.Value], folder: Path) -> Index:
+        self._may_run()
         pieces = pieces_of(model.graph, values, self._limit)
         folder.mkdir(parents=True, exist_ok=True)
         statistics: dict[str, InputStatistics] = {}
@@ -190,7 +235,7 @@ class Calibration:
                 )
                 piece_index = Index(inputs=self._write_sums(piece, moments, folder, numbers))
                 write_index(piece_index, folder / f"piece-{number}.json")
-            shutil.rmtree(_boundary(folder, number - 1), ignore_errors=True)
+            shutil.rmtree(boundary_folder(folder, number - 1), ignore_errors=True)
             statistics |= piece_index.inputs
         self._spare.clear()
         index = Index(inputs=statistics)
@@ -211,11 +256,11 @@ class Calibration:
         """Run a piece on every text, here or on other machines."""
         runner, model_of_part = self._runner, piece.part(model)
         assert runner is not None
-        stage, entries = f"collecting statistics, part {number + 1} of {count}", _entries_of(model_of_part)
+        stage, entries = f"collecting statistics, part {number + 1} of {count}", entries_of(model_of_part)
         is_apart = isinstance(self._executor, DistantExecutor)
         if not is_apart:
-            shutil.rmtree(_boundary(folder, number), ignore_errors=True)
-        with _part_file(model_of_part, folder / (f"part-{number}" if is_apart else "part")) as file:
+            shutil.rmtree(boundary_folder(folder, number), ignore_errors=True)
+        with part_file(model_of_part, folder / (f"part-{number}" if is_apart else "part")) as file:
             part = Part(
                 file=str(file),
                 entries={**runner.entries, **entries},
@@ -291,7 +336,7 @@ class Calibration:
         self, part: Part, number: int, folder: Path, feeds_of: Callable[[IntArray], Mapping[str, Array]]
     ) -> Iterator[Window]:
         """Yield each text on its way through a piece."""
-        before, after = _boundary(folder, number - 1), _boundary(folder, number)
+        before, after = boundary_folder(folder, number - 1), boundary_folder(folder, number)
         for row, ids in enumerate(self.texts):
             is_sample = isinstance(ids, Mapping)
             yield Window(
@@ -302,23 +347,6 @@ class Calibration:
                 after=str(after / str(row)),
                 sums=str(folder / f"sums-{number}-{row}"),
             )
-
-
-@contextlib.contextmanager
-def _part_file(part: ir.Model, folder: Path) -> Iterator[Path]:
-    """Give the file of a part of a model, whose weights stay where they lie; ``folder`` is gone when the block ends."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    folder.mkdir(exist_ok=True)
-    try:
-        save_model(part, folder / "model.onnx", "model.data", in_place=True)
-        yield folder / "model.onnx"
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _entries_of(part: ir.Model) -> dict[str, str]:
-    of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in part.graph)
-    return {**FEW_CALLS, **(AS_IT_LIES if of_floats else {})}
 
 
 def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:
@@ -334,10 +362,6 @@ def _columns(tap: ir.Value) -> int:
 def _bytes_of(model: ir.Model) -> int:
     values = (value.const_value for value in model.graph.initializers.values())
     return sum(tensor.nbytes for tensor in values if tensor is not None)
-
-
-def _boundary(folder: Path, number: int) -> Path:
-    return folder / f"boundary-{number}"
 
 
 def _content(model: ir.Model, text: str) -> str:

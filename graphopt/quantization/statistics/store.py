@@ -38,6 +38,9 @@ class InputStatistics(BaseModel):
         digest: of the Hessian's content.
         hessian_file: where X^T X / tokens lies, float32 [rows, rows].
         mean_file: where the means and the largest magnitudes of all rows lie, float32 [2, rows].
+        shift_digest: of the content of ``shift_file``.
+        shift_file: where Y^T (X - Y) / tokens lies, float32 [rows, rows], for inputs Y that are those of a model whose
+            products were rounded one after the other, and X those of the original model; ``None`` for inputs X.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,10 +57,18 @@ class InputStatistics(BaseModel):
     digest: str
     hessian_file: Path
     mean_file: Path
+    shift_digest: str | None = None
+    shift_file: Path | None = None
 
     def hessian(self) -> StoredBytes:
         """Return X^T X / tokens as an expression, float32 [rows, rows]."""
         return StoredBytes(str(self.hessian_file), 0, ir.DataType.FLOAT, (self.rows, self.rows), self.digest)
+
+    def shift(self) -> StoredBytes | None:
+        """Return Y^T (X - Y) / tokens as an expression, float32 [rows, rows]; ``None`` for inputs X."""
+        if self.shift_file is None:
+            return None
+        return StoredBytes(str(self.shift_file), 0, ir.DataType.FLOAT, (self.rows, self.rows), self.shift_digest)
 
     def means_and_largest(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Return the mean and the largest magnitude of each row, float32 [rows]."""
@@ -77,8 +88,23 @@ class Index(BaseModel):
     inputs: dict[str, InputStatistics]
 
 
-def write_statistics(value: ir.Value, moments: Moments, text: str, folder: Path, number: int) -> InputStatistics:
+def write_statistics(
+    value: ir.Value,
+    moments: Moments,
+    text: str,
+    folder: Path,
+    number: int,
+    shift: npt.NDArray[np.float64] | None = None,
+) -> InputStatistics:
     """Write what was collected of one value.
+
+    Args:
+        value: which.
+        moments: the sums.
+        text: SHA-256 of the texts.
+        folder: where files go.
+        number: of the value, for their names.
+        shift: the sum of Y^T (X - Y), see :class:`InputStatistics`.
 
     Raises:
         InputError: it is NaN or infinite, or too large for float32; or the disk is full.
@@ -98,6 +124,11 @@ def write_statistics(value: ir.Value, moments: Moments, text: str, folder: Path,
     hessian_file, mean_file = folder / f"{number}.hessian", folder / f"{number}.mean"
     _write(hessian_file, hessian)
     _write(mean_file, vectors)
+    shift_file, shift_digest = None, None
+    if shift is not None:
+        mean_shift, shift_file = (shift / tokens).astype(np.float32), folder / f"{number}.shift"
+        shift_digest = digest_of_array(mean_shift, ir.DataType.FLOAT)
+        _write(shift_file, mean_shift)
     return InputStatistics(
         value=value.name or "",
         text=text,
@@ -111,6 +142,8 @@ def write_statistics(value: ir.Value, moments: Moments, text: str, folder: Path,
         digest=digest_of_array(hessian, ir.DataType.FLOAT),
         hessian_file=hessian_file,
         mean_file=mean_file,
+        shift_digest=shift_digest,
+        shift_file=shift_file,
     )
 
 
@@ -128,8 +161,11 @@ def read_index(file: Path) -> Index | None:
         raise InputError("this is no index of statistics", file=file, remedy="remove its folder") from error
     inputs: dict[str, InputStatistics] = {}
     for name, statistics in index.inputs.items():
-        files = {key: file.parent / getattr(statistics, key).name for key in ("hessian_file", "mean_file")}
-        for location, size in zip(files.values(), (4 * statistics.rows**2, 8 * statistics.rows), strict=True):
+        sizes = {"hessian_file": 4 * statistics.rows**2, "mean_file": 8 * statistics.rows}
+        if statistics.shift_file is not None:
+            sizes["shift_file"] = 4 * statistics.rows**2
+        files = {key: file.parent / getattr(statistics, key).name for key in sizes}
+        for location, size in zip(files.values(), sizes.values(), strict=True):
             if not location.is_file() or location.stat().st_size != size:
                 raise InputError("a file of statistics is missing or cut", file=location, remedy="remove its folder")
         inputs[name] = statistics.model_copy(update=files)

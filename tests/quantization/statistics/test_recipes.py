@@ -45,8 +45,11 @@ def facts(made: Any) -> list[Any]:
     return [change.what for change in report.changes]
 
 
-def test_any_number_of_jobs_shards_and_verify_agree(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
-    chosen = recipe(text)
+@pytest.mark.parametrize("inputs", ["original", "rounded"])
+def test_any_number_of_jobs_shards_and_verify_agree(
+    inputs: str, llama_artifact: Path, text: Path, tmp_path: Path
+) -> None:
+    chosen = recipe(text, inputs=inputs)
     made = optimize(llama_artifact, chosen, tmp_path / "one")
     assert {fact.figures.get("rounding") for fact in facts(made) if fact.code == STORAGE.code} == {"gptq", None}
     (measured,) = [fact for fact in facts(made) if fact.code == STATISTICS.code]
@@ -108,6 +111,17 @@ def test_killed_while_it_collects_or_rounds_it_makes_the_same_bytes(
     optimize(llama_artifact, load_recipe(chosen), tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "recipe.yaml", "whole"]
+
+
+def test_products_make_up_for_those_before_them(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
+    found = {}
+    for inputs in ("original", "rounded"):
+        chosen = recipe(text, inputs=inputs, linear="{format: int3, group: 64}", activations="float32")
+        made = optimize(llama_artifact, chosen, tmp_path / inputs)
+        found[inputs] = next(check.figures for check in made.manifest.checks if check.name == "quality")["kl_mean"]
+    assert 0 < found["rounded"] < found["original"]
+    with pytest.raises(InputError, match="it goes with inputs: original"):
+        recipe(text, inputs="rounded", low_rank=4)
 
 
 def test_branches_of_what_was_lost_run_and_bring_the_model_nearer(
