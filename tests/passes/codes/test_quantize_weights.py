@@ -13,14 +13,25 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from graphopt.analysis.structure.product_codes import dequantize_of, rounding_of
+from graphopt.artifact import artifact
 from graphopt.graph import provenance
 from graphopt.numerics.formats import FORMATS, format_of
+from graphopt.ort.runner import Runner
 from graphopt.ort.session import ACCURACY_LEVEL, open_session
-from graphopt.passes.codes.quantize_weights import STORAGE, EmbeddingFormat, LinearFormat, QuantizeWeights
-from graphopt.passes.context import make_context
+from graphopt.passes.codes.quantize_weights import (
+    CHOSEN_TOKENS,
+    STATISTICS,
+    STORAGE,
+    EmbeddingFormat,
+    LinearFormat,
+    QuantizeWeights,
+)
+from graphopt.passes.context import Statistics, make_context
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.lower.lower import Lower
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.float16_scales import fits_half
+from graphopt.quantization.statistics import Calibration
 from graphopt.tasks import task_of
 from graphopt.util.targets import Target
 from tests.graphs import residual_model, run_pass, save, session
@@ -321,9 +332,6 @@ def test_an_embedding_of_4_bits_is_refused() -> None:
 
 
 def test_experts_are_quantized_and_what_chooses_them_is_not(make_artifact: Callable[[str], Path]) -> None:
-    from graphopt.artifact import artifact
-    from graphopt.passes.lift.canonicalize import Canonicalize
-
     model = artifact.read(make_artifact("mixtral")).model
     Canonicalize()(model)
     report = quantize(model)
@@ -334,6 +342,20 @@ def test_experts_are_quantized_and_what_chooses_them_is_not(make_artifact: Calla
     experts = [change for change in report.changes if ".experts." in change.where]
     # of each of four experts in two layers, gate and up in one matrix, and down
     assert len(experts) == 2 * 4 * 2
+
+
+def test_where_experts_are_chosen_inputs_are_those_of_the_model_as_it_is(
+    make_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = artifact.read(make_artifact("mixtral")).model
+    Canonicalize()(model)
+    calibration = Calibration(tmp_path, lambda: [np.arange(1, 33)], Runner())
+    context = make_context(task_of(model.graph), statistics=Statistics(calibration))
+    step = options(rounding="gptq", inputs="rounded", fewest_tokens=1)
+    report = step(model, context).report  # type: ignore[attr-defined]
+    facts = [change.what for change in report.changes if change.where == "statistics"]
+    assert [fact.code for fact in facts] == [CHOSEN_TOKENS.code, STATISTICS.code]
+    assert all(inputs.shift_file is None for inputs in calibration.statistics.values())
 
 
 @pytest.mark.parametrize(("target", "name"), [("ort-cuda", "nl4"), ("ort-cpu", "t4"), ("portable", "t4")])
