@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,7 @@ STATES = {
 }
 
 
-def run_pieces(folder: Path, ids: np.ndarray, mask: np.ndarray, pieces: list[int]) -> np.ndarray:
+def run_pieces(folder: Path, ids: np.ndarray, mask: np.ndarray, pieces: Sequence[int]) -> np.ndarray:
     """Return the logits of all columns, fed in pieces."""
     session = open_session(folder / MODEL)
     interface = Interface.of_session(session)

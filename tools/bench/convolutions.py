@@ -14,6 +14,7 @@ an order drawn anew; times are medians, ratios medians of the ratios of each rou
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import sys
@@ -68,8 +69,8 @@ def write_checkpoint(kind: str, size: int, folder: Path) -> None:
     model.eval().save_pretrained(folder)
     processor = "ConvNextImageProcessor" if kind == "resnet" else "ViTImageProcessor"
     sizes = {"shortest_edge": size} if kind == "resnet" else {"height": size, "width": size}
-    text = f'{{"image_processor_type": "{processor}", "size": {sizes}, "crop_pct": 0.875}}'.replace("'", '"')
-    (folder / "preprocessor_config.json").write_text(text)
+    settings = {"image_processor_type": processor, "size": sizes, "crop_pct": 0.875}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
 def samples_of(model: Path, inputs: Path | None, count: int) -> list[Feeds]:

@@ -8,17 +8,17 @@ the outputs of heads are the same in all of them and left out.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
+import typer
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -43,11 +43,11 @@ class Graph:
         self.random = np.random.default_rng(0)
 
     def op(
-        self, op_type: str, inputs: Sequence[ir.Value | None], *dims: Sequence[Any], domain: str = "", **said: Any
+        self, op_type: str, inputs: Sequence[ir.Value | None], *dims: Sequence[Any], domain: str = "", **attributes: Any
     ) -> Any:
         """Return the outputs of a new node, of these shapes; one of them by itself."""
         name = f"{op_type}.{len(list(self.graph))}"
-        node = ir.node(op_type, inputs, said, domain=domain, num_outputs=len(dims), name=name)
+        node = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=len(dims), name=name)
         for index, (value, shape) in enumerate(zip(node.outputs, dims, strict=True)):
             value.name, value.dtype, value.shape = f"{name}.{index}", FLOAT, ir.Shape(shape)
         self.graph.append(node)
@@ -181,6 +181,12 @@ class Form:
             else:
                 self.binding.bind_output(output.name)
 
+    def outputs(self) -> list[np.ndarray]:
+        """Run a step; return what it made."""
+        self.session.run_with_iobinding(self.binding)
+        results: list[np.ndarray] = self.binding.copy_outputs_to_cpu()
+        return results
+
     def seconds(self) -> float:
         """Run a step; return what it took."""
         start = time.perf_counter()
@@ -188,14 +194,13 @@ class Form:
         return time.perf_counter() - start
 
 
-def main() -> None:
+def main(
+    past: Annotated[str, typer.Option(help="tokens in the cache, such as 8k")] = "8k",
+    rounds: Annotated[int, typer.Option(min=1, help="of timing")] = 15,
+    threads: Annotated[int, typer.Option(min=1)] = 2,
+) -> None:
     """Print milliseconds and bytes of a token by form."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--past", default="8k")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    past = int(options.past[:-1]) * 1024 if options.past.endswith("k") else int(options.past)
+    tokens = int(past[:-1]) * 1024 if past.endswith("k") else int(past)
     pages = {
         storage: KVAttributes(1, SCALE, storage=storage, value_size=RANK)
         for storage in ("float32", "float16", "int8", "int4")
@@ -204,18 +209,18 @@ def main() -> None:
         "latents cached, keys and values made again": (made_from_latents(), None),
         "keys and values of heads cached": (expanded(), None),
         "latents absorbed, cache grows": (absorbed(), None),
-        **{f"latents in pages, {storage}": (paged(said), said) for storage, said in pages.items()},
+        **{f"latents in pages, {storage}": (paged(attributes), attributes) for storage, attributes in pages.items()},
     }
-    opened = {name: Form(model, past, said, options.threads) for name, (model, said) in forms.items()}
-    times: dict[str, list[float]] = {name: [] for name in opened}
-    for _ in range(options.rounds + 2):
-        for name, form in opened.items():
+    sessions = {name: Form(model, tokens, attributes, threads) for name, (model, attributes) in forms.items()}
+    times: dict[str, list[float]] = {name: [] for name in sessions}
+    for _ in range(rounds + 2):
+        for name, form in sessions.items():
             times[name].append(form.seconds())
     slowest = median(times["keys and values of heads cached"][2:])
-    for name, form in opened.items():
+    for name, form in sessions.items():
         step = median(times[name][2:])
-        print(f"{name:45} {1e3 * step:8.2f} ms  {slowest / step:6.2f}x  {form.bytes / past:8.0f} bytes a token")
+        print(f"{name:45} {1e3 * step:8.2f} ms  {slowest / step:6.2f}x  {form.bytes / tokens:8.0f} bytes a token")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

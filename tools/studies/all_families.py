@@ -250,34 +250,18 @@ def attempt(family: str, folder: Path, recipes: Sequence[str] = RECIPES) -> dict
 def _export(folder: Path) -> None:
     """Export a model; logits of a prefill, of chunks and of single steps are those of transformers within the bound."""
     import graphopt
-    from graphopt.artifact.artifact import MODEL
     from graphopt.errors import VerificationError
-    from graphopt.ort.session import open_session
+    from tests.models.test_recurrence import run_pieces
 
     (agreement,) = graphopt.export(folder / "checkpoint", folder / "float32").checks
-    session = open_session(folder / "float32" / MODEL)
     ids = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, sum(CHUNKS)))
-    at_once, in_chunks = (logits_of_pieces(session, ids, pieces) for pieces in ((sum(CHUNKS),), CHUNKS))
+    mask = np.ones_like(ids)
+    at_once, in_chunks = (run_pieces(folder / "float32", ids, mask, pieces) for pieces in ((sum(CHUNKS),), CHUNKS))
     change = float(np.abs(in_chunks - at_once).max() / np.abs(at_once).max())
     figures = {"transformers": agreement.figures.get("largest_change", math.nan), "those of one call": change}
     for name, figure in figures.items():
         if not figure <= BOUND:
             raise VerificationError(f"logits differ from {name} by {figure:.1e} of the largest")
-
-
-def logits_of_pieces(session: Any, ids: Any, pieces: Sequence[int]) -> Any:
-    """Return the logits of all tokens [batch, length, vocabulary], fed in pieces onto the states of those before."""
-    from graphopt.tasks.causal_lm.interface import Interface
-
-    interface = Interface.of_session(session)
-    states, logits, begin = interface.empty_past(len(ids), ids.shape[1]), [], 0
-    for length in pieces:
-        end = begin + length
-        feeds = interface.feeds(ids[:, begin:end], np.ones((len(ids), end), np.int64), states)
-        first, *present = session.run(["logits", *interface.present], feeds)
-        states, begin = dict(zip(interface.past, present, strict=True)), end
-        logits.append(first)
-    return np.concatenate(logits, axis=1)
 
 
 def _optimize(folder: Path, recipe: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from graphopt.graph.diagnostics import Fact, Rule
 
 FOLDED_WEIGHT = Rule("unroll.folded", "the exporter computes {weight} of {parameters} in a way that is not known")
-RUNNING = Rule("unroll.running", "the exporter folds {buffer} and its like into weights")
+RUNNING_VARIANCE = Rule("unroll.running-variance", "the exporter folds {buffer} and its like into weights")
 NO_LAYERS = Rule("unroll.no-layers", "its modules hold no list of layers")
 FEW_LAYERS = Rule("unroll.few-layers", "{traced} of its {layers} layers would be traced")
 NOT_RECORDED = Rule("unroll.not-recorded", "it cannot be run without weights ({error})")

@@ -13,7 +13,7 @@ from graphopt.models.recurrence import recurrences_as_nodes
 from graphopt.models.trace import export_graph, finish, task_of_model, trace
 from graphopt.models.unrolling.graph import unroll
 from graphopt.models.unrolling.kinds import plan_layers, shorten
-from graphopt.models.unrolling.refusals import FEW_LAYERS, RUNNING, NotUnderstoodError
+from graphopt.models.unrolling.refusals import FEW_LAYERS, RUNNING_VARIANCE, NotUnderstoodError
 from graphopt.models.unrolling.relations import Relations
 from graphopt.models.unrolling.skeleton import make_skeleton
 
@@ -30,7 +30,7 @@ WITH_WEIGHTS = Rule("unroll.with-weights", "every layer was traced, with all wei
 
 
 # What batch normalization collected in training: the exporter folds it into the weight in front, and says so nowhere.
-_RUNNING = "running_var"
+_VARIANCE = "running_var"
 
 
 def trace_loaded(checkpoint: LoadedModel, source: str, task: Task | None = None) -> tuple[ir.Model, list[Fact]]:
@@ -73,9 +73,9 @@ def trace_skeleton(model: Any, source: str, task: Task | None = None) -> tuple[i
         NotUnderstoodError: the exporter computes with parameters in a way that is not known.
     """
     task = task or task_of_model(model)
-    running = next((name for name, _ in model.named_buffers() if name.endswith(_RUNNING)), None)
-    if running is not None:
-        raise NotUnderstoodError(RUNNING(buffer=running))
+    variance = next((name for name, _ in model.named_buffers() if name.endswith(_VARIANCE)), None)
+    if variance is not None:
+        raise NotUnderstoodError(RUNNING_VARIANCE(buffer=variance))
     make_skeleton(model)
     if not task.unrolls:
         program = _export(model, source, task)

@@ -26,6 +26,7 @@ def double(number: int) -> int:
 
 
 def doubled_array(array: np.ndarray) -> np.ndarray:
+    # a large array is a read-only map of a file in the shared folder; small ones come with the message
     assert not array.flags.writeable or array.nbytes < 4096
     return 2 * array
 

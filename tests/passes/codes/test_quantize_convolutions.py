@@ -89,6 +89,7 @@ def test_without_inputs_weights_alone_become_codes(file: Path, tmp_path: Path) -
         # Nearest to half a step; the least squares may cut off the largest numbers, by 40% at most.
         assert (np.abs(codes * wide - weight) <= np.maximum(wide / 2, 0.4 * np.abs(weight)) + 1e-6).all()
         assert name not in model.graph.initializers
+    # weights alone, of 8 bits: each is off by 0.3% of its channel's largest
     assert cosines(before, logits_of(model, tmp_path / "after")).min() > 0.999
 
 
@@ -102,7 +103,8 @@ def test_four_bits_have_scales_of_blocks_of_input_channels(file: Path, tmp_path:
     }
     assert model.graph.initializers["second.scales"].shape == [16, 1, 3, 3]
     assert model.graph.initializers["second.codes"].dtype == ir.DataType.INT4
-    assert cosines(before, logits_of(model, tmp_path / "after")).mean() > 0.97
+    # Two convolutions of codes of 4 bits, which are off by a tenth of what they round: seen 0.998.
+    assert cosines(before, logits_of(model, tmp_path / "after")).mean() > 0.99
 
 
 def test_ranges_of_random_inputs_are_used_where_they_are_asked_for(file: Path, tmp_path: Path) -> None:
