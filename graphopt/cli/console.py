@@ -34,7 +34,7 @@ NoRun = Annotated[bool, typer.Option("--no-run", help="prove what can be proved,
 Jobs = Annotated[
     int | None,
     typer.Option(
-        "-j", "--jobs", help="processes that evaluate weights: 1 by default; with --cluster, workers to start", min=1
+        "-j", "--jobs", help="processes that share the work: 1 by default; with --cluster, workers to start", min=1
     ),
 ]
 OnCluster = Annotated[

@@ -150,9 +150,9 @@ def run(
         if not task.reads_text and (inputs is not None or task.reads == "arrays"):
             return _print_outputs(task, model, save, as_json)
         if save is not None:
-            from graphopt.cli.signals import save_outputs
+            from graphopt.cli.signals import print_signals
 
-            save_outputs(model, files, save)
+            return print_signals(model, files, as_json, save)
         return task.print_run(model.with_prompt(prompt_name), files, as_json)
     sampling = _sampling(folder if chat else None, temperature, top_k, top_p, seed)
     grammar = _grammar(json_schema, regex)

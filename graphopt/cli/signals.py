@@ -22,16 +22,25 @@ _CLASSES_PRINTED = 5
 _LEAST_PROBABILITY = 0.5
 
 
-def print_signals(model: OpenModel, files: Sequence[str], as_json: bool) -> None:
+def print_signals(model: OpenModel, files: Sequence[str], as_json: bool, save: Path | None = None) -> None:
     """Print what a model says of images or recordings.
 
+    Args:
+        model: the model.
+        files: images or recordings.
+        as_json: whether to print JSON.
+        save: an ``.npz`` file for the outputs, of the first file ``0.logits`` and so on; ``None`` for none.
+
     Raises:
-        InputError: there is none; or see :meth:`graphopt.inference.signals.SignalSession.read_file`.
+        InputError: there is no file, or ``save`` cannot be written; or see
+            :meth:`graphopt.inference.signals.SignalSession.read_file`.
     """
     from graphopt.tasks.image_encoder import SignalEncoder
     from graphopt.tasks.speech_ctc import SpeechCTC
 
     session, outputs = _run(model, files)
+    if save is not None:
+        _save(outputs, save)
     if isinstance(session.task, SignalEncoder):
         return _print_cosines(files, outputs, as_json)
     rows_of, columns = _form(session)
@@ -49,15 +58,9 @@ def print_signals(model: OpenModel, files: Sequence[str], as_json: bool) -> None
     return print_table(rows, ("file", *columns))
 
 
-def save_outputs(model: OpenModel, files: Sequence[str], target: Path) -> None:
-    """Write the outputs for images or recordings to an ``.npz`` file: of the first ``0.logits`` and so on.
-
-    Raises:
-        InputError: see :func:`print_signals`; or the file cannot be written.
-    """
+def _save(outputs: Sequence[dict[str, Array]], target: Path) -> None:
     import numpy as np
 
-    _, outputs = _run(model, files)
     arrays = {f"{number}.{name}": array for number, by_name in enumerate(outputs) for name, array in by_name.items()}
     try:
         with target.open("wb") as stream:
@@ -98,23 +101,16 @@ def _label(session: SignalSession, number: int) -> str:
     return session.labels[number] if number < len(session.labels) else str(number)
 
 
-def _softmax(logits: Array) -> Array:
-    import numpy as np
-
-    exponentials = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
-    shares: Array = exponentials / exponentials.sum(axis=-1, keepdims=True)
-    return shares
-
-
 def _classes(session: SignalSession, _file: Path, outputs: dict[str, Array]) -> Rows:
     """Return the likeliest classes; where classes do not exclude one another, each has a probability of its own."""
     import numpy as np
 
     from graphopt.analysis.structure.ports import LOGITS
+    from graphopt.inference.classes import probabilities_of
 
     logits = outputs[LOGITS].astype(np.float64)
-    independent = session.model.manifest.model.are_labels_independent or logits.shape[-1] == 1
-    shares = 1 / (1 + np.exp(-logits)) if independent else _softmax(logits)
+    are_independent = session.model.manifest.model.are_labels_independent or logits.shape[-1] == 1
+    shares = probabilities_of(logits, are_independent=are_independent)
     order = np.argsort(np.negative(shares), kind="stable")[:_CLASSES_PRINTED]
     return [
         {"class": _label(session, n), "probability": float(shares[n]), "logit": float(logits[n])}
@@ -131,13 +127,15 @@ def _boxes(session: SignalSession, file: Path, outputs: dict[str, Array]) -> Row
     import numpy as np
 
     from graphopt.analysis.structure.ports import LOGITS
+    from graphopt.inference.classes import probabilities_of
     from graphopt.inference.signals import read_image
     from graphopt.tasks.object_detector import BOXES
 
     logits, boxes = outputs[LOGITS].astype(np.float64), outputs[BOXES].astype(np.float64)
     width, height = read_image(file).size
     has_no_thing = logits.shape[-1] != len(session.labels)
-    shares = _softmax(logits)[:, :-1] if has_no_thing else 1 / (1 + np.exp(-logits))
+    shares = probabilities_of(logits, are_independent=not has_no_thing)
+    shares = shares[:, :-1] if has_no_thing else shares
     best, probabilities = shares.argmax(-1), shares.max(-1)
     middles, sizes = boxes[:, :2], boxes[:, 2:]
     corners = np.concatenate([middles - sizes / 2, middles + sizes / 2], -1) * [width, height, width, height]

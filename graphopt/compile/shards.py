@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from graphopt.artifact import artifact as artifacts
-from graphopt.compile.compilation import Compilation
+from graphopt.compile.compilation import Compilation, files_of
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.graph.weights import Expression, WeightTensor
-from graphopt.graph.weights.evaluator import computed_weights, cost_of, group_expressions, workers
+from graphopt.graph.weights.evaluator import computed_weights, cost_of, group_expressions, stage_of, workers
 from graphopt.graph.weights.store import StoreEntry
 from graphopt.graph.weights.work_folder import (
     default_work_folder,
@@ -100,7 +100,7 @@ def evaluate_shard(
     folder = open_work_folder(Path(output), None if work is None else Path(work))
     # The other machines may not have the files that the recipe names.
     recipe = recipe.self_contained(Statistics())
-    with workers(jobs, folder, [Path(model)]) as executor:
+    with workers(jobs, folder, files_of(model, statistics)) as executor:
         compilation = Compilation(model, recipe, work=folder, run=False, statistics=statistics, executor=executor)
         if compilation.source.parts:
             raise InputError(
@@ -116,7 +116,8 @@ def evaluate_shard(
                 _keep(compilation.model)
         expressions = [tensor.expression for _, tensor in computed_weights(compilation.model)]
         compilation.evaluator.values(
-            share(expressions, shard, shards), lambda count, total: on_stage("evaluating weights", count, total)
+            share(expressions, shard, shards),
+            lambda count, total: on_stage(stage_of("evaluating weights", executor), count, total),
         )
     _done_file(folder, shard, shards).touch()
     return folder

@@ -152,12 +152,17 @@ class ClassifierSession:
         One class, and classes that do not exclude one another, have a probability of their own: a sigmoid. Others share
         it: a softmax.
         """
-        numbers = logits.astype(np.float64)
-        if self.has_independent_classes:
-            return 1 / (1 + np.exp(-numbers))
-        exponentials = np.exp(numbers - numbers.max(axis=-1, keepdims=True))
-        shares: npt.NDArray[np.float64] = exponentials / exponentials.sum(axis=-1, keepdims=True)
-        return shares
+        return probabilities_of(logits, are_independent=self.has_independent_classes)
+
+
+def probabilities_of(logits: npt.NDArray[np.generic], *, are_independent: bool) -> npt.NDArray[np.float64]:
+    """Return the probabilities of classes for ``logits`` [..., classes]: a sigmoid of each, or a softmax of all."""
+    numbers = logits.astype(np.float64)
+    if are_independent:
+        return 1 / (1 + np.exp(-numbers))
+    exponentials = np.exp(numbers - numbers.max(axis=-1, keepdims=True))
+    shares: npt.NDArray[np.float64] = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def load_classifier(

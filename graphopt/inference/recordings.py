@@ -47,6 +47,12 @@ def features_of_files(folder: Path, files: Sequence[Path]) -> npt.NDArray[np.flo
     return features.astype(np.float32, copy=False)
 
 
+def has_processor(source: str | Path) -> bool:
+    """Return whether a folder says how signals become numbers; a model on the hub may."""
+    folder = Path(source)
+    return not folder.is_dir() or any((folder / name).is_file() for name in (PREPROCESSOR, PROCESSOR))
+
+
 def extractor_of(source: str | Path) -> Any:
     """Return what makes features of recordings, as transformers has it.
 
@@ -57,11 +63,10 @@ def extractor_of(source: str | Path) -> Any:
         InputError: the folder does not say how features are made.
         MissingDependencyError: transformers is not installed.
     """
-    folder = Path(source)
-    if folder.is_dir() and not any((folder / name).is_file() for name in (PREPROCESSOR, PROCESSOR)):
+    if not has_processor(source):
         raise InputError(
             "the model does not say how a recording becomes features",
-            file=folder / PREPROCESSOR,
+            file=Path(source) / PREPROCESSOR,
             remedy="put the file of the checkpoint there",
         )
     try:

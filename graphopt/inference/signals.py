@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.analysis.structure.ports import PIXEL_VALUES
-from graphopt.artifact.hf_config import PREPROCESSOR, PROCESSOR
+from graphopt.artifact.hf_config import PREPROCESSOR
 from graphopt.errors import GraphoptError, InputError, MissingDependencyError
-from graphopt.inference.recordings import extractor_of, read_wav
+from graphopt.inference.recordings import extractor_of, has_processor, read_wav
 from graphopt.inference.session import OpenModel, open_folder
 from graphopt.ort.session import run
 from graphopt.tasks import TASKS
@@ -26,17 +25,12 @@ from graphopt.tasks.signals import Signals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from graphopt.tasks.ports import Array
     from graphopt.util.targets import Device
 
 Floats = npt.NDArray[np.float32]
-
-
-def has_processor(source: str | Path) -> bool:
-    """Return whether a folder says how signals become numbers; a model on the hub may."""
-    folder = Path(source)
-    return not folder.is_dir() or any((folder / name).is_file() for name in (PREPROCESSOR, PROCESSOR))
 
 
 def image_numbers(source: str | Path, images: Sequence[Any]) -> Mapping[str, Array]:

@@ -13,7 +13,8 @@ import numpy as np
 
 from graphopt.analysis.structure.ports import INPUT_FEATURES, PIXEL_VALUES
 from graphopt.errors import InputError
-from graphopt.inference.signals import has_processor, image_numbers, recording_numbers
+from graphopt.inference.recordings import has_processor
+from graphopt.inference.signals import image_numbers, recording_numbers
 from graphopt.models.checkpoint import quiet, reason_of
 from graphopt.tasks.base import SAMPLE_BATCH
 from graphopt.tasks.signals import random_signals

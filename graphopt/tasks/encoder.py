@@ -20,6 +20,7 @@ from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     HIDDEN,
     INPUT_IDS,
+    INPUT_VALUES,
     LOGITS,
     PIXEL_VALUES,
     POSITION_IDS,
@@ -195,7 +196,7 @@ class Encoder(Task):
 
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`Task`."""
-        if HIDDEN not in outputs or LOGITS in outputs or PIXEL_VALUES in inputs:
+        if HIDDEN not in outputs or LOGITS in outputs or PIXEL_VALUES in inputs or INPUT_VALUES in inputs:
             return False
         return not any(past_port(name) is not None for name in inputs)
 

@@ -8,6 +8,7 @@ transformers, as in files of other exporters: each kind says which.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -32,7 +33,7 @@ from graphopt.tasks.graph.task import GraphTask
 from graphopt.tasks.ports import Array, Port, port_of_value
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     import onnx_ir as ir
@@ -104,6 +105,13 @@ class SignalProbe:
             matches = first[:, : self.classes].argmax(-1) == after[:, : self.classes].argmax(-1)
             figures["same_class_share"] = float(matches.mean())
         return figures
+
+
+def _is_signal(port: Port) -> bool:
+    """Return whether an input is of floats, and has the axes of one image or recording: a video has more."""
+    rank, names = len(port.shape), DIMENSIONS[port.name]
+    is_float = port.dtype is not None and port.dtype.kind == "f"
+    return is_float and (rank == len(names) if port.name == PIXEL_VALUES else 2 <= rank <= len(names))
 
 
 def rows_of(arrays: Sequence[Array]) -> Floats:
@@ -199,12 +207,12 @@ class Signals(GraphTask):
         """See :class:`graphopt.tasks.base.Task`."""
         signals = [name for name in inputs if name in self.input_names]
         unknown_names = set(inputs) - {*signals, *_MASKS}
-        if len(signals) != 1 or unknown_names or self.first_output(outputs) is None or any(map(is_cross_port, outputs)):
+        output = self.first_output(outputs)
+        if len(signals) != 1 or unknown_names or output is None or any(map(is_cross_port, outputs)):
             return False
-        name = self.first_output(outputs)
-        return self.rank is None or (
-            hasattr(outputs, "keys") and name is not None and len(outputs[name].shape) == self.rank  # type: ignore[index]
-        )
+        if isinstance(inputs, Mapping) and not _is_signal(inputs[signals[0]]):
+            return False
+        return self.rank is None or (isinstance(outputs, Mapping) and len(outputs[output].shape) == self.rank)
 
     def first_output(self, outputs: Collection[str]) -> str | None:
         """Return the output that is compared first, of those that a graph has; ``None`` where it lacks it."""

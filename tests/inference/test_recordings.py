@@ -135,6 +135,10 @@ def test_both_graphs_are_optimized_run_and_verified(
     assert {check.status for check in verify(folder, tmp_path / "out").checks} <= {"measured", "proved"}
     with pytest.raises(InputError, match=r"the encoder reads recordings.*rounds to nearest"):
         graphopt.optimize(folder, "int4", tmp_path / "no")
+    # Convolutions need ranges of real recordings to become integers: without, their weights alone are codes.
+    weights_alone = graphopt.optimize(folder, "int8", tmp_path / "int8").parts["encoder"].manifest
+    skips = {skip.where: skip.reason.code for report in weights_alone.passes for skip in report.skips}
+    assert skips["activations"] == "quantize_convolutions.weights-alone"
     file = write_wav(tmp_path / "a.wav", tone(440))
     code, out, _ = call(monkeypatch, capsys, "run", tmp_path / "out", "--audio", file, "--language", "en", "--json")
     (row,) = json.loads(out)

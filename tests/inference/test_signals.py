@@ -100,7 +100,7 @@ def test_recipes_of_language_models_run_and_verify(family: str, tmp_path: Path) 
     exact = graphopt.optimize(folder, "rotate", tmp_path / "rotated").manifest
     # What the exact passes may move, see `verification.equivalence`; the issue asks for 1e-4.
     assert all(check.figures.get("largest_change", 0) <= 1e-4 for check in exact.checks if check.status == "measured")
-    assert verify(folder, tmp_path / "rotated") is not None
+    assert {check.status for check in verify(folder, tmp_path / "rotated").checks} <= {"measured", "proved"}
     lossy = graphopt.optimize(folder, "small-rtn", tmp_path / "small").manifest
     check = lossy.check("quality")
     # Eight bits and four of matrices of random weights; nothing is known of how far they are, but that they are near.
@@ -145,14 +145,14 @@ def test_text_of_a_recording_is_what_the_tokenizer_makes_of_it(command: Command,
     assert row["text"] == "".join(merged).replace("|", " ").strip()
 
 
-def save_head(folder: Path, outputs: dict[str, tuple[int | str, ...]], labels: int = 2) -> Path:
+def save_head(folder: Path, outputs: dict[str, tuple[int, ...]], labels: int = 2) -> Path:
     """Write a folder with a graph that gives images [1, 3, 4, 4] away as outputs of the shapes asked for."""
     image = ir.val("pixel_values", ir.DataType.FLOAT, [1, 3, 4, 4])
     graph = ir.Graph([image], [], nodes=[], opset_imports={"": 23}, name="head")
     for name, shape in outputs.items():
-        target = ir.val(f"{name}.shape", const_value=ir.tensor([int(size) for size in shape], ir.DataType.INT64))
+        target = ir.val(f"{name}.shape", const_value=ir.tensor([*shape], ir.DataType.INT64))
         graph.register_initializer(target)
-        count = ir.val(f"{name}.count", const_value=ir.tensor([int(np.prod([int(n) for n in shape]))]))
+        count = ir.val(f"{name}.count", const_value=ir.tensor([int(np.prod(shape))]))
         zero, one = (ir.val(f"{name}.{n}", const_value=ir.tensor([n])) for n in (0, 1))
         row = ir.val(f"{name}.row", const_value=ir.tensor([-1]))
         for value in (count, zero, one, row):
@@ -161,7 +161,7 @@ def save_head(folder: Path, outputs: dict[str, tuple[int | str, ...]], labels: i
         part = ir.node("Slice", [flat.outputs[0], zero, count])
         out = ir.node("Reshape", [part.outputs[0], target])
         out.outputs[0].name, out.outputs[0].type = name, ir.TensorType(ir.DataType.FLOAT)
-        out.outputs[0].shape = ir.Shape([int(size) for size in shape])
+        out.outputs[0].shape = ir.Shape(shape)
         graph.extend([flat, part, out])
         graph.outputs.append(out.outputs[0])
     folder.mkdir()

@@ -30,6 +30,9 @@ def ports(**shapes: tuple[int | None, ...]) -> dict[str, Port]:
         (ports(input_values=SOUND), ports(logits=(None, None, 12)), "speech_ctc"),
         (ports(input_values=SOUND), ports(logits=(None, 5)), "audio_classifier"),
         (ports(input_features=(None, 8, 64)), ports(last_hidden_state=(None, 32, 8)), "audio_encoder"),
+        (ports(input_values=SOUND), ports(last_hidden_state=(None, None, 8)), "audio_encoder"),
+        (ports(pixel_values=(None, 4, 3, 8, 8)), ports(logits=(None, 5)), "graph"),
+        ({"pixel_values": Port("pixel_values", np.dtype(np.uint8), IMAGE)}, ports(logits=(None, 5)), "graph"),
     ],
 )  # fmt: skip
 def test_kinds_are_told_apart_by_ports(inputs: dict[str, Port], outputs: dict[str, Port], task: str) -> None:

@@ -123,10 +123,10 @@ def matrices(count: int, size: int, folder: Path, seed: int) -> list[Expression]
     return expressions
 
 
-def pin(core: int) -> float:
-    """Hold this process to a core, and return the processor time that it has used."""
+def pin(cores: set[int]) -> float:
+    """Hold all threads of this process to cores, and return the processor time that it has used."""
     for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
+        os.sched_setaffinity(int(thread.name), cores)
     return time.process_time()
 
 
@@ -157,11 +157,11 @@ def gptq(
             spread = Evaluator(Store(store / "cluster"), executor).values(expressions)
             cluster, cluster_used = time.perf_counter() - begin, _used(executor) - used
             everywhere = os.sched_getaffinity(0)
-            used, begin = pin(cores[0]), time.perf_counter()
+            used, begin = pin({cores[0]}), time.perf_counter()
             with one_thread():
                 alone = [Store(store / "alone").obtain(expression) for expression in expressions]
             plain, plain_used = time.perf_counter() - begin, time.process_time() - used
-            os.sched_setaffinity(0, everywhere)
+            pin(everywhere)
             assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in zip(alone, spread, strict=True))
             ratios.append(plain / cluster)
             row = {
@@ -176,7 +176,7 @@ def gptq(
 def _pin_workers(executor: ClusterExecutor, cores: list[int]) -> None:
     addresses = sorted(executor.client.scheduler_info(n_workers=-1)["workers"])
     for address, core in zip(addresses, cores, strict=True):
-        executor.client.run(pin, core, workers=[address])
+        executor.client.run(pin, {core}, workers=[address])
 
 
 def _used(executor: ClusterExecutor) -> float:

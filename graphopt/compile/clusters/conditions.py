@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import secrets
-import socket
 import tempfile
 from dataclasses import dataclass, field
 from functools import cache
@@ -84,11 +83,6 @@ def forget(conditions: Conditions) -> None:
     """Remove the mark."""
     if conditions.folder:
         Path(conditions.folder, conditions.mark).unlink(missing_ok=True)
-
-
-def host_name() -> str:
-    """Return the name of this machine, for messages."""
-    return socket.gethostname()
 
 
 @cache

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import queue
 import shutil
+import socket
 import threading
 import time
 import uuid
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphopt.compile.clusters.conditions import Conditions, conditions_for, forget, host_name, versions
+from graphopt.compile.clusters.conditions import Conditions, conditions_for, forget, versions
 from graphopt.compile.clusters.packages import distributed_package
 from graphopt.compile.clusters.parcels import Parcel, unwrap, wrap
 from graphopt.errors import GraphoptError, InputError
@@ -57,13 +58,11 @@ class Worker:
 
     Attributes:
         address: where it listens.
-        name: what it is called, with its host.
         threads: how many tasks it runs at once.
         memory: its limit for all of them, in bytes; 0 for none.
     """
 
     address: str
-    name: str
     threads: int
     memory: int
 
@@ -245,11 +244,13 @@ class ClusterExecutor(DistantExecutor):
         self._running.discard(job)
         if remote.status == "finished":
             try:
-                value = unwrap(remote.result(timeout=self._patience))
-            except GraphoptError as error:
-                return _fail(job, error)
+                parcel = remote.result(timeout=self._patience)
             except Exception:  # the worker that held it is gone, and with the scheduler whoever could do it again
                 return self._submit_again(job)
+            try:
+                value = unwrap(parcel)
+            except Exception as error:  # its data cannot be read in the shared folder, and would not be another time
+                return _fail(job, error)
             job.remote = None
             if job.result.set_running_or_notify_cancel():
                 job.result.set_result(value)
@@ -351,8 +352,8 @@ class ClusterExecutor(DistantExecutor):
     def _give_up(self, error: GraphoptError) -> None:
         self._error = error
         for job in [*self._waiting, *self._running]:
-            _fail(job, error)
             self._drop(job)
+            _fail(job, error)
 
     def _wait_for_workers(self) -> None:
         try:
@@ -368,8 +369,7 @@ class ClusterExecutor(DistantExecutor):
 def _workers_of(client: Client) -> dict[str, Worker]:
     entries: Mapping[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
     return {
-        address: Worker(address, f"{entry['name']} on {entry['host']}", entry["nthreads"], entry["memory_limit"] or 0)
-        for address, entry in entries.items()
+        address: Worker(address, entry["nthreads"], entry["memory_limit"] or 0) for address, entry in entries.items()
     }
 
 
@@ -406,7 +406,7 @@ def _fail(job: _Job, error: BaseException) -> None:
 
 def _answer(conditions: Conditions) -> tuple[str, list[str]]:
     """Return the host of this process, and what does not hold in it."""
-    return host_name(), conditions.faults()
+    return socket.gethostname(), conditions.faults()
 
 
 def _call(task: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> object:
@@ -423,7 +423,8 @@ def _run(parcel: Parcel, conditions: Conditions) -> Parcel:
     if conditions.mark not in _known_marks:
         faults = conditions.faults()
         if faults:
-            raise UnfitWorkerError(distributed_package().get_worker().address, f"{host_name()}: {'; '.join(faults)}")
+            message = f"{socket.gethostname()}: {'; '.join(faults)}"
+            raise UnfitWorkerError(distributed_package().get_worker().address, message)
         _known_marks.add(conditions.mark)
     function, task = unwrap(parcel)
     return wrap(function(task), Path(parcel.folder) if parcel.folder else None)

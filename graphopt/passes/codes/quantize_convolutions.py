@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+import math
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 from pydantic import Field, model_validator
 
@@ -46,7 +48,9 @@ TAPS = Rule(
 )
 OF_TEXT = Rule("quantize_convolutions.of-text", "taps over tokens of a model that reads text: errors would add up")
 BIAS_COMPUTED = Rule("quantize_convolutions.bias-computed", "its bias is computed, so it reads floats")
-BIAS_TOO_LARGE = Rule("quantize_convolutions.bias-too-large", "{bias} exceeds 32 bits in such steps, so it stays")
+BIAS_TOO_LARGE = Rule(
+    "quantize_convolutions.bias-too-large", "{bias} exceeds 32 bits in such steps, so it stays in floats"
+)
 
 _CODES = format_of("int8")
 _LARGEST = np.iinfo(np.int32).max
@@ -84,10 +88,10 @@ class QuantizeConvolutions(Pass):
     Attributes:
         format: of weights: int8, or int4, with which convolutions read floats.
         group: input channels that share a scale; 0: all weights of an output channel do.
-        scale: how scales of weights are targets, see :func:`graphopt.quantization.rounding.round_to_nearest`.
+        scale: how scales of weights are chosen, see :func:`graphopt.quantization.rounding.round_to_nearest`.
         activations: "none": convolutions read floats; "static": codes of fixed ranges, also of random inputs; "auto":
             codes where inputs were given and weights allow it, floats otherwise.
-        ranges: how the range of a tensor is targets: minmax, percentile or mse.
+        ranges: how the range of a tensor is chosen: minmax, percentile or mse.
         percentile: of the method of that name.
         floats: names of weights whose convolutions stay as they are.
         known_ranges: in place of running the model; manifests have them.
@@ -120,7 +124,7 @@ class QuantizeConvolutions(Pass):
         return self.format == "int8" and not self.group
 
     def self_contained(self, statistics: Statistics) -> Self:
-        """See :class:`Pass`: with the ranges that were tensor_ranges."""
+        """See :class:`Pass`: with the ranges that were measured."""
         return self if statistics.ranges is None else self.model_copy(update={"known_ranges": statistics.ranges})
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
@@ -141,16 +145,18 @@ class QuantizeConvolutions(Pass):
             else:
                 ledger.skipped(node, reason)
         if targets and is_static:
-            self._make_integers(model, targets, context)
+            targets = self._make_integers(model, targets, context)
         elif targets and self.activations == "auto" and self._multiplies_integers:
             ledger.skipped("activations", WEIGHTS_ALONE())
+        readers: dict[ir.Value, ir.Node] = {}
         for node in targets:
-            self._store(graph, node, ledger)
+            self._store(graph, node, readers, ledger)
 
     def _is_static(self, context: Context) -> bool:
         if self.activations != "auto":
             return self.activations == "static"
-        is_given = self.known_ranges is not None or context.task.inputs_note() is None
+        task = context.task
+        is_given = self.known_ranges is not None or (not task.reads_text and task.inputs_note() is None)
         return self._multiplies_integers and is_given
 
     def _check_names(self, nodes: Sequence[ir.Node]) -> None:
@@ -178,10 +184,14 @@ class QuantizeConvolutions(Pass):
             return TAPS()
         return NO_BLOCKS(channels=channels, group=self.group) if self.group and channels % self.group else None
 
-    def _store(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
-        """Put codes in the place of the weight of ``node``."""
+    def _store(self, graph: ir.Graph, node: ir.Node, readers: dict[ir.Value, ir.Node], ledger: Ledger) -> None:
+        """Put codes in the place of the weight of ``node``; those that another reads already serve this one too."""
         weight = weight_of(node, 1)
         assert weight is not None and weight.const_value is not None
+        if weight in readers:
+            node.replace_input_with(1, readers[weight].outputs[0])
+            drop(graph, weight)
+            return
         shape = tuple(map(int, weight.const_value.shape.numpy()))
         out, channels, *kernel = shape
         expression = expression_of(weight.const_value)
@@ -206,7 +216,8 @@ class QuantizeConvolutions(Pass):
             format=self.format,
             scales=f"one scale for {self.group} input channels" if self.group else "one scale for an output channel",
         )
-        ledger.changed(_decode(graph, node, 1, values, attributes), fact, [weight])
+        readers[weight] = _decode(graph, node, 1, values, attributes)
+        ledger.changed(readers[weight], fact, [weight])
         drop(graph, weight)
 
     def _codes_and_scales(self, expression: Expression, rows: int, columns: int) -> dict[str, Expression]:
@@ -216,8 +227,8 @@ class QuantizeConvolutions(Pass):
         parts = quantized(matrix, format_of(self.format), group, self.scale, transposed=True)
         return {name: expression_of(tensor) for name, tensor in parts.items()}
 
-    def _make_integers(self, model: ir.Model, nodes: Sequence[ir.Node], context: Context) -> None:
-        """Let the tensors between convolutions be codes, and biases integers."""
+    def _make_integers(self, model: ir.Model, nodes: Sequence[ir.Node], context: Context) -> list[ir.Node]:
+        """Let the tensors between convolutions be codes, and biases integers; return whose weights become codes."""
         graph, ledger = model.graph, context.ledger
         of_computed_bias = {
             node for node in nodes if len(node.inputs) > 2 and node.inputs[2] and weight_of(node, 2) is None
@@ -228,14 +239,26 @@ class QuantizeConvolutions(Pass):
         tensors = integer_tensors(graph, set(integers))
         ranges = self._ranges_of(model, list(dict.fromkeys(tensors.values())), context)
         steps = {value: step_and_zero(*ranges[value.name or ""]) for value in tensors.values()}
+        step_of = {node: float(steps[tensors[node.inputs[0]]][0]) for node in integers if node.inputs[0] is not None}
+        biases = {node: self._bias_codes(node, step) for node, step in step_of.items()}
+        # Between codes onnxruntime rounds a bias of floats to 32 bits by itself, whatever becomes of it.
+        too_large = {node for node, codes in biases.items() if codes is not None and not codes.fits}
+        for node in too_large:
+            bias = node.inputs[2]
+            assert bias is not None
+            ledger.skipped(node, BIAS_TOO_LARGE(bias=bias.name))
+        if too_large:
+            integers = [node for node in integers if node not in too_large]
+            tensors = integer_tensors(graph, set(integers))
         for node in integers:
-            source = node.inputs[0]
-            assert source is not None
-            self._store_bias(graph, node, float(steps[tensors[source]][0]), ledger)
+            codes = biases[node]
+            if codes is not None:
+                _store_bias(graph, node, codes, ledger)
         for value, origin in tensors.items():
             low, high = ranges[origin.name or ""]
             encode = put_codes_between(graph, value, *steps[origin])
             ledger.changed(encode, INTEGERS(low=low, high=high), [value])
+        return [node for node in nodes if node not in too_large]
 
     def _ranges_of(
         self, model: ir.Model, values: Sequence[ir.Value], context: Context
@@ -253,24 +276,44 @@ class QuantizeConvolutions(Pass):
         context.ledger.report_change("ranges", fact)
         return tensor_ranges.ranges
 
-    def _store_bias(self, graph: ir.Graph, node: ir.Node, step: float, ledger: Ledger) -> None:
-        """Store the bias of ``node`` in steps of its input's times its weight's."""
+    def _bias_codes(self, node: ir.Node, step: float) -> _BiasCodes | None:
+        """Return the bias of ``node`` in steps of its input's times its weight's; ``None`` where it has none."""
         bias, weight = weight_of(node, 2), weight_of(node, 1)
         if bias is None:
-            return
+            return None
         assert bias.const_value is not None and weight is not None and weight.const_value is not None
         expression = expression_of(weight.const_value)
         scales = self._codes_and_scales(expression, expression.shape[0], -1)["scales"]
         numbers = np.asarray(bias.const_value.numpy(), np.float64)
         steps = (step * WeightTensor(scales).numpy().ravel().astype(np.float64)).astype(np.float32)
         codes = np.rint(numbers / np.where(steps > 0, steps, 1))
-        if np.abs(codes).max(initial=0) > _LARGEST or ((steps <= 0) & (numbers != 0)).any():
-            ledger.skipped(bias, BIAS_TOO_LARGE(bias=bias.name))
-            return
-        parts = (("codes", codes.astype(np.int32)), ("steps", steps))
-        values = [new_weight(graph, f"{bias.name}.{part}", ir.tensor(array)) for part, array in parts]
-        ledger.changed(_decode(graph, node, 2, values, {"axis": 0}), BIAS(bias=bias.name), [bias])
-        drop(graph, bias)
+        room = _LARGEST - 255 * 128 * math.prod(expression.shape[1:])
+        fits = np.abs(codes).max(initial=0) <= room and not ((steps <= 0) & (numbers != 0)).any()
+        return _BiasCodes(codes, steps, bool(fits))
+
+
+class _BiasCodes(NamedTuple):
+    """A bias in steps.
+
+    Attributes:
+        codes: whole numbers, float64 [out].
+        steps: float32 [out].
+        fits: whether the codes, with the sum of products of codes that they are added to, have 32 bits.
+    """
+
+    codes: npt.NDArray[np.float64]
+    steps: npt.NDArray[np.float32]
+    fits: bool
+
+
+def _store_bias(graph: ir.Graph, node: ir.Node, content: _BiasCodes, ledger: Ledger) -> None:
+    """Let ``node`` read its bias from codes."""
+    bias = weight_of(node, 2)
+    assert bias is not None
+    parts = (("codes", content.codes.astype(np.int32)), ("steps", content.steps))
+    values = [new_weight(graph, f"{bias.name}.{part}", ir.tensor(array)) for part, array in parts]
+    ledger.changed(_decode(graph, node, 2, values, {"axis": 0}), BIAS(bias=bias.name), [bias])
+    drop(graph, bias)
 
 
 def _decode(
@@ -281,7 +324,7 @@ def _decode(
     assert before is not None
     reader = ir.node("DequantizeLinear", values, attributes, name=f"{node.name}.dequantize.{index}")
     output = reader.outputs[0]
-    output.name, output.type, output.shape = f"{before.name}.dequantized", before.type, before.shape
+    output.name, output.type, output.shape = f"{values[0].name}.dequantized", before.type, before.shape
     graph.insert_before(node, reader)
     node.replace_input_with(index, output)
     return reader

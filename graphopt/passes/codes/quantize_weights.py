@@ -186,8 +186,8 @@ class QuantizeWeights(Pass):
             :mod:`graphopt.quantization.rounding.low_rank`.
         inputs: which inputs ``rounding`` sees: those of the model as it is, or, one product after the other, those that
             it will have behind products that are ``rounded`` already. It then makes up for what these lost, see
-            :mod:`graphopt.quantization.rounding.correction`; the model is run twice for that. Where a model chooses
-            experts, inputs are those of the model as it is.
+            :mod:`graphopt.quantization.rounding.correction`; the model is run twice for that, and in one
+            process, also with a cluster. Where a model chooses experts, inputs are those of the model as it is.
         activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
             what the recipe says. It is a part of the graph. For the standard form it is a session entry of
             onnxruntime: see ``activations`` of the recipe.

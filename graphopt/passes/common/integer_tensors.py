@@ -38,10 +38,11 @@ def integer_tensors(graph: ir.Graph, convolutions: Collection[ir.Node]) -> dict[
         if node in convolutions:
             result = _behind_bounds(node.outputs[0])
             tensors[result] = result
-        elif not node.domain and node.op_type in _COMPUTE | _MOVE and all(x in tensors for x in operands_of(node)):
+        elif _is_step(node) and all(x in tensors for x in operands_of(node)):
             is_move = node.op_type in _MOVE
             results = [value for value in node.outputs if value.uses() or value.is_graph_output()]
             if node.op_type == "MaxPool" and results != [node.outputs[0]]:  # it tells places, too
+                tensors |= {value: value for value in results if value in sources}
                 continue
             results = results if is_move else [_behind_bounds(node.outputs[0])]
             origin = tensors[operands_of(node)[0]] if is_move else None
@@ -54,6 +55,12 @@ def integer_tensors(graph: ir.Graph, convolutions: Collection[ir.Node]) -> dict[
             for result in results:
                 del tensors[result]
     return tensors
+
+
+def _is_step(node: ir.Node) -> bool:
+    """Return whether onnxruntime has ``node`` for codes; cubic interpolation leaves the range of its input."""
+    is_cubic = node.op_type == "Resize" and node.attributes.get_string("mode", "nearest") == "cubic"
+    return not node.domain and node.op_type in _COMPUTE | _MOVE and not is_cubic
 
 
 def operands_of(node: ir.Node) -> list[ir.Value]:

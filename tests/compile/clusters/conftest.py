@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("distributed", reason="distributed is not installed, of the extra `cluster`")
-
 from graphopt.compile.clusters.executor import ClusterExecutor
 
 

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from graphopt.cli import app
 from graphopt.compile.clusters.kinds.local import Local
 
+pytest.importorskip("distributed", reason="distributed is not installed, of the extra `cluster`")
+
 
 def run(*arguments: object) -> list[dict[str, Any]]:
     ran = CliRunner().invoke(app, [*map(str, arguments), "--json"])

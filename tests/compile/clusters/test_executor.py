@@ -25,6 +25,8 @@ from tests.compile.clusters import errands
 from tests.compile.clusters.test_parcels import BOUND
 from tests.graph.weights.test_evaluator import rewritten, saved
 
+pytest.importorskip("distributed", reason="distributed is not installed, of the extra `cluster`")
+
 
 def wait_until(condition: Any, seconds: float = 15.0) -> None:
     end = time.monotonic() + seconds
@@ -96,6 +98,15 @@ def test_a_folder_that_is_another_one_for_workers_is_refused_by_its_path(
     executor.prepare(tmp_path, [tmp_path, tmp_path / "model.onnx"])
 
 
+def test_a_result_that_cannot_be_read_is_an_error(executor: ClusterExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(parcel: object) -> object:
+        raise PermissionError(parcel)
+
+    monkeypatch.setattr(executor_module, "unwrap", unreadable)
+    with pytest.raises(PermissionError):
+        executor.submit(errands.double, 3).result(20)
+
+
 def test_cancelled_tasks_never_begin(executor: ClusterExecutor, tmp_path: Path) -> None:
     tasks = [executor.submit_sized(0, errands.write_slowly, (str(tmp_path), n)) for n in range(20)]
     assert all(task.cancel() for task in tasks[10:])
@@ -134,7 +145,7 @@ def test_a_worker_with_other_instructions_that_joins_late_gets_no_task(
 
 def test_workers_with_little_memory_get_small_tasks() -> None:
     limits = {"large": 8 << 30, "small": 2 << 30, "shared": 4 << 30}
-    workers = {name: Worker(name, name, 4 if name == "shared" else 1, limit) for name, limit in limits.items()}
+    workers = {name: Worker(name, 4 if name == "shared" else 1, limit) for name, limit in limits.items()}
 
     def places(size: int) -> set[str]:
         return set(_suitable_workers(_Job(0, size, "", None, None, Future()), workers))  # type: ignore[arg-type]

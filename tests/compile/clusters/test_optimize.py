@@ -22,6 +22,8 @@ from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError, MissingDependencyError
 from tests.compile.test_resume import files_of
 
+pytest.importorskip("distributed", reason="distributed is not installed, of the extra `cluster`")
+
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:

@@ -13,6 +13,8 @@ from graphopt.compile.search import CHOICES, search
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
 
+pytest.importorskip("distributed", reason="distributed is not installed, of the extra `cluster`")
+
 pytest.importorskip("scipy")  # of the extra `search`
 
 

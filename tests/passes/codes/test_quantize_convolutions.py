@@ -93,6 +93,28 @@ def test_without_inputs_weights_alone_become_codes(file: Path, tmp_path: Path) -
     assert cosines(before, logits_of(model, tmp_path / "after")).min() > 0.999
 
 
+@pytest.mark.parametrize("weak", [1, 1e-9])
+def test_weights_are_shared_pools_tell_places_and_a_channel_is_almost_dead(
+    weak: float, inputs: Path, tmp_path: Path
+) -> None:
+    file = graphs.shared_heads(tmp_path / "model.onnx", weak=weak)
+    recipe = graphopt.load_recipe("int8", options=["quantize_convolutions.ranges=minmax"])
+    manifest = graphopt.optimize(file, recipe, tmp_path / "int8", inputs=inputs).manifest
+    (report,) = [report for report in manifest.passes if report.name == "quantize_convolutions"]
+    large = [skip.where for skip in report.skips if skip.reason.code == "quantize_convolutions.bias-too-large"]
+    assert large == (["first"] if weak < 1 else [])
+    names = set(graphopt.read(tmp_path / "int8").model.graph.initializers)
+    assert {name for name in names if name.endswith(".codes") and "bias" not in name} == (
+        {"shared.codes"} if weak < 1 else {"first.codes", "shared.codes"}
+    )
+    running = operators(tmp_path / "int8" / "model.onnx", tmp_path)
+    assert running.count("QLinearConv") == 3 - len(large)
+    paths = (file, tmp_path / "int8" / "model.onnx")
+    before, after = (open_session(path).run(["logits"], {"images": IMAGES})[0] for path in paths)
+    # Three roundings to 8 bits in a row, of 0.3% each.
+    assert np.abs(after - before).max() < 0.02 * np.abs(before).max()
+
+
 def test_four_bits_have_scales_of_blocks_of_input_channels(file: Path, tmp_path: Path) -> None:
     model = ir.load(file)
     before = logits_of(model, tmp_path / "before")

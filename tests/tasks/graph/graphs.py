@@ -180,3 +180,38 @@ def convolutions(path: Path, *, channels: int = 16, norms: bool = False) -> Path
     images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, 16, 16])
     logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 10])
     return saved(path, helper.make_graph(nodes, "convolutions", [images], [logits], weights), opset=23)
+
+
+def shared_heads(path: Path, *, weak: float = 1.0) -> Path:
+    """Images [batch, 3, 16, 16] through a pool that tells places, and twice the same convolution, to 8 logits.
+
+    Args:
+        path: of the file.
+        weak: a factor of the weights of channel 3 of the first convolution, whose bias is 1.
+    """
+    random = np.random.default_rng(5)
+    first, bias = 0.2 * random.standard_normal((8, 3, 3, 3)), random.standard_normal(8)
+    first[3] *= weak
+    bias[3] = 1
+    wide = {"pads": [1, 1, 1, 1], "kernel_shape": [3, 3]}
+    halves = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    nodes = [
+        helper.make_node("Conv", ["images", "first", "first.bias"], ["first.conv"], name="first", **wide),
+        helper.make_node("MaxPool", ["first.conv"], ["pooled", "places"], name="pool", **halves),
+        helper.make_node("Conv", ["pooled", "shared", "shared.bias"], ["once"], name="once", **wide),
+        helper.make_node("Conv", ["once", "shared", "shared.bias"], ["twice"], name="twice", **wide),
+        helper.make_node("GlobalAveragePool", ["twice"], ["mean"], name="mean"),
+        helper.make_node("Flatten", ["mean"], ["logits"], name="flatten"),
+    ]
+    weights = [
+        constant("first", first.astype(np.float32)),
+        constant("first.bias", bias.astype(np.float32)),
+        constant("shared", (0.2 * random.standard_normal((8, 8, 3, 3))).astype(np.float32)),
+        constant("shared.bias", random.standard_normal(8).astype(np.float32)),
+    ]
+    images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, 16, 16])
+    outputs = [
+        helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 8]),
+        helper.make_tensor_value_info("places", TensorProto.INT64, ["batch", 8, 8, 8]),
+    ]
+    return saved(path, helper.make_graph(nodes, "heads", [images], outputs, weights), opset=23)

@@ -19,10 +19,10 @@ _MEMORY = "8GB"
 
 
 class Slurm(ClusterKind):
-    """``slurm``: jobs that ``sbatch`` starts, one worker each, and that end with the command.
+    """``slurm``: jobs that ``sbatch`` starts, a worker for each of their cores, and that end with the command.
 
     Queue, account, memory, time and whatever else a site wants stand in Dask's configuration of ``jobqueue.slurm``,
-    see https://jobqueue.dask.org; without any a job has one processor and 8 GB.
+    see https://jobqueue.dask.org; without any a job has one processor and 8 GB. Its ``processes`` is not used.
     """
 
     form: ClassVar[str] = "slurm"
