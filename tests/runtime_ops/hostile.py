@@ -80,7 +80,9 @@ class Case:
                 continue
             shape = list(tensor.values.shape) if tensor.says is None else tensor.says
             raw = tensor.values.tobytes()
-            raw = raw[: max(0, len(raw) - tensor.cut)]
+            # In external data a length of 0 means that none is stated: onnxruntime would read on, into the next tensor.
+            least = min(1, len(raw)) if tensor.where == "file" else 0
+            raw = raw[: max(least, len(raw) - tensor.cut)]
             proto = onnx.TensorProto(
                 name=name, data_type=helper.np_dtype_to_tensor_dtype(tensor.values.dtype), dims=shape
             )
