@@ -9,7 +9,7 @@ import pytest
 from graphopt.compile.clusters.executor import ClusterExecutor
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
     """A client of two workers on this machine; Dask gives up on a task of which one worker dies."""
     import dask
