@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,24 @@ def test_here(tmp_path: Path) -> None:
     assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     # another system than Linux
     assert available_memory(tmp_path) > 0
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_arrays_are_not_mapped_anew_where_the_environment_asks_for_it() -> None:
+    """An array of 4 MiB has 1024 pages: without the call each of 20 is mapped, with it only the first."""
+    program = (
+        "import resource, numpy, sys\n"
+        "from graphopt.util.memory import keep_freed_memory\n"
+        "if sys.argv[1] == 'keep': keep_freed_memory()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(20): numpy.ones(1 << 19)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    # Large pages would hide the faults.
+    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536", "NUMPY_MADVISE_HUGEPAGE": "0"}
+    faults = {
+        mode: int(subprocess.check_output([sys.executable, "-c", program, mode], env=environment, text=True))
+        for mode in ("leave", "keep")
+    }
+    assert faults["leave"] > 15 * 1024
+    assert faults["keep"] < 2 * 1024

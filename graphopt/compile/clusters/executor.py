@@ -26,6 +26,7 @@ from graphopt.compile.clusters.packages import distributed_package
 from graphopt.compile.clusters.parcels import Parcel, unwrap, wrap
 from graphopt.errors import GraphoptError, InputError
 from graphopt.graph.weights.evaluator import DistantExecutor, Result, Task
+from graphopt.util.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -426,5 +427,6 @@ def _run(parcel: Parcel, conditions: Conditions) -> Parcel:
             message = f"{socket.gethostname()}: {'; '.join(faults)}"
             raise UnfitWorkerError(distributed_package().get_worker().address, message)
         _known_marks.add(conditions.mark)
+        keep_freed_memory()
     function, task = unwrap(parcel)
     return wrap(function(task), Path(parcel.folder) if parcel.folder else None)
