@@ -2,6 +2,7 @@
 
     python tools/bench/gpu.py                       # everything; minutes
     python tools/bench/gpu.py --only 'Hadamard*' --json cuda.json
+    python tools/bench/gpu.py --rows 1,8,16 --only '* t?,*, 8192 x 8192' --only '* int4, x in float16,*, 8192 x 8192'
 
 Needs an NVIDIA GPU from sm_80 on, torch with CUDA, and graphopt installed where nvcc is found. Without, it says what is
 missing and exits 2.
@@ -19,9 +20,10 @@ from __future__ import annotations
 import ctypes
 import json
 import random
+import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
@@ -130,8 +132,15 @@ def show(row: dict[str, Any], copy: float) -> str:
     return f"{row['case']}: {times}; {ratios + '; ' if ratios else ''}{share}; error {row['error']:.1e}"
 
 
+def is_wanted(name: str, patterns: Sequence[str], rows: Sequence[str]) -> bool:
+    """Return whether a case matches one of the patterns and, where ``rows`` are given, has one of these numbers."""
+    counts = re.search(r"\b(\d+) rows", name)
+    return any(fnmatch(name, pattern) for pattern in patterns) and (not rows or bool(counts and counts[1] in rows))
+
+
 def main(
-    only: Annotated[str, typer.Option(help="cases whose name matches this pattern")] = "*",
+    only: Annotated[list[str], typer.Option(help="cases whose name matches this pattern; may be repeated")] = ["*"],  # noqa: B006
+    rows: Annotated[str, typer.Option(help="products of these numbers of rows alone, such as 1,8,16")] = "",
     rounds: Annotated[int, typer.Option(min=3)] = 21,
     output: Annotated[Path | None, typer.Option("--json", help="a file for the figures")] = None,
 ) -> None:
@@ -152,7 +161,7 @@ def main(
     rows = []
     for module in MODULES:
         for case in import_module(f"tools.bench.parts.{module}").cases(
-            library, torch, wanted=lambda name: fnmatch(name, only)
+            library, torch, wanted=lambda name: is_wanted(name, only, rows.split(",") if rows else [])
         ):
             rows.append(measure(torch, case, rounds))
             print(show(rows[-1], copy), flush=True)

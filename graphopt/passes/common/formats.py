@@ -68,10 +68,10 @@ class GroupedFormat(Options):
 
 
 class LinearFormat(GroupedFormat):
-    """A number format for matrices, and what takes its place where the target has no kernel for it.
+    """A number format for matrices, and what takes its place on GPUs.
 
     Attributes:
-        on_gpus: the format for ``ort-cuda``, whose kernels read no trellis; ``None``: the same one.
+        on_gpus: the format for ``ort-cuda``, where another is faster; ``None``: the same one.
     """
 
     on_gpus: GroupedFormat | None = None

@@ -175,12 +175,6 @@ class Lower(Pass):
             )
         if not codes.is_trellis:
             return
-        if self.target == "ort-cuda":
-            raise InputError(
-                f"kernels on GPUs know no trellises, which a weight of the node is: codes of {codes.bits} bits",
-                node=node.name,
-                remedy="choose --target ort-cpu, or another format for GPUs, as in `on_gpus: {format: nl4}`",
-            )
         if not are_bytes(codes.values, codes.bits):
             raise InputError(
                 f"kernels multiply sums of a trellis as bytes, and those of the node's {codes.bits} bits are none",

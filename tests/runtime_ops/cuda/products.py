@@ -14,7 +14,7 @@ from tests.runtime_ops.cuda.interface import TYPES, Buffer, Factor, aligned, che
 
 Case = dict[str, Any]
 OPERANDS = ("float32", "float16", "bfloat16", "int8")
-DECODERS = ("table", "wide", "table4", "int4", "int8", "e3m2", "e2m3")
+DECODERS = ("table", "wide", "table4", "int4", "int8", "e3m2", "e2m3", "trellis2", "trellis3", "trellis4")
 
 
 class Codec(ctypes.Structure):
@@ -35,8 +35,7 @@ class Weights(ctypes.Structure):
     _fields_ = [
         ("rows", c_uint64),
         ("columns", c_uint64),
-        ("bits", c_int32),
-        ("entries", c_int32),
+        *((name, c_int32) for name in ("bits", "entries", "trellis")),
         ("codes", c_void_p),
         ("table", c_void_p),
     ]
@@ -84,7 +83,8 @@ class Products:
         """Return the codec and the packed codes with their table."""
         codes, table = (np.ascontiguousarray(case[name]) for name in ("codes", "table"))
         bits = codes.shape[2] // 32
-        weights = Weights(case["rows"], case["columns"], bits, len(table), codes.ctypes.data, table.ctypes.data)
+        sizes = case["rows"], case["columns"], bits, table.shape[-1], case.get("trellis", 0)
+        weights = Weights(*sizes, codes.ctypes.data, table.ctypes.data)
         codec, place = Codec(), ctypes.byref
         size = self.library.graphopt_cuda_matmul_codec(place(weights), OPERANDS.index(operands), place(codec))
         packed = aligned(np.empty(size, np.uint8))

@@ -14,8 +14,8 @@ from graphopt.numerics.rotations import hadamard
 from graphopt.ort.session import open_session
 from graphopt.runtime_ops.library import PATH_VARIABLE
 from tests.runtime_ops.cuda.products import Products
-from tests.runtime_ops.matmul_table.test_kernels import WRONG
-from tests.runtime_ops.products import Case, case_of, model_of
+from tests.runtime_ops.matmul_table.test_kernels import WRONG, WRONG_TRELLISES
+from tests.runtime_ops.products import Case, case_of, model_of, trellis_case
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,32 @@ def test_matmul_dynamic_gives_the_bits_of_the_c_interface(
     session, expected = session_of(tmp_path, "MatMulDynamic", case), Products(interpreted).dynamic(case)
     assert np.array_equal(session.run(None, {"x": case["x"]})[0], expected)
     assert session.run(None, {"x": case["x"][:0]})[0].shape == (0, 40)
+
+
+@pytest.mark.parametrize("bits", [3, 5])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_trellises_give_the_bits_of_the_c_interface(
+    interpreted: ctypes.CDLL, tmp_path: Path, bits: int, dtype: type
+) -> None:
+    case = {**trellis_case(128, 40, 128, bits, leading=(2, 3), bias=True), "activations": "float32"}
+    case["x"] = case["x"].astype(dtype)
+    session, expected = session_of(tmp_path, "MatMulTable", case), Products(interpreted).table(case)
+    assert np.array_equal(session.run(None, {"x": case["x"]})[0], expected)
+    rotated = {key: value for key, value in case.items() if key != "activations"} | {"bits": 8, "clip": 0.9}
+    rotated |= {side: hadamard(order) for side, order in (("left", 4), ("right", 8))}
+    session, expected = session_of(tmp_path, "MatMulDynamic", rotated), Products(interpreted).dynamic(rotated)
+    assert np.array_equal(session.run(None, {"x": case["x"]})[0], expected)
+
+
+@pytest.mark.parametrize("what", WRONG_TRELLISES)
+def test_what_a_file_lies_about_a_trellis_is_the_error_that_the_cpu_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    changes, message = WRONG_TRELLISES[what]
+    case = {**trellis_case(64, 32, 32, 3), "activations": "int8", **changes}
+    monkeypatch.setattr("tests.runtime_ops.products.declare", lambda model: None)
+    with pytest.raises(Exception, match=f"ai.graphopt node 'product': {message}"):
+        session_of(tmp_path, "MatMulTable", case)
 
 
 @pytest.mark.parametrize("what", WRONG)

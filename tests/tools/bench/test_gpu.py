@@ -108,7 +108,7 @@ def test_cases_of_hadamard_compute_what_they_check(interpreted: ctypes.CDLL) -> 
 
 def test_products_of_the_benchmark_are_right(interpreted: ctypes.CDLL) -> None:
     made = list(cuda_matmul.cases(interpreted, torch, "cpu", shapes=((256, 48),), rows=(3, 20)))
-    assert len(made) == 14
+    assert len(made) == 2 * len(cuda_matmul.KINDS)
     for case in made:
         case.poison(1)
         assert not case.error(1) <= case.allowed
@@ -116,6 +116,20 @@ def test_products_of_the_benchmark_are_right(interpreted: ctypes.CDLL) -> None:
         assert case.error(1) <= case.allowed
         for rival in case.rivals.values():
             rival(0)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "rows", "is_wanted"),
+    [
+        (["*"], [], True),
+        (["*"], ["8"], False),
+        (["Hadamard*", "* t3,*"], ["1", "18"], True),
+        (["* t4,*"], ["18"], False),
+    ],
+)
+def test_cases_are_chosen_by_pattern_and_rows(patterns: list[str], rows: list[str], is_wanted: bool) -> None:
+    name = "MatMulTable t3, x in float16, 18 rows, 8192 x 8192"
+    assert bench_cuda.is_wanted(name, patterns, rows) == is_wanted
 
 
 def test_cases_of_kv_attention_compute_what_they_check(interpreted: ctypes.CDLL) -> None:

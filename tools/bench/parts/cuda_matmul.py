@@ -20,13 +20,20 @@ SHAPES = ((8192, 8192), (8192, 28672), (28672, 8192))
 
 ROWS = (1, 8, 16, 256, 4096)
 KINDS = (
-    *((name, "float32") for name in ("fp6-e3m2", "fp6-e2m3", "int4", "int8", "nf4")),
+    *((name, "float32") for name in ("t2", "t3", "t4", "int4", "fp6-e2m3", "fp6-e3m2", "nf4", "int8")),
+    ("t3", "int8"),
     ("int4", "int8"),
     ("int8", "int8"),
 )
 """Formats of weights, and what x is rounded to; ``float32`` leaves it in float16."""
 
 GROUP = 128
+
+TABLE_BYTES = 1024
+"""Behind packed codes."""
+
+DRAWN_COLUMNS = 512
+"""Columns whose codes are drawn; further ones repeat them in memory of their own, as packing takes seconds."""
 
 
 def cases(
@@ -62,19 +69,25 @@ class Weights:
         self.name, self.activations = name, activations
         self.rows, self.columns = shape
         self.mode = MODES.index(activations)
-        table = FORMATS[name].operands["table"]
-        drawn = torch.randint(0, len(table), shape, dtype=torch.uint8, device=device)
+        format = FORMATS[name]
+        columns = min(self.columns, DRAWN_COLUMNS)
+        if self.columns % columns:
+            raise ValueError(f"{self.columns} columns are no multiple of {columns}")
+        drawn = torch.randint(0, 2**format.bits, (self.rows, columns), dtype=torch.uint8).numpy()
+        (table,) = format.operands.values()
+        given: dict[str, Any] = {"codes": pack(drawn, format.bits), "table": table, "trellis": int(table.ndim == 2)}
+        given |= {"rows": self.rows, "columns": columns}
         interface = products.Products(library)
-        given: dict[str, Any] = {"codes": pack(drawn.cpu().numpy(), FORMATS[name].bits), "table": table}
-        given |= {"rows": self.rows, "columns": self.columns}
-        self.codec, packed = interface.pack(given, interface.operands(np.float16, self.mode))
+        self.codec, of_drawn = interface.pack(given, interface.operands(np.float16, self.mode))
+        codes, behind = of_drawn[:-TABLE_BYTES], of_drawn[-TABLE_BYTES:]
+        packed = np.concatenate([np.tile(codes, self.columns // columns), behind])
         tiles, groups = -(-self.columns // 16), -(-self.rows // GROUP)
         self.bytes = len(packed) + 2 * 16 * tiles * groups
         copies = copies_past_l2(torch, device, self.bytes)
         self.packed = [torch.from_numpy(packed).to(device) for _ in range(copies)]
         self.scales = torch.rand(tiles, groups, 16, device=device, dtype=torch.float16) / 64 + 1 / 64
         of_columns = self.scales.transpose(0, 1).reshape(groups, -1)[:, : self.columns].float()
-        values = torch.from_numpy(table).to(device)[drawn.int()]
+        values = torch.from_numpy(format.decode(drawn).astype(np.float32)).to(device).repeat(1, self.columns // columns)
         self.dense = values * of_columns.repeat_interleave(GROUP, 0)[: self.rows]
         self.halves = [self.dense.to(torch.float16) for _ in range(2)]
 

@@ -45,10 +45,7 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info, bool s
   GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &weights, &computed, stacked));
   TableInput table = {};
   GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
-  if (table.is_trellis) {
-    if (weights.table.make_trellis(table.values, table.entries, weights.bits)) return nullptr;
-    return node.error("the sums of a trellis must be multiples of one power of two, from -127 to 127 of it");
-  }
+  if (table.is_trellis) return make_trellis(node, table, weights.bits, &weights.table);
   for (size_t expert = 0; table.entries < size_t{1} << weights.bits; ++expert) {
     const Weights one = stacked ? weights.of_expert(expert) : weights;
     GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, kernels->largest_code(one, 0, one.tiles())));

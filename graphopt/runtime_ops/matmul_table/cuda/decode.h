@@ -1,5 +1,5 @@
-// Packed codes to operands, in registers. A decoder handles pairs of units: their codes lie in words of their own, and
-// how unit h of them is decoded depends on h alone. `block` is where the lane's first 16 bytes of a block are, 16 times
+// Packed codes to operands, in registers. A decoder handles pairs of units: their codes lie in words of their own, which
+// prepare() makes kPairWords others of; how unit h of them is decoded depends on h alone. `block` is where the lane's first 16 bytes of a block are, 16 times
 // the lane behind its beginning.
 #pragma once
 
@@ -7,9 +7,27 @@
 
 namespace graphopt {
 
+// Which column of a tile a lane 4 g + t has as `half`; see layout.h.
+template <typename Decode>
+GRAPHOPT_BOTH constexpr unsigned column_of(unsigned g, unsigned half) {
+  return Decode::kTrellis ? 2 * g + half : g + 8 * half;
+}
+
+// Decoders whose words are decoded as they are, and which hold columns g and g + 8.
+template <int Words>
+struct Plain {
+  static constexpr int kWords = Words, kPairWords = Words;
+  static constexpr bool kTrellis = false;
+
+  GRAPHOPT_DEVICE static void prepare(unsigned, const uint32_t (&words)[Words], uint32_t (&pair_words)[Words]) {
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < Words; ++i) pair_words[i] = words[i];
+  }
+};
+
 // Decoders whose words of a block are 16-byte loads one after another: `Words` for each pair of units.
 template <int Words>
-struct Arithmetic {
+struct Arithmetic : Plain<Words> {
   static constexpr int kWords = Words, kBits = Words * 2;
   static constexpr bool kTable = false, kWide = false;
 
@@ -147,8 +165,7 @@ struct Table4ToByte : Table4 {
 
 // Any number of bits. Of a pair of units, words 0 and 1 are the planes of 4 bits, word 2 that of 2, word 3 that of 1
 // bit; all four are bytes where there are 8 bits.
-struct AnyBits {
-  static constexpr int kWords = 4;
+struct AnyBits : Plain<4> {
   static constexpr bool kTable = true;
 
   GRAPHOPT_DEVICE static void load_block(const Product& p, const uint8_t* block, uint32_t (&words)[4][4]) {

@@ -9,6 +9,7 @@ bool has_gemm(const Product& p, Operands operands, Decoder decoder) {
 
 const char* start_gemm(const Product& p, Operands operands, Decoder decoder, void* stream) {
   if (operands == Operands::kBFloat16) return launch_gemm<BFloat16Kind, AnyTo16Bits>(p, stream);
+  if (is_trellis(decoder)) return start_gemm_of_trellis(p, operands, decoder, stream);
   const bool bytes = operands == Operands::kInt8;
   switch (decoder) {
     case Decoder::kInt4:

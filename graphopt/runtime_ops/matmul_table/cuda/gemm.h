@@ -87,7 +87,7 @@ void multiply_gemm(Product p) {
     for (int m = 0; m < kRowTiles; ++m) {
       GRAPHOPT_UNROLL
       for (unsigned i = 0; i < 4; ++i) {
-        const unsigned column = (sums.first_tile + n) * kTileColumns + g + 8 * (i / 2);
+        const unsigned column = (sums.first_tile + n) * kTileColumns + column_of<Decode>(g, i / 2);
         const unsigned row = sums.first_row + 8 * m + 2 * t + i % 2;
         if (column >= p.columns || row >= p.rows) continue;
         if (!p.two) {

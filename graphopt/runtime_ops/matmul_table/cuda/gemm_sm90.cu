@@ -1,6 +1,7 @@
 #include "matmul_table/cuda/gemm_sm90.h"
 
 #include "matmul_table/cuda/kernels.h"
+#include "matmul_table/cuda/trellis.h"
 
 namespace graphopt {
 namespace {
@@ -26,6 +27,9 @@ const char* start_gemm_sm90(const Product& p, Operands, Decoder decoder, void* s
     case Decoder::kTable4: return launch_gemm_sm90<Table4To16Bits>(p, stream);
     case Decoder::kE3M2: return launch_gemm_sm90<E3M2ToHalf>(p, stream);
     case Decoder::kE2M3: return launch_gemm_sm90<E2M3ToHalf>(p, stream);
+    case Decoder::kTrellis2: return launch_gemm_sm90<TrellisToHalf<2>>(p, stream);
+    case Decoder::kTrellis3: return launch_gemm_sm90<TrellisToHalf<3>>(p, stream);
+    case Decoder::kTrellis4: return launch_gemm_sm90<TrellisToHalf<4>>(p, stream);
     default: return launch_gemm_sm90<AnyTo16Bits>(p, stream);
   }
 }

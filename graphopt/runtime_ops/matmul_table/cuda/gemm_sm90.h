@@ -105,17 +105,19 @@ struct Gemm90Warp {
     for (int i = 0; i < 64; ++i) totals[i] = sums[i] = 0;
   }
   GRAPHOPT_DEVICE void load_scales(unsigned block) {
-    const unsigned group = group_of_block(p, block), column = static_cast<unsigned>(lane()) / 4;
+    const unsigned group = group_of_block(p, block), g = static_cast<unsigned>(lane()) / 4;
     GRAPHOPT_UNROLL
     for (unsigned half = 0; half < 2; ++half) {
-      scales[half] = load_scale(p, scale_at(p, read_tile, group, column + 8 * half));
+      scales[half] = load_scale(p, scale_at(p, read_tile, group, column_of<Decode>(g, half)));
     }
   }
   GRAPHOPT_DEVICE void decode(uint32_t (&to)[kBlockUnits][4]) {
     GRAPHOPT_UNROLL
     for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
-      Decode::template decode<0>(p, memory.table, words[pair], to[2 * pair]);
-      Decode::template decode<1>(p, memory.table, words[pair], to[2 * pair + 1]);
+      uint32_t of_pair[Decode::kPairWords];
+      Decode::prepare(pair, words[pair], of_pair);
+      Decode::template decode<0>(p, memory.table, of_pair, to[2 * pair]);
+      Decode::template decode<1>(p, memory.table, of_pair, to[2 * pair + 1]);
     }
   }
   GRAPHOPT_DEVICE void load(unsigned block) {
@@ -159,8 +161,8 @@ struct Gemm90Warp {
   GRAPHOPT_DEVICE void write() const {
     const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
     GRAPHOPT_UNROLL
-    for (int i = 0; i < 64; ++i) {
-      const unsigned column = tile * kTileColumns + g + 8 * (i / 2 % 2);
+    for (unsigned i = 0; i < 64; ++i) {
+      const unsigned column = tile * kTileColumns + column_of<Decode>(g, i / 2 % 2);
       const unsigned row = place.first_row + 8 * (i / 4) + 2 * t + i % 2;
       if (column < p.columns && row < p.rows) put_sum(p, block_index().y, row, column, totals[i]);
     }

@@ -21,17 +21,19 @@ enum GraphoptActivations {
 
 // How packed codes are decoded; graphopt_cuda_matmul_codec fills it in.
 struct GraphoptMatMulCodec {
-  int32_t operands, decoder, order, bits;
+  int32_t operands, decoder, order;
+  int32_t bits;         // of a packed code: 8 for a trellis that no decoder reads, whose weights are packed as bytes
   uint32_t flips;       // bits of each code that are packed inverted
   int32_t offset;       // value = step (decoded + offset)
   float step;           // a power of two, or max|table| / 32767
-  uint32_t lookup[8];   // a table of 16 entries, or constants
+  uint32_t lookup[8];   // a table of 16 entries, two of bytes for a trellis, or constants
 };
 
-// Weights as a file has them, all on the host: K rows, N columns; codes uint8 [T, U, 32 bits], table float [entries].
+// Weights as a file has them, all on the host: K rows, N columns; codes uint8 [T, U, 32 bits], table float [entries], or
+// [2, entries] of a trellis, whose sums are 127 of a step at most.
 struct GraphoptMatMulWeights {
   uint64_t rows, columns;
-  int32_t bits, entries;
+  int32_t bits, entries, trellis;
   const uint8_t* codes;
   const float* table;
 };

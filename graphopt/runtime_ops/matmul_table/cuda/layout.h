@@ -6,8 +6,9 @@
 // are 16 bytes of their own, word 4 i + j of a lane at 512 i + 16 lane + 4 j, and of an odd number of bits the last two
 // words are 8 bytes at 8 lane instead.
 //
-// Lane 4 g + t holds of each unit 8 codes, rows 4 t + k (k = 0..3) of columns g and g + 8. Which of its 8 slots a code
-// has, and where the bits of a slot are, depends on the decoder; only place_of() defines it.
+// Lane 4 g + t holds of each unit 8 codes, rows 4 t + k (k = 0..3) of two columns, `half` 0 and 1: g and g + 8, or of a
+// trellis, whose weights read the columns to the right of theirs, 2 g and 2 g + 1. Which of its 8 slots a code has, and
+// where the bits of a slot are, depends on the decoder; only place_of() defines it.
 #pragma once
 
 #include <cstddef>
@@ -32,16 +33,33 @@ enum class Decoder : int {
   kInt8,    // 8 bits, likewise
   kE3M2,    // 6 bits, by moving them to their places in a float16
   kE2M3,
+  kTrellis2,  // a trellis of 2 bits, by permuting the bytes of two tables in registers
+  kTrellis3,
+  kTrellis4,
 };
 
-// Which slot holds row k of the columns g + 8 half. Operands of 16 bits go into registers half + 2 (k / 2) in pairs,
+// Whether a trellis is decoded.
+constexpr bool is_trellis(Decoder decoder) {
+  return decoder == Decoder::kTrellis2 || decoder == Decoder::kTrellis3 || decoder == Decoder::kTrellis4;
+}
+
+// Which slot holds row k of a half's column. Operands of 16 bits go into registers half + 2 (k / 2) in pairs,
 // those of 8 bits into register `half` by four.
 enum class Order : int {
   kHalves,        // a pair is slots i and i + 4, which a mask finds at the same place of both halves of a word
   kBytes,         // four are slots i, i + 2, i + 4, i + 6, which a mask finds at the same place of the bytes of a word
   kNeighbours16,  // a pair, or four, are slots that follow one another
   kNeighbours8,
+  kTrellis,       // like kNeighbours8, of columns side by side
 };
+
+// Where a column of a tile is: `half` of the lanes 4 g + t.
+struct ColumnPlace {
+  unsigned g, half;
+};
+inline ColumnPlace place_of_column(Order order, unsigned column) {
+  return order == Order::kTrellis ? ColumnPlace{column / 2, column % 2} : ColumnPlace{column % 8, column / 8};
+}
 
 GRAPHOPT_BOTH unsigned slot_of(Order order, unsigned half, unsigned k) {
   switch (order) {
@@ -87,7 +105,19 @@ inline Place place_of_e2m3(unsigned unit, unsigned slot, unsigned bit) {
   return {first + kWord[pair], upper + kBit[pair]};
 }
 
+// A trellis of 2 bits: a word for two units, whose slots take turns.
+inline Place place_of_trellis2(unsigned unit, unsigned slot, unsigned bit) {
+  return {unit / 2, 4 * slot + 2 * (unit % 2) + bit};
+}
+// Of 3 bits: the lower two likewise, and the uppermost at every second bit, of two such words in turn.
+inline Place place_of_trellis3(unsigned unit, unsigned slot, unsigned bit) {
+  if (bit < 2) return place_of_trellis2(unit, slot, bit);
+  return {kBlockPairs + unit / 4, 4 * slot + 2 * (unit % 2) + unit / 2 % 2};
+}
+
 inline Place place_of(Decoder decoder, unsigned bits, unsigned unit, unsigned slot, unsigned bit) {
+  if (decoder == Decoder::kTrellis2) return place_of_trellis2(unit, slot, bit);
+  if (decoder == Decoder::kTrellis3) return place_of_trellis3(unit, slot, bit);
   if (decoder == Decoder::kE3M2) return place_of_e3m2(unit, slot, bit);
   if (decoder == Decoder::kE2M3) return place_of_e2m3(unit, slot, bit);
   return place_in_planes(bits, unit, slot, bit);

@@ -83,8 +83,8 @@ struct Sums {
     for (int n = 0; n < Tiles; ++n) {
       const unsigned tile = first_tile + n < p.tiles ? first_tile + n : p.tiles - 1;
       GRAPHOPT_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        const unsigned column = static_cast<unsigned>(lane()) / 4 + 8 * half;
+      for (unsigned half = 0; half < 2; ++half) {
+        const unsigned column = column_of<Decode>(static_cast<unsigned>(lane()) / 4, half);
         scales[n][half] = of_column(p, p.scales, tile, segment.group, column);
         if constexpr (MaySum) {
           const bool with = p.zero_points;
@@ -156,28 +156,31 @@ struct Sums {
                                       const Operand& operand) {
     if (segment.left >= kBlockUnits) {
       GRAPHOPT_UNROLL
-      for (int pair = 0; pair < 4; ++pair) {
+      for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
         // Few rows come from global memory: this keeps the compiler from loading the whole block's at once, for which
         // it has no registers.
         if (Rows <= 2 && pair) sync_warp();
-        uint32_t of_pair[Tiles][Decode::kWords];
+        uint32_t of_pair[Tiles][Decode::kPairWords];
         GRAPHOPT_UNROLL
-        for (int n = 0; n < Tiles; ++n) {
-          GRAPHOPT_UNROLL
-          for (int i = 0; i < Decode::kWords; ++i) of_pair[n][i] = words[n][pair][i];
-        }
+        for (int n = 0; n < Tiles; ++n) Decode::prepare(pair, words[n][pair], of_pair[n]);
         multiply_pair<false>(p, table, of_pair, 0, pair, operand);
         GRAPHOPT_UNROLL
-        for (int n = 0; n < Tiles; ++n) Decode::reload(p, block + n * of_tile + step, pair, words[n]);
+        for (int n = 0; n < Tiles; ++n) {
+          Decode::reload(p, block + n * of_tile + step, static_cast<int>(pair), words[n]);
+        }
       }
       return advance(p, kBlockUnits, unit + kBlockUnits);
     }
     // A segment ends within the block: pair by pair, read once more, in a loop that is not unrolled.
     GRAPHOPT_NO_UNROLL
     for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
-      uint32_t of_pair[Tiles][Decode::kWords];
+      uint32_t of_pair[Tiles][Decode::kPairWords];
       GRAPHOPT_UNROLL
-      for (int n = 0; n < Tiles; ++n) Decode::load_pair(p, block + n * of_tile, pair, of_pair[n]);
+      for (int n = 0; n < Tiles; ++n) {
+        uint32_t loaded[Decode::kWords];
+        Decode::load_pair(p, block + n * of_tile, pair, loaded);
+        Decode::prepare(pair, loaded, of_pair[n]);
+      }
       multiply_pair<true>(p, table, of_pair, unit + 2 * pair, pair, operand);
     }
     GRAPHOPT_UNROLL
@@ -194,7 +197,7 @@ struct Sums {
 
   template <bool Ragged, typename Operand>
   GRAPHOPT_DEVICE void multiply_pair(const Product& p, const uint32_t* table,
-                                     const uint32_t (&words)[Tiles][Decode::kWords], unsigned unit, unsigned pair,
+                                     const uint32_t (&words)[Tiles][Decode::kPairWords], unsigned unit, unsigned pair,
                                      const Operand& operand) {
     if constexpr (Kind::kBytes) {
       uint32_t b[Rows][2];
@@ -228,7 +231,7 @@ struct Sums {
   }
 
   GRAPHOPT_DEVICE void decode_bytes(const Product& p, const uint32_t* table,
-                                    const uint32_t (&words)[Tiles][Decode::kWords], int n,
+                                    const uint32_t (&words)[Tiles][Decode::kPairWords], int n,
                                     uint32_t (&a)[kPlanes][Tiles][4]) {
     uint32_t first[2], second[2];
     if constexpr (Decode::kWide) {
@@ -268,7 +271,7 @@ struct Sums {
 
   template <int H, typename Operand>
   GRAPHOPT_DEVICE void multiply_unit(const Product& p, const uint32_t* table,
-                                     const uint32_t (&words)[Tiles][Decode::kWords], unsigned step,
+                                     const uint32_t (&words)[Tiles][Decode::kPairWords], unsigned step,
                                      const Operand& operand) {
     uint32_t b[Rows][2];
     load_operand(operand, step, b);

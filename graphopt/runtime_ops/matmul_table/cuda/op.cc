@@ -43,9 +43,10 @@ struct Product {
   OrtStatus* pack(const OrtKernelInfo* info) {
     TableInput table = {};
     GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
-    if (table.is_trellis) return node.error("no kernel on a GPU reads a trellis");
+    Table of_trellis;
+    if (table.is_trellis) GRAPHOPT_RETURN_IF_ERROR(make_trellis(node, table, weights.bits, &of_trellis));
     const GraphoptMatMulWeights given = {weights.rows, weights.columns, weights.bits,
-                                         static_cast<int32_t>(table.entries),
+                                         static_cast<int32_t>(table.entries), table.is_trellis,
                                          weights.codes, table.values};
     const int32_t operands = graphopt_cuda_matmul_operands(call.x_type, call.activations);
     const size_t bytes = graphopt_cuda_matmul_codec(&given, operands, &call.codec);

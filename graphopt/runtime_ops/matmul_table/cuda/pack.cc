@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <memory>
 
 #include "cuda/numbers.h"
 
@@ -143,9 +144,54 @@ void choose_for_bytes(GraphoptMatMulCodec* codec, const Analysis& of, const Tabl
   choose(codec, Decoder::kTable, Order::kBytes, step);
 }
 
-}  // namespace
+// The tables of a trellis as integers, and what their sums are multiples of.
+struct TrellisTables {
+  int head[64], tail[64];  // as files order them
+  Table table;             // as kernels do, modulo 256
+  int least_tail = 0, greatest_tail = 0;
 
-GraphoptMatMulCodec codec_of(Operands operands, unsigned bits, const float* values, size_t entries) {
+  explicit TrellisTables(const GraphoptMatMulWeights& weights) {
+    const size_t entries = static_cast<size_t>(weights.entries);
+    table.make_trellis(weights.table, entries, weights.bits);
+    for (size_t i = 0; i < entries; ++i) {
+      head[i] = static_cast<int>(std::llrint(weights.table[i] / table.step));
+      tail[i] = static_cast<int>(std::llrint(weights.table[entries + i] / table.step));
+      if (!i || tail[i] < least_tail) least_tail = tail[i];
+      if (!i || tail[i] > greatest_tail) greatest_tail = tail[i];
+    }
+  }
+
+  // Bytes of the tables whose sums are 128 more than their integers, those of the tail from 0 on; see trellis.h.
+  void fill(uint32_t (&lookup)[8]) const {
+    for (unsigned i = 0; i < 16; ++i) {
+      const uint32_t of_head = static_cast<uint8_t>(table.signed_head[i] + least_tail + 128);
+      const uint32_t of_tail = static_cast<uint8_t>(table.tail[i] - least_tail);
+      lookup[i / 4] |= of_head << 8 * (i % 4);
+      lookup[4 + i / 4] |= of_tail << 8 * (i % 4);
+    }
+  }
+};
+
+// Columns to the right that a window reads.
+unsigned reach_of(unsigned bits) { return (2 * static_cast<unsigned>(trellis_field(static_cast<int>(bits))) - 1) / bits; }
+
+unsigned width_of_tile(size_t columns, size_t tile) {
+  const size_t left = columns - tile * kTileColumns;
+  return static_cast<unsigned>(left < kTileColumns ? left : kTileColumns);
+}
+
+// Whether a decoder reads it: its last tile, a smaller circle, is continued to one of 16 columns, as far as windows read.
+bool has_decoder(Operands operands, const GraphoptMatMulWeights& weights, const TrellisTables& tables) {
+  const unsigned bits = static_cast<unsigned>(weights.bits);
+  if (bits > 4 || (operands != Operands::kFloat16 && operands != Operands::kInt8)) return false;
+  const unsigned width = width_of_tile(weights.columns, (weights.columns - 1) / kTileColumns);
+  return tables.greatest_tail - tables.least_tail < 128 && (width == kTileColumns || width + reach_of(bits) <= kTileColumns);
+}
+
+// The byte that stands for an integer of a trellis where no decoder reads it: a signed one.
+uint8_t byte_of_integer(int integer) { return static_cast<uint8_t>(integer); }
+
+GraphoptMatMulCodec codec_of_table(Operands operands, unsigned bits, const float* values, size_t entries) {
   GraphoptMatMulCodec codec = {};
   codec.operands = static_cast<int32_t>(operands);
   codec.bits = static_cast<int32_t>(bits);
@@ -161,6 +207,36 @@ GraphoptMatMulCodec codec_of(Operands operands, unsigned bits, const float* valu
     const uint32_t entry = entry_of(codec, table, of.value(code), code);
     for (unsigned k = 0; k < 2; ++k) codec.lookup[4 * k + code / 4] |= (entry >> 8 * k & 255) << 8 * (code % 4);
   }
+  return codec;
+}
+
+struct ByteTable {
+  float values[256];
+
+  explicit ByteTable(double step) {
+    for (int integer = -128; integer < 128; ++integer) {
+      values[byte_of_integer(integer)] = static_cast<float>(integer * step);
+    }
+  }
+};
+
+}  // namespace
+
+GraphoptMatMulCodec codec_of(Operands operands, const GraphoptMatMulWeights& weights) {
+  const unsigned bits = static_cast<unsigned>(weights.bits);
+  if (!weights.trellis) {
+    return codec_of_table(operands, bits, weights.table, static_cast<size_t>(weights.entries));
+  }
+  const TrellisTables tables(weights);
+  if (!has_decoder(operands, weights, tables)) {
+    return codec_of_table(operands, 8, ByteTable(tables.table.step).values, 256);
+  }
+  constexpr Decoder kDecoders[] = {Decoder::kTrellis2, Decoder::kTrellis3, Decoder::kTrellis4};
+  GraphoptMatMulCodec codec = {};
+  codec.operands = static_cast<int32_t>(operands);
+  codec.bits = weights.bits;
+  choose(&codec, kDecoders[bits - 2], Order::kTrellis, static_cast<float>(tables.table.step));
+  tables.fill(codec.lookup);
   return codec;
 }
 
@@ -215,21 +291,44 @@ void unpack_unit(const uint8_t* unit, unsigned bits, uint8_t* codes) {
   }
 }
 
+// Where column r of row k of a unit is among its codes.
+unsigned position_of(unsigned k, unsigned r) { return 64 * (k / 4) + 4 * r + k % 4; }
+
+// Codes of a trellis to what is packed: a tile of fewer columns is continued, or each code becomes the byte of its
+// integer, where there are `tables`.
+void convert_trellis(uint8_t* codes, unsigned bits, unsigned width, const TrellisTables* tables) {
+  const unsigned field = static_cast<unsigned>(trellis_field(static_cast<int>(bits)));
+  for (unsigned k = 0; k < kUnitRows; ++k) {
+    uint8_t row[kTileColumns];
+    for (unsigned r = 0; r < kTileColumns; ++r) row[r] = codes[position_of(k, r % width)];
+    for (unsigned r = 0; r < kTileColumns; ++r) {
+      uint32_t stream = 0;
+      for (unsigned i = 0; i < 4; ++i) stream = stream << bits | row[(r % width + i) % width];
+      const uint32_t window = stream >> (4 * bits - 2 * field), mask = (1u << field) - 1;
+      codes[position_of(k, r)] =
+          tables ? byte_of_integer(tables->head[window >> field & mask] + tables->tail[window & mask]) : row[r];
+    }
+  }
+}
+
 }  // namespace
 
-unsigned pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, const float* values, size_t entries,
-                    size_t rows, size_t columns, uint8_t* to) {
-  const unsigned bits = static_cast<unsigned>(codec.bits);
+unsigned pack_codes(const GraphoptMatMulCodec& codec, const GraphoptMatMulWeights& weights, uint8_t* to) {
+  const unsigned bits = static_cast<unsigned>(codec.bits), given_bits = static_cast<unsigned>(weights.bits);
+  const size_t rows = weights.rows, columns = weights.columns;
   const size_t tiles = (columns + kTileColumns - 1) / kTileColumns, units = (rows + kUnitRows - 1) / kUnitRows;
+  std::unique_ptr<TrellisTables> tables;
+  const bool becomes_bytes = weights.trellis && bits != given_bits;
+  if (becomes_bytes) tables.reset(new TrellisTables(weights));
   const size_t blocks = blocks_of(rows), of_block = block_bytes(bits);
   Fields fields[kBlockUnits];
   for (unsigned unit = 0; unit < kBlockUnits; ++unit) fields[unit].make(codec, unit);
   // which position of a unit a slot of a lane holds
   uint8_t positions[kSlots][kWarp];
   for (unsigned position = 0; position < 256; ++position) {
-    const unsigned t = position / 64, column = position / 4 % 16, lane = 4 * (column % 8) + t;
-    const unsigned slot = slot_of(static_cast<Order>(codec.order), column / 8, position % 4);
-    positions[slot][lane] = static_cast<uint8_t>(position);
+    const Order order = static_cast<Order>(codec.order);
+    const ColumnPlace place = place_of_column(order, position / 4 % 16);
+    positions[slot_of(order, place.half, position % 4)][4 * place.g + position / 64] = static_cast<uint8_t>(position);
   }
   unsigned largest = 0;
   for (size_t block = 0; block < tiles * blocks; ++block) {
@@ -237,13 +336,16 @@ unsigned pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, cons
     uint32_t words[16][kWarp] = {}, slots[kSlots][kWarp];
     for (unsigned unit = 0; unit < kBlockUnits; ++unit) {
       uint8_t of_unit[256] = {};
-      if (first + unit < units) unpack_unit(codes + (tile * units + first + unit) * 32 * bits, bits, of_unit);
+      if (first + unit < units) {
+        unpack_unit(weights.codes + (tile * units + first + unit) * 32 * given_bits, given_bits, of_unit);
+      }
+      for (const uint8_t code : of_unit) largest = code > largest ? code : largest;
+      const unsigned width = width_of_tile(columns, tile);
+      if (weights.trellis && (tables || width < kTileColumns)) {
+        convert_trellis(of_unit, given_bits, width, tables.get());
+      }
       for (unsigned slot = 0; slot < kSlots; ++slot) {
-        for (unsigned lane = 0; lane < kWarp; ++lane) {
-          const unsigned code = of_unit[positions[slot][lane]];
-          largest = code > largest ? code : largest;
-          slots[slot][lane] = code ^ codec.flips;
-        }
+        for (unsigned lane = 0; lane < kWarp; ++lane) slots[slot][lane] = of_unit[positions[slot][lane]] ^ codec.flips;
       }
       for (unsigned i = 0; i < fields[unit].count; ++i) {
         const Field& field = fields[unit].all[i];
@@ -259,9 +361,16 @@ unsigned pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, cons
       }
     }
   }
+  uint8_t* const behind = to + tiles * blocks * of_block;
+  if (weights.trellis && !becomes_bytes) {
+    std::memset(behind, 0, kTableWords * sizeof(uint32_t));
+    return largest;
+  }
+  const ByteTable of_bytes(becomes_bytes ? tables->table.step : 1);
+  const float* const values = becomes_bytes ? of_bytes.values : weights.table;
+  const size_t entries = becomes_bytes ? 256 : static_cast<size_t>(weights.entries);
   Table table;
   table.make(values, entries, static_cast<int>(bits));
-  uint8_t* const behind = to + tiles * blocks * of_block;
   for (unsigned i = 0; i < kTableWords; ++i) {
     const unsigned code = i % (1u << bits);
     const uint32_t entry = entry_of(codec, table, values[code < entries ? code : 0], code < entries ? code : 0);
@@ -275,15 +384,12 @@ unsigned pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, cons
 extern "C" {
 
 size_t graphopt_cuda_matmul_codec(const GraphoptMatMulWeights* weights, int32_t operands, GraphoptMatMulCodec* codec) {
-  *codec = graphopt::codec_of(static_cast<graphopt::Operands>(operands), static_cast<unsigned>(weights->bits),
-                              weights->table, static_cast<size_t>(weights->entries));
+  *codec = graphopt::codec_of(static_cast<graphopt::Operands>(operands), *weights);
   return graphopt::packed_bytes(*codec, weights->rows, weights->columns);
 }
 
 int32_t graphopt_cuda_matmul_pack(const GraphoptMatMulWeights* weights, const GraphoptMatMulCodec* codec, void* to) {
-  return static_cast<int32_t>(graphopt::pack_codes(*codec, weights->codes, weights->table,
-                                                   static_cast<size_t>(weights->entries), weights->rows,
-                                                   weights->columns, static_cast<uint8_t*>(to)));
+  return static_cast<int32_t>(graphopt::pack_codes(*codec, *weights, static_cast<uint8_t*>(to)));
 }
 
 }  // extern "C"

@@ -7,14 +7,13 @@
 
 namespace graphopt {
 
-// How the codes of a table are decoded to these operands; values: finite, entries of them, 1 to 2^bits.
-GraphoptMatMulCodec codec_of(Operands operands, unsigned bits, const float* values, size_t entries);
+// How codes are decoded to these operands. The table is finite, of 1 to 2^bits entries or the two tables of a trellis.
+GraphoptMatMulCodec codec_of(Operands operands, const GraphoptMatMulWeights& weights);
 
 // Bytes of packed codes with the table behind them.
 size_t packed_bytes(const GraphoptMatMulCodec& codec, size_t rows, size_t columns);
 
-// codes: as in a file, uint8 [T, U, 32 bits]; to: packed_bytes(). Returns the largest code.
-unsigned pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, const float* values, size_t entries,
-                    size_t rows, size_t columns, uint8_t* to);
+// to: packed_bytes(). Returns the largest code.
+unsigned pack_codes(const GraphoptMatMulCodec& codec, const GraphoptMatMulWeights& weights, uint8_t* to);
 
 }  // namespace graphopt

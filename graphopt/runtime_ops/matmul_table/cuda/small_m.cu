@@ -10,6 +10,7 @@ const char* start_small_m(const Product& p, Operands operands, Decoder decoder, 
     return launch(multiply_floats, grid, kFloatWarps * kWarp, kFloatShared, stream, p);
   }
   if (operands == Operands::kBFloat16) return launch_small_m<BFloat16Kind, AnyTo16Bits>(p, stream);
+  if (is_trellis(decoder)) return start_small_m_of_trellis(p, operands, decoder, stream);
   const bool bytes = operands == Operands::kInt8;
   switch (decoder) {
     case Decoder::kWide: return launch_small_m<ByteKind, AnyToBytes>(p, stream);

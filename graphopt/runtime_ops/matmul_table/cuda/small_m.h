@@ -92,7 +92,7 @@ void multiply_small_m(Product p) {
     for (int m = 0; m < kRowTiles; ++m) {
       GRAPHOPT_UNROLL
       for (unsigned i = 0; i < 4; ++i) {
-        const unsigned column = n * kTileColumns + g + 8 * (i / 2), row = 8 * m + 2 * t + i % 2;
+        const unsigned column = n * kTileColumns + column_of<Decode>(g, i / 2), row = 8 * m + 2 * t + i % 2;
         shared[(warp() * kSmallMColumns + column) * kSmallMPitch + row] = sums.totals[n][m][i];
       }
     }

@@ -1,32 +1,17 @@
-#include "matmul_table/cuda/small_m_streamed.h"
-
 #include "matmul_table/cuda/kernels.h"
+#include "matmul_table/cuda/launches.h"
 
 namespace graphopt {
-namespace {
-
-template <typename Kind, typename Decode, int RowTiles>
-const char* launch_rows(const Product& p, void* stream) {
-  const Index3 grid = {(p.tiles + kStreamedTiles - 1) / kStreamedTiles, p.splits, 1};
-  const auto kernel = multiply_streamed<Kind, Decode, RowTiles>;
-  return launch_early(kernel, grid, kStreamedThreads, kStreamedShared<Kind, RowTiles>, stream, p);
-}
-
-template <typename Kind, typename Decode>
-const char* launch_streamed(const Product& p, void* stream) {
-  return p.rows > 8 ? launch_rows<Kind, Decode, 2>(p, stream) : launch_rows<Kind, Decode, 1>(p, stream);
-}
-
-}  // namespace
 
 bool has_streamed(const Product& p, Operands operands, Decoder decoder) {
   if (p.rows > kSmallMRows || p.with_sums || (p.group_units % kBlockUnits && p.groups > 1)) return false;
   if (operands == Operands::kFloat16) return decoder != Decoder::kTable;
   return operands == Operands::kInt8 &&
-         (decoder == Decoder::kInt4 || decoder == Decoder::kInt8 || decoder == Decoder::kTable4);
+         (decoder == Decoder::kInt4 || decoder == Decoder::kInt8 || decoder == Decoder::kTable4 || is_trellis(decoder));
 }
 
 const char* start_streamed(const Product& p, Operands operands, Decoder decoder, void* stream) {
+  if (is_trellis(decoder)) return start_streamed_of_trellis(p, operands, decoder, stream);
   const bool bytes = operands == Operands::kInt8;
   switch (decoder) {
     case Decoder::kInt4:

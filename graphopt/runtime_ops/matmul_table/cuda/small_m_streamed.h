@@ -22,7 +22,7 @@ constexpr size_t kStreamedShared = 2 * kStreamedStage<Kind, RowTiles>;
 // What a warp has of two tiles of columns.
 template <typename Kind, typename Decode, int RowTiles>
 struct StreamedTiles {
-  static constexpr unsigned kDepth = Decode::kWords > 3 ? 1 : 2;  // blocks ahead, as registers allow
+  static constexpr unsigned kDepth = Decode::kBits > 6 ? 1 : Decode::kBits > 2 ? 2 : 4;  // blocks ahead, as registers allow
 
   float totals[2][RowTiles][4] = {};
   uint32_t words[kDepth][2][4][Decode::kWords];
@@ -34,9 +34,9 @@ struct StreamedTiles {
     GRAPHOPT_UNROLL
     for (int n = 0; n < 2; ++n) {
       // a tile that is not there is the last one, whose sums are not used
-      const unsigned tile = first_tile + n < p.tiles ? first_tile + n : p.tiles - 1, column = lane() / 4;
+      const unsigned tile = first_tile + n < p.tiles ? first_tile + n : p.tiles - 1, g = lane() / 4;
       codes[n] = p.codes + (size_t{tile} * p.blocks + block) * block_bytes(Decode::kBits) + lane() * 16;
-      of_scales[n] = scale_at(p, tile, 0, column);
+      of_scales[n] = scale_at(p, tile, 0, column_of<Decode>(g, 0));
     }
   }
 
@@ -49,7 +49,7 @@ struct StreamedTiles {
       codes[n] += kStreamedParts * block_bytes(Decode::kBits);
       GRAPHOPT_UNROLL
       for (unsigned half = 0; half < 2; ++half) {
-        scales[slot][n][half] = load_scale(p, of_scales[n] + at + 8 * half * bytes);
+        scales[slot][n][half] = load_scale(p, of_scales[n] + at + column_of<Decode>(0, half) * bytes);
       }
     }
   }
@@ -67,13 +67,16 @@ struct StreamedTiles {
     }
     GRAPHOPT_UNROLL
     for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
+      uint32_t of_pair[2][Decode::kPairWords];
+      GRAPHOPT_UNROLL
+      for (int n = 0; n < 2; ++n) Decode::prepare(pair, words[slot][n][pair], of_pair[n]);
       if constexpr (Kind::kBytes) {
         uint32_t a[2][4];
         GRAPHOPT_UNROLL
         for (int n = 0; n < 2; ++n) {
           uint32_t of_unit[2][2];
-          Decode::template decode<0>(p, nullptr, words[slot][n][pair], of_unit[0]);
-          Decode::template decode<1>(p, nullptr, words[slot][n][pair], of_unit[1]);
+          Decode::template decode<0>(p, nullptr, of_pair[n], of_unit[0]);
+          Decode::template decode<1>(p, nullptr, of_pair[n], of_unit[1]);
           GRAPHOPT_UNROLL
           for (int i = 0; i < 4; ++i) a[n][i] = of_unit[i / 2][i % 2];
         }
@@ -81,10 +84,10 @@ struct StreamedTiles {
       } else {
         uint32_t a[2][4];
         GRAPHOPT_UNROLL
-        for (int n = 0; n < 2; ++n) Decode::template decode<0>(p, nullptr, words[slot][n][pair], a[n]);
+        for (int n = 0; n < 2; ++n) Decode::template decode<0>(p, nullptr, of_pair[n], a[n]);
         multiply_step(sums, a, x + 32 * (2 * pair));
         GRAPHOPT_UNROLL
-        for (int n = 0; n < 2; ++n) Decode::template decode<1>(p, nullptr, words[slot][n][pair], a[n]);
+        for (int n = 0; n < 2; ++n) Decode::template decode<1>(p, nullptr, of_pair[n], a[n]);
         multiply_step(sums, a, x + 32 * (2 * pair + 1));
       }
     }
@@ -201,7 +204,8 @@ void multiply_streamed(Product p) {
     for (int m = 0; m < RowTiles; ++m) {
       GRAPHOPT_UNROLL
       for (unsigned i = 0; i < 4; ++i) {
-        const unsigned column = (2 * of_columns + n) * kTileColumns + g + 8 * (i / 2), row = 8 * m + 2 * t + i % 2;
+        const unsigned column = (2 * of_columns + n) * kTileColumns + column_of<Decode>(g, i / 2);
+        const unsigned row = 8 * m + 2 * t + i % 2;
         parts[(part * kStreamedColumns + column) * (8 * RowTiles + 1) + row] = of_warp.totals[n][m][i];
       }
     }

@@ -157,6 +157,11 @@ OrtStatus* read_table(const Node& node, const OrtKernelInfo* info, const Weights
   return nullptr;
 }
 
+OrtStatus* make_trellis(const Node& node, const TableInput& input, int bits, Table* table) {
+  if (table->make_trellis(input.values, input.entries, bits)) return nullptr;
+  return node.error("the sums of a trellis must be multiples of one power of two, from -127 to 127 of it");
+}
+
 OrtStatus* check_codes(const Node& node, const TableInput& table, int largest) {
   if (largest < static_cast<int>(table.entries)) return nullptr;
   return node.error("a code is %d, in a table of %zu numbers", largest, table.entries);

@@ -39,6 +39,8 @@ struct TableInput {
   bool is_trellis;  // values: [2, entries]
 };
 OrtStatus* read_table(const Node& node, const OrtKernelInfo* info, const Weights& weights, TableInput* table);
+// The tables of a trellis as kernels read them; others than the sums of bytes are an error.
+OrtStatus* make_trellis(const Node& node, const TableInput& input, int bits, Table* table);
 // largest: of all codes.
 OrtStatus* check_codes(const Node& node, const TableInput& table, int largest);
 
