@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _ROOT = Path("/")
 # Parameters of mallopt(3), and what glibc itself arrives at when a process has freed an array of 32 MiB.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_MAPPED, _TRIMMED = 32 << 20, 64 << 20
+_LEAST_MAPPED, _MOST_FREE = 32 << 20, 64 << 20
 
 
 def keep_freed_memory() -> None:
@@ -25,8 +25,8 @@ def keep_freed_memory() -> None:
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(_TRIM_THRESHOLD, _TRIMMED)
-        set_option(_MMAP_THRESHOLD, _MAPPED)
+        set_option(_TRIM_THRESHOLD, _MOST_FREE)
+        set_option(_MMAP_THRESHOLD, _LEAST_MAPPED)
 
 
 def available_memory(root: Path = _ROOT) -> int:

@@ -102,3 +102,21 @@ def test_products_that_round_their_inputs_are_compared_before_they_do(
     levels = [n.attributes.get_int("accuracy_level") for n in made.model.graph if n.op_type == "MatMulNBits"]
     # 2 layers of 5, and the head; as the builder made them.
     assert levels == [4] * 11
+
+
+def test_products_of_the_builder_run_on_our_kernels_with_its_codes(
+    make_genai: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Nothing is rounded anew: the same tokens, and its tied embedding is looked up in the codes of the head."""
+    source = tmp_path / "exported"
+    export(make_genai("llama", "int4"), source)
+    made = graphopt.optimize(source, "int4", tmp_path / "int4", target="ort-cpu")
+    kinds = Counter(node.op_type for node in made.model.graph)
+    assert not kinds.keys() & {"MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"}
+    # 2 layers of 5, of which gate and up are merged, and the head.
+    assert (kinds["MatMulTable"], kinds["GatherTable"]) == (9, 1)
+    change = {check.after: check.figures.get("largest_change") for check in made.manifest.checks}["unfuse_products"]
+    assert change is not None
+    # Inputs in int8, see above.
+    assert change < 3e-2
+    assert generate(tmp_path / "int4", PROMPTS[:1]) == generate(source, PROMPTS[:1])
