@@ -58,7 +58,7 @@ class SpreadCodes(Expression):
         bits: of a code, 4 or 8.
         rows: codes of a column; a column may be padded.
         columns: as many as products have outputs.
-        code_type: of a code. Of a signed one half of the codes is taken off, the zero point of products that store none.
+        code_type: of a code; of a signed one half of the codes is taken off, the zero point of products without any.
     """
 
     source: Expression
