@@ -21,7 +21,12 @@ def search(
     formats: Annotated[
         list[str] | None, typer.Option("--format", help="to choose from, such as nl4:64: a format and its group")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="of the calibration text to measure divergences on")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, help="of the calibration text to measure single matrices on")] = 512,
+    mixture_tokens: Annotated[int, typer.Option(min=2, help="of it to judge the best mixtures on")] = 2048,
+    candidates: Annotated[
+        int, typer.Option(min=0, help="mixtures to judge by the model as a whole; 0: by single matrices alone")
+    ] = 128,
+    seed: Annotated[int, typer.Option(help="of the draws of mixtures")] = 0,
     work: Annotated[
         Path | None, typer.Option("--work", help="folder of measurements; by default .OUTPUT-search beside OUTPUT")
     ] = None,
@@ -31,10 +36,10 @@ def search(
 ) -> None:
     """Find the format of each matrix with which the model diverges least in a number of bytes; write a recipe.
 
-    Each matrix is rounded alone and the model run with it. What is measured is kept: a search that was cut off goes on
-    where it was, and one for another number of bytes takes seconds.
+    Each matrix is rounded alone and the model run with it. Then mixtures of formats are drawn and judged by what the
+    whole model loses. What is measured is kept: a search that was cut off goes on where it was.
     """
-    from graphopt.compile.search import CHOICES
+    from graphopt.compile.search import CHOICES, MixtureSearch
     from graphopt.compile.search import search as find
     from graphopt.compile.search.choices import choice_of, name_of
     from graphopt.report.console_table import ConsoleTable, figure_columns
@@ -43,7 +48,17 @@ def search(
     assert room is not None
     choices = [choice_of(text) for text in formats] if formats else CHOICES
     with progress() as say, chosen_workers(jobs, cluster) as workers:
-        result = find(model, room, folder, recipe=recipe, choices=choices, tokens=tokens, jobs=workers, on_stage=say)
+        result = find(
+            model,
+            room,
+            folder,
+            recipe=recipe,
+            choices=choices,
+            tokens=tokens,
+            mixtures=MixtureSearch(candidates=candidates, tokens=mixture_tokens, seed=seed),
+            jobs=workers,
+            on_stage=say,
+        )
     output.write_text(result.recipe.to_yaml(), encoding="utf-8")
     if as_json:
         return print_json(result)
@@ -51,10 +66,13 @@ def search(
     for name, count in sorted(Counter(name_of(choice) for choice in result.chosen.values()).items()):
         table.add_row(name, str(count))
     out.print(table)
-    out.print(
-        f"{output}: about {result.bytes / 1e6:.1f} MB, expected divergence {result.loss:.4f} nats per token",
-        soft_wrap=True,
-    )
+    count = result.judged_mixtures
+    summary = f"divergence {result.loss:.4f} nats per token on calibration text, the best of {count} mixtures"
+    if not count:
+        summary = f"expected divergence {result.loss:.4f} nats per token"
+    if result.recipe_loss is not None:
+        summary += f"; {result.recipe_loss:.4f} with the formats of the recipe"
+    out.print(f"{output}: about {result.bytes / 1e6:.1f} MB, {summary}", soft_wrap=True)
     return None
 
 

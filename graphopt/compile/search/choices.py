@@ -13,8 +13,12 @@ from graphopt.passes.common.formats import LinearFormat
 Choice = LinearFormat
 """A format and its group, as a recipe names them."""
 
-CHOICES = tuple(LinearFormat(format=name, group=64) for name in ("nl3", "nl4", "nl5", "fp6-e2m3"))
-"""What is chosen from by default: about 3.3, 4.3, 5.3 and 6.3 bits a weight, all of one kernel."""
+CHOICES = (
+    *(LinearFormat(format=name, group=None) for name in ("t2", "t3", "t4", "t5")),
+    *(LinearFormat(format=name, group=64) for name in ("t3", "t4", "t5", "fp6-e2m3")),
+)
+"""What is chosen from by default: trellises of 2 to 5 bits with a scale for each column, as behind rotations, those of
+3 to 5 bits in groups, as for an lm_head that is not rotated, and 6.3 bits, all of one kernel."""
 
 _SCALE, _STEP = 2, 2  # bytes: float16, and the bfloat16 of a column whose scales are bytes
 

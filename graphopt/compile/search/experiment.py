@@ -1,4 +1,4 @@
-"""A matrix measured by any process that sees the folder: what the model is, and what it is fed, lies in a file."""
+"""A matrix, or a mixture, measured by any process that sees the folder: what the model is and reads lies in a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from graphopt.compile.search.choices import Choice
-    from graphopt.graph.weights import Expression
+    from graphopt.graph.weights import Expression, Part, StoredBytes
+    from graphopt.graph.weights.store import Store
     from graphopt.ort.session import Array
     from graphopt.tasks.ports import IntArray
 
@@ -30,18 +31,29 @@ class Experiment:
     Attributes:
         model: the file of a model whose matrices are inputs; its other weights stay where they are.
         weights: the matrices, by name.
+        tables: token embeddings that are a matrix transposed and will be stored with it, by the name of the matrix;
+            they are inputs of the model, too.
         hessians: X^T X of what each is multiplied with.
         texts: what the model is fed: inputs, and the tokens that come after each position.
+        single_texts: how many of them it reads for a single matrix.
         choices: formats.
         rounder: how matrices are rounded.
+        store: where rounded matrices are kept.
     """
 
     model: str
     weights: Mapping[str, Expression]
+    tables: Mapping[str, Sequence[str]]
     hessians: Mapping[str, Expression]
     texts: Sequence[tuple[Mapping[str, Array], IntArray]]
+    single_texts: int
     choices: Sequence[Choice]
     rounder: Rounder
+    store: Store
+
+    def rounded_matrix(self, name: str, choice: Choice) -> Part:
+        """Return a matrix rounded to a format."""
+        return self.rounder.rounded_matrix(self.weights[name], self.hessians[name], choice)
 
     def write(self, file: Path) -> None:
         """Write the experiment to a file."""
@@ -56,8 +68,24 @@ def measure(task: tuple[str, str]) -> Row:
     """
     file, name = task
     experiment, weights, model = _open(file)
+
+    def divergence_of(choice: Choice) -> float:
+        matrix = experiment.store.obtain(experiment.rounded_matrix(name, choice)).numpy()
+        return model.divergence({name: matrix}, experiment.single_texts)
+
     hessian = experiment.hessians[name].numpy()
-    return experiment.rounder.row(name, weights[name], hessian, experiment.choices, model)
+    return experiment.rounder.row(name, weights[name], hessian, experiment.choices, divergence_of)
+
+
+def judge(task: tuple[str, Mapping[str, StoredBytes], int]) -> float:
+    """Return by how much a model of rounded matrices diverges, in nats per token.
+
+    Args:
+        task: the file of an experiment, all its matrices, rounded, and how many texts the model reads.
+    """
+    file, matrices, texts = task
+    _, _, model = _open(file)
+    return model.divergence({name: matrix.numpy() for name, matrix in matrices.items()}, texts)
 
 
 def close() -> None:
@@ -72,4 +100,4 @@ def _open(file: str) -> tuple[Experiment, dict[str, Matrix], Replaceable]:
         name: np.ascontiguousarray(expression.numpy(), np.float32) for name, expression in experiment.weights.items()
     }
     session = open_session(Path(experiment.model), threads=processors(), in_place=True)
-    return experiment, weights, Replaceable(session, weights, experiment.texts)
+    return experiment, weights, Replaceable(session, weights, experiment.tables, experiment.texts)

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tempfile
+from collections import defaultdict
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from graphopt.analysis.structure.folding import fold
 from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
+from graphopt.analysis.structure.roles import OTHER_ROLE, roles_of
 from graphopt.compile.compilation import Compilation, files_of
 from graphopt.compile.search.choices import CHOICES, Choice, choice_of, name_of
-from graphopt.compile.search.experiment import Experiment, close, measure
+from graphopt.compile.search.experiment import Experiment, close
 from graphopt.compile.search.losses import Database, Rounder, with_inputs
+from graphopt.compile.search.mixtures import Judgements, Mixture, MixtureSearch, judge_mixtures
 from graphopt.compile.search.program import solve
+from graphopt.compile.search.trials import Trials
 from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of, weight_of
 from graphopt.graph.weights.data_file import save_model
-from graphopt.graph.weights.evaluator import run_tasks, stage_of, workers
+from graphopt.graph.weights.evaluator import workers
 from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.passes.common.tied_embedding import tied_lookups
 from graphopt.passes.recipe import Recipe
@@ -27,16 +34,19 @@ from graphopt.tasks import task_of
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from concurrent.futures import Executor
 
     import onnx_ir as ir
 
     from graphopt.artifact.artifact import Artifact
     from graphopt.graph.weights import Expression
+    from graphopt.tasks.ports import IntArray
 
 TOKENS, _WINDOW = 512, 256
 """Tokens of the calibration text that divergences are measured on, and tokens that are seen at once."""
+
+MIXTURES = MixtureSearch()
 
 
 class SearchResult(BaseModel):
@@ -45,8 +55,11 @@ class SearchResult(BaseModel):
     Attributes:
         recipe: the recipe, with a format for each matrix.
         bytes: of all weights by estimate; what is not a matrix as it is stored in floats.
-        loss: the divergence that is expected, the sum of those of each matrix alone, in nats per token.
+        loss: the divergence of the model with the mixture on the text of the search, in nats per token; if no mixture
+            was judged, what is expected of it, the sum of those of each matrix alone.
+        recipe_loss: the same for the formats that the recipe has, where they are among the choices and have room.
         chosen: the choice for each matrix.
+        judged_mixtures: mixtures that were judged, on a part of the text or on all of it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -54,10 +67,12 @@ class SearchResult(BaseModel):
     recipe: Recipe
     bytes: int
     loss: float
+    recipe_loss: float | None
     chosen: dict[str, Choice]
+    judged_mixtures: int
 
 
-def search(
+def search(  # noqa: PLR0913, what a search can be recipe_mixture
     model: str | Path | Artifact,
     size: int,
     folder: str | Path,
@@ -65,6 +80,7 @@ def search(
     recipe: str | Path | Recipe = "small",
     choices: Sequence[Choice] = CHOICES,
     tokens: int = TOKENS,
+    mixtures: MixtureSearch = MIXTURES,
     jobs: int | Executor = 1,
     on_stage: Progress = silent,
 ) -> SearchResult:
@@ -72,15 +88,16 @@ def search(
 
     Args:
         model: an artifact folder or an ``.onnx`` file of a causal language model, with a tokenizer. It must fit into
-            memory twice.
+            memory three times, and the disk needs five bytes for each weight and format that a mixture has.
         size: bytes of all weights.
-        folder: where statistics and measurements are kept. A search that was cut off goes on there, and one for other
-            bytes measures nothing again.
+        folder: where statistics, rounded matrices and measurements are kept. A search that was cut off goes on there,
+            and one for other bytes measures no matrix again.
         recipe: what to do besides: its step ``quantize_weights`` gets the formats.
         choices: what a matrix may be stored as.
-        tokens: of the calibration text that divergences are measured on.
-        jobs: as for :func:`graphopt.optimize`; tasks are matrices.
-        on_stage: called for each matrix.
+        tokens: of the calibration text that single matrices are measured on, and mixtures at first.
+        mixtures: how mixtures are drawn, and on how many tokens the best of them are judged.
+        jobs: as for :func:`graphopt.optimize`; tasks are matrices and mixtures.
+        on_stage: called for each matrix and mixture.
 
     Raises:
         InputError: the model or the recipe cannot be used, or the bytes are too few.
@@ -90,7 +107,7 @@ def search(
         compilation = Compilation(
             model, recipe, work=Path(folder), statistics=folder, executor=executor, on_stage=on_stage
         )
-        return _search(compilation, size, Path(folder), choices, tokens, executor, on_stage)
+        return _search(compilation, size, Path(folder), choices, tokens, mixtures, executor, on_stage)
 
 
 def _search(
@@ -99,6 +116,7 @@ def _search(
     folder: Path,
     choices: Sequence[Choice],
     tokens: int,
+    mixtures: MixtureSearch,
     executor: Executor | None,
     on_stage: Progress,
 ) -> SearchResult:
@@ -110,29 +128,54 @@ def _search(
         raise InputError(f"the recipe {recipe.name} has no step quantize_weights", remedy="--add quantize_weights")
     compilation.check_weights()
     compilation.apply_unchecked(compilation.passes[: names.index("quantize_weights")])
-    graph, calibration = compilation.model, compilation.calibration
-    matrices = _matrices(graph.graph)
+    graph = compilation.model.graph
+    matrices, tables = _matrices(graph), _tables(graph, step)
     has_level_scales = any(step.name == "level_scales" for step in recipe.steps)
-    settings = f"{calibration.model_folder(graph).name} {step.rounding!r} {step.scale} {tokens} {has_level_scales}"
-    key = hashlib.sha256(settings.encode())
-    key.update(" ".join(map(name_of, choices)).encode())
-    database = Database(folder / f"search-{key.hexdigest()[:16]}.jsonl")
     rounder = Rounder(step.rounding, step.scale, has_level_scales)
-    _measure(compilation, matrices, database, choices, rounder, tokens, executor, on_stage)
-    rows = [database.rows[name] for name in matrices]
-    other_bytes = _other_bytes(graph.graph, step, set(matrices))
-    names = [name_of(choice) for choice in choices]
-    choice_numbers = solve(
-        [[row.losses[name] for name in names] for row in rows],
-        [[row.bytes[name] for name in names] for row in rows],
-        size - other_bytes,
+    texts = _texts(compilation, tokens, max(tokens, mixtures.tokens) if mixtures.candidates else tokens)
+    settings = (
+        f"{compilation.calibration.model_folder(compilation.model).name} {step.rounding!r} {step.scale} {tokens} "
+        f"{has_level_scales} {sorted(tables)} {' '.join(map(name_of, choices))}"
     )
-    choice_names = {row.weight: names[number] for row, number in zip(rows, choice_numbers, strict=True)}
+    key = hashlib.sha256(settings.encode()).hexdigest()[:16]
+    database = Database(folder / f"search-{key}.jsonl")
+    with _experiment(compilation, matrices, tables, choices, rounder, texts, tokens, folder) as experiment:
+        trials = Trials(experiment, compilation.evaluator, executor, on_stage)
+        trials.measure(database)
+        rows = [database.rows[name] for name in matrices]
+        other_bytes = _other_bytes(graph, step, set(matrices))
+        room = size - other_bytes
+        names = [name_of(choice) for choice in choices]
+        losses = [[row.losses[name] for name in names] for row in rows]
+        sizes = [[row.bytes[name] for name in names] for row in rows]
+        recipe_mixture = _mixture_of(step, graph, matrices, names)
+        if recipe_mixture is not None and sum(map(getitem, sizes, recipe_mixture)) > room:
+            recipe_mixture = None
+        known_mixtures = [] if recipe_mixture is None else [recipe_mixture]
+        if mixtures.candidates:
+            judgements = Judgements(folder / f"mixtures-{key}.jsonl")
+            divergences = judge_mixtures(
+                losses,
+                sizes,
+                room,
+                _roles(graph, matrices),
+                known_mixtures,
+                mixtures,
+                lambda batch, thorough: trials.judge(batch, judgements, thorough=thorough),
+                on_stage,
+            )
+        else:
+            best = tuple(solve(losses, sizes, room))
+            divergences = {choice: sum(map(getitem, losses, choice)) for choice in (best, *known_mixtures)}
+    mixture = min(divergences, key=divergences.__getitem__)
+    choice_names = {row.weight: names[number] for row, number in zip(rows, mixture, strict=True)}
     return SearchResult(
         recipe=_pin_formats(recipe, choice_names, size),
         bytes=other_bytes + sum(row.bytes[choice_names[row.weight]] for row in rows),
-        loss=sum(row.losses[choice_names[row.weight]] for row in rows),
+        loss=divergences[mixture],
+        recipe_loss=None if recipe_mixture is None else divergences[recipe_mixture],
         chosen={name: choice_of(choice) for name, choice in choice_names.items()},
+        judged_mixtures=len(trials.judged_mixtures),
     )
 
 
@@ -149,61 +192,104 @@ def _matrices(graph: ir.Graph) -> dict[str, ir.Node]:
     return nodes_by_weight
 
 
-def _measure(
+def _tables(graph: ir.Graph, step: QuantizeWeights) -> dict[str, list[str]]:
+    """Return the token embeddings that will be stored with the matrix that they are transposed, by its name."""
+    tables: dict[str, list[str]] = {}
+    for product, lookups in tied_lookups(graph).items() if step.tied and step.embedding is not None else ():
+        weight = weight_of(product, 1)
+        assert weight is not None
+        values = (weight_of(lookup, 0) for lookup in lookups)
+        tables[weight.name or ""] = list(dict.fromkeys(value.name or "" for value in values if value is not None))
+    return tables
+
+
+def _mixture_of(
+    step: QuantizeWeights, graph: ir.Graph, matrices: Mapping[str, ir.Node], names: Sequence[str]
+) -> Mixture | None:
+    """Return the numbers of the formats that the step has; ``None`` if one is not among the names of choices."""
+    formats = step.formats_by_product(graph)
+    chosen_formats = [formats[node] for node in matrices.values()]
+    chosen_names = [None if choice is None else name_of(choice) for choice in chosen_formats]
+    numbers = [names.index(name) for name in chosen_names if name in names]
+    return tuple(numbers) if len(numbers) == len(chosen_names) else None
+
+
+def _roles(graph: ir.Graph, matrices: Mapping[str, ir.Node]) -> list[list[int]]:
+    """Return the numbers of the matrices of each role."""
+    roles, numbers = roles_of(graph, fold(graph)), defaultdict[str, list[int]](list)
+    for number, node in enumerate(matrices.values()):
+        numbers[roles.get(node, OTHER_ROLE)].append(number)
+    return list(numbers.values())
+
+
+def _texts(compilation: Compilation, tokens: int, all_tokens: int) -> list[IntArray]:
+    """Return pieces of the calibration text, of one token more than is read: the beginning of each window first.
+
+    Args:
+        compilation: whose text.
+        tokens: that single matrices are measured on; a piece has as many, but no more than 256.
+        all_tokens: of all pieces; fewer where the text is shorter.
+    """
+    size = min(_WINDOW, tokens)
+    windows = [text for text in compilation.calibration.texts if isinstance(text, np.ndarray)]
+    if not windows:
+        raise InputError(
+            "divergences are measured on text, and this model reads none", remedy="choose a recipe by hand"
+        )
+    begins = range(0, max(map(len, windows)), size)
+    pieces = [text[begin : begin + size + 1] for begin in begins for text in windows if len(text) > begin + 1]
+    return pieces[: max(1, all_tokens // size)]
+
+
+@contextlib.contextmanager
+def _experiment(
     compilation: Compilation,
     matrices: Mapping[str, ir.Node],
-    database: Database,
+    tables: Mapping[str, Sequence[str]],
     choices: Sequence[Choice],
     rounder: Rounder,
+    texts: Sequence[IntArray],
     tokens: int,
-    executor: Executor | None,
-    on_stage: Progress,
-) -> None:
-    remaining = [name for name in matrices if name not in database.rows]
-    if not remaining:
-        return
-    graph, calibration = compilation.model, compilation.calibration
-    statistics = calibration.inputs(graph, matrices.values())
+    folder: Path,
+) -> Iterator[Experiment]:
+    """Give what workers need, with the model in a folder that is removed afterwards."""
+    model = compilation.model
+    statistics = compilation.calibration.inputs(model, matrices.values())
     weights: dict[str, Expression] = {}
     for name, node in matrices.items():
         weight = weight_of(node, 1)
         assert weight is not None
         weights[name] = expression_of(weight.const_value)
-    feeds, size = task_of(graph.graph).text_feeds, min(_WINDOW, tokens)
-    arrays = [text for text in calibration.texts[: max(1, tokens // size)] if isinstance(text, np.ndarray)]
-    if not arrays:
-        raise InputError(
-            "divergences are measured on text, and this model reads none", remedy="choose a recipe by hand"
-        )
-    texts = [text[: size + 1] for text in arrays]
-    database.file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="experiment-", dir=database.file.parent) as folder:
-        file, model_file = Path(folder, "experiment"), Path(folder, "model.onnx")
-        save_model(with_inputs(graph, weights), model_file, "model.data", in_place=True)
-        Experiment(
-            model=str(model_file),
+    feeds = task_of(model.graph).text_feeds
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="experiment-", dir=folder) as run_folder:
+        file = Path(run_folder, "model.onnx")
+        inputs = [*weights, *(table for names in tables.values() for table in names)]
+        save_model(with_inputs(model, inputs), file, "model.data", in_place=True)
+        experiment = Experiment(
+            model=str(file),
             weights=weights,
+            tables=tables,
             hessians={name: statistics[node].hessian() for name, node in matrices.items()},
-            texts=[(feeds(graph.graph, text[None, :-1]), text[1:]) for text in texts],
+            texts=[(feeds(model.graph, text[None, :-1]), text[1:]) for text in texts],
+            single_texts=max(1, tokens // min(_WINDOW, tokens)),
             choices=choices,
             rounder=rounder,
-        ).write(file)
+            store=compilation.evaluator.store,
+        )
         try:
-            for _, row in run_tasks(executor, measure, [(str(file), name) for name in remaining]):
-                database.add(row)
-                on_stage(stage_of(f"rounding {row.weight}", executor), len(database.rows), len(matrices))
+            yield experiment
         finally:
             close()
 
 
 def _other_bytes(graph: ir.Graph, step: QuantizeWeights, matrices: set[str]) -> int:
     """Return the bytes of what is no matrix: norms as they are, a token embedding of its own as it will be."""
-    tied = tied_lookups(graph) if step.tied and step.embedding is not None else {}
-    looked_up = {lookup.inputs[0] for lookups in tied.values() for lookup in lookups}
+    tied = {table for tables in _tables(graph, step).values() for table in tables}
     return sum(
         _float_bytes(value) if step.embedding is None else _table_bytes(value, step.embedding.group)
         for name, value in graph.initializers.items()
-        if name not in matrices and value not in looked_up
+        if name not in matrices and name not in tied
     )
 
 

@@ -4,12 +4,14 @@ For the coarsest choice it is measured. For the others it is taken to grow as th
 
     KL(choice) = KL(coarsest) loss(choice) / loss(coarsest),      loss = trace (W - Q)^T H (W - Q)
 
-on a sample of the columns, which do not know of one another. Divergence is quadratic in a small error, so the factor is
-the curvature that the product meets.
+on a sample of the columns, rounded to nearest: what a rounding method takes off the loss, it takes off that of every
+format, and it takes its time. Divergence is quadratic in a small error, so the factor is the curvature that the product
+meets.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,17 +21,22 @@ from pydantic import BaseModel, ConfigDict
 
 from graphopt.compile.search.choices import Choice, name_of, stored_bytes
 from graphopt.compile.search.jsonl import Lines
+from graphopt.graph.weights import Inline
 from graphopt.numerics.formats import format_of
 from graphopt.ort.session import Array, ort_value
 from graphopt.quality.figures import Comparison, log_probabilities
+from graphopt.quantization.rounding.expressions import RoundingWithValues, parts_of
+from graphopt.quantization.rounding.methods.nearest import NEAREST
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import onnx_ir as ir
+    import onnxruntime
 
-    from graphopt.quantization.rounding import QuantizedMatrix, RoundingMethod
+    from graphopt.graph.weights import Expression, Part
+    from graphopt.quantization.rounding import RoundingMethod
     from graphopt.quantization.rounding.scales import Scale
     from graphopt.tasks.ports import IntArray
 
@@ -83,27 +90,51 @@ class Rounder:
     scale: Scale
     has_level_scales: bool = False
 
-    def error(self, matrix: Matrix, hessian: Array, choice: Choice) -> tuple[Matrix, float]:
-        """Return the rounded matrix, and its loss trace (W - Q)^T H (W - Q)."""
-        group = min(choice.group or len(matrix), len(matrix))
-        statistics = hessian if self.method.needs is not None else None
-        codes: QuantizedMatrix = self.method.round(
-            matrix, format_of(choice.format), group, self.scale, scale_type=np.float16, statistics=statistics
+    def rounded_matrix(self, matrix: Expression, hessian: Expression, choice: Choice) -> Part:
+        """Return the rounded matrix as an expression, which a store keeps."""
+        rounding = RoundingWithValues(
+            matrix,
+            format_of(choice.format),
+            min(choice.group or matrix.shape[0], matrix.shape[0]),
+            self.scale,
+            half=True,
+            standard=False,
+            method=self.method,
+            statistics=hessian if self.method.needs is not None else None,
         )
-        rounded_matrix = codes.dequantize().astype(np.float32)
-        error = matrix.astype(np.float64) - rounded_matrix
-        return rounded_matrix, float((error * (hessian.astype(np.float64) @ error)).sum())
+        return parts_of(rounding)["values"]
 
-    def row(self, name: str, matrix: Matrix, hessian: Array, choices: Sequence[Choice], model: Replaceable) -> Row:
-        """Return what each choice for a matrix costs."""
+    def loss(self, matrix: Matrix, hessian: Array, choice: Choice) -> float:
+        """Return trace (W - Q)^T H (W - Q) of a matrix rounded to nearest."""
+        nearest = dataclasses.replace(self, method=NEAREST)
+        values = nearest.rounded_matrix(Inline.from_array(matrix), Inline.from_array(hessian), choice).numpy()
+        error = matrix.astype(np.float64) - values
+        return float((error * (hessian.astype(np.float64) @ error)).sum())
+
+    def row(
+        self,
+        name: str,
+        matrix: Matrix,
+        hessian: Array,
+        choices: Sequence[Choice],
+        divergence_of: Callable[[Choice], float],
+    ) -> Row:
+        """Return what each choice for a matrix costs.
+
+        Args:
+            name: of the matrix.
+            matrix: [rows, columns].
+            hessian: X^T X of its inputs.
+            choices: formats.
+            divergence_of: measures a choice; it is called with the coarsest.
+        """
         sizes = {
             choice: stored_bytes(choice, *matrix.shape, has_level_scales=self.has_level_scales) for choice in choices
         }
         by_size = sorted(choices, key=sizes.__getitem__)
-        coarsest, _ = self.error(matrix, hessian, by_size[0])
-        divergence = model.divergence({name: coarsest})
+        divergence = divergence_of(by_size[0])
         sample = np.ascontiguousarray(matrix[:, :: max(1, matrix.shape[1] // _COLUMNS)])
-        losses = [self.error(sample, hessian, choice)[1] for choice in by_size]
+        losses = [self.loss(sample, hessian, choice) for choice in by_size]
         first = losses[0] or 1.0
         return Row(
             weight=name,
@@ -120,34 +151,52 @@ class Replaceable:
     Args:
         session: of what :func:`with_inputs` returns.
         weights: the matrices, by name.
+        tables: token embeddings that are a matrix transposed, by the name of the matrix: they change with it.
         texts: what it is fed: inputs, and the tokens that come after each position.
     """
 
     def __init__(
         self,
-        session: object,
+        session: onnxruntime.InferenceSession,
         weights: Mapping[str, Matrix],
+        tables: Mapping[str, Sequence[str]],
         texts: Sequence[tuple[Mapping[str, Array], IntArray]],
     ) -> None:
-        self._session, self._texts = session, list(texts)
-        self._weights = {name: ort_value(weight) for name, weight in weights.items()}
-        self._reference = [log_probabilities(logits) for logits in self._logits({})]
+        self._session, self._tables, self._texts = session, tables, list(texts)
+        self._values = self._values_of(weights)
+        self._references: list[Array] = []
 
-    def divergence(self, replacements: Mapping[str, Matrix]) -> float:
-        """Return the mean divergence from the model as it came, in nats per token, with some matrices replaced."""
+    def divergence(self, replacements: Mapping[str, Matrix], texts: int) -> float:
+        """Return the mean divergence from the model as it came, with some matrices replaced.
+
+        Args:
+            replacements: by name.
+            texts: how many of the texts the model reads.
+
+        Returns:
+            nats per token.
+        """
         comparison = Comparison()
-        for reference, logits, (_, targets) in zip(
-            self._reference, self._logits(replacements), self._texts, strict=True
-        ):
-            comparison.add(reference, logits, targets)
+        while len(self._references) < texts:
+            self._references.append(log_probabilities(self._logits({}, len(self._references))))
+        values = self._values_of(replacements)
+        for number in range(texts):
+            comparison.add(self._references[number], self._logits(values, number), self._texts[number][1])
         return float(comparison.columns()[2].mean())
 
-    def _logits(self, replacements: Mapping[str, Matrix]) -> Iterator[Array]:
-        weights = self._weights | {name: ort_value(np.ascontiguousarray(w)) for name, w in replacements.items()}
-        for feeds, targets in self._texts:
-            values = {name: ort_value(np.ascontiguousarray(array)) for name, array in feeds.items()}
-            (logits,) = self._session.run_with_ort_values(["logits"], weights | values)  # type: ignore[attr-defined]
-            yield logits.numpy()[0, : len(targets)]
+    def _values_of(self, weights: Mapping[str, Matrix]) -> dict[str, onnxruntime.OrtValue]:
+        """Return matrices, and the tables that change with them, as onnxruntime takes them."""
+        values = {name: ort_value(np.ascontiguousarray(matrix)) for name, matrix in weights.items()}
+        for name, tables in self._tables.items():
+            if tables and name in weights:
+                values |= dict.fromkeys(tables, ort_value(np.ascontiguousarray(weights[name].T)))
+        return values
+
+    def _logits(self, values: Mapping[str, onnxruntime.OrtValue], number: int) -> Array:
+        feeds, targets = self._texts[number]
+        inputs = {name: ort_value(np.ascontiguousarray(array)) for name, array in feeds.items()}
+        (logits,) = self._session.run_with_ort_values(["logits"], {**self._values, **values, **inputs})
+        return np.asarray(logits.numpy()[0, : len(targets)])
 
 
 def with_inputs(model: ir.Model, weights: Iterable[str]) -> ir.Model:

@@ -12,13 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def solve(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], room: int) -> list[int]:
+def solve(
+    losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], room: int, *, gap: float = 1e-4
+) -> list[int]:
     """Return the choice for each matrix that minimizes the sum of losses, with a sum of sizes of at most ``room``.
 
     Args:
         losses: what each choice for each matrix costs.
         sizes: its bytes, the same shape.
         room: bytes.
+        gap: by what share of it the sum may be more than the least.
 
     Raises:
         InputError: even the smallest choices take more.
@@ -46,9 +49,9 @@ def solve(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], roo
         integrality=np.ones(len(cost)),
         bounds=Bounds(0, 1),
         constraints=[one_each, LinearConstraint(weight[None] / max(room, 1), -np.inf, 1)],
-        options={"mip_rel_gap": 1e-4},
+        options={"mip_rel_gap": gap},
     )
     if solution.x is None:
-        raise InputError(f"the integer program was not solve: {solution.message}")
+        raise InputError(f"the integer program was not solved: {solution.message}")
     ends = np.cumsum([len(row) for row in losses])
     return [int(part.argmax()) for part in np.split(solution.x, ends[:-1])]

@@ -10,27 +10,36 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from graphopt.artifact import artifact
+from graphopt.artifact.tokens import texts_of
 from graphopt.cli.commands import COMMANDS
 from graphopt.compile.pipeline import optimize
-from graphopt.compile.search import CHOICES, SearchResult, search
+from graphopt.compile.search import MixtureSearch, SearchResult, search
 from graphopt.compile.search.choices import choice_of, name_of, stored_bytes
 from graphopt.compile.search.losses import Database, Row
 from graphopt.errors import InputError
+from graphopt.ort.session import Array, open_session
+from graphopt.ort.session import run as run_session
 from graphopt.passes.recipe import Recipe, load_recipe
+from graphopt.quality.figures import Comparison, log_probabilities
 from graphopt.quantization.statistics.options import CalibrationOptions
+from graphopt.tasks import task_of
+from graphopt.tasks.ports import IntArray
 
 pytest.importorskip("scipy")  # of the extra `search`
 
-SIZES, FORMATS = (2_400_000, 2_650_000), CHOICES[:2]
+SIZES, FORMATS = (2_400_000, 2_650_000), (choice_of("nl3:64"), choice_of("nl4:64"))
+CALIBRATION = CalibrationOptions(windows=2, window=128)
+MIXTURES = MixtureSearch(candidates=4, offspring=2, finalists=1, tokens=256)
 
 
-def recipe() -> Recipe:
-    small = load_recipe("small")
-    return small.model_copy(update={"calibration": CalibrationOptions(windows=2, window=128)})
+def recipe(*options: str) -> Recipe:
+    return load_recipe("small", options=options).model_copy(update={"calibration": CALIBRATION})
 
 
 def run(model: Path, size: int, work: Path, **given: Any) -> SearchResult:
-    return search(model, size, work, **{"recipe": recipe(), "choices": FORMATS, "tokens": 64, **given})
+    settings = {"recipe": recipe(), "choices": FORMATS, "tokens": 64, "mixtures": MixtureSearch(candidates=0)}
+    return search(model, size, work, **{**settings, **given})
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +86,46 @@ def test_what_was_measured_is_not_measured_again(work: Path, shipped_artifact: P
     assert again == found[0]
 
 
+def logits_of(folder: Path, texts: list[IntArray]) -> list[Array]:
+    session, graph = open_session(folder / artifact.MODEL), artifact.read(folder).model.graph
+    names = {each.name for each in session.get_inputs()}
+    feeds = [task_of(graph).text_feeds(graph, text[None, :-1]) for text in texts]
+    return [run_session(session, ["logits"], {n: x for n, x in each.items() if n in names})[0][0] for each in feeds]
+
+
+def test_a_mixture_is_judged_as_the_artifact_that_it_will_be(
+    work: Path, shipped_artifact: Path, tmp_path: Path
+) -> None:
+    """A mixture's matrices are those that the recipe makes, also in the embedding that is tied to the lm_head."""
+    options = ("activations=float32", "linear.format=nl3", "linear.group=64", "lm_head.format=nl4", "lm_head.group=64")
+    floats = recipe(*(f"quantize_weights.{option}" for option in options))
+    result = run(shipped_artifact, SIZES[0], work, recipe=floats, mixtures=MIXTURES)
+    assert 2 < result.judged_mixtures <= 2 + MIXTURES.candidates
+    # what the recipe has fits, and the lm_head is not what the bytes are best spent on
+    assert result.recipe_loss is not None
+    assert result.loss < result.recipe_loss
+    optimize(shipped_artifact, result.recipe, tmp_path / "made", run=False, quality_tokens=0, statistics=work)
+    windows = texts_of(artifact.read(shipped_artifact).companions, CALIBRATION, None)
+    texts = [text[begin : begin + 65] for begin in (0, 64) for text in windows]
+    comparison = Comparison()
+    pairs = zip(logits_of(shipped_artifact, texts), logits_of(tmp_path / "made", texts), texts, strict=True)
+    for before, after, text in pairs:
+        comparison.add(log_probabilities(before), after, text[1:])
+    # the same codes, in another order of summation
+    assert comparison.columns()[2].mean() == pytest.approx(result.loss, rel=1e-3)
+
+
+def test_mixtures_that_were_judged_are_not_judged_again(work: Path, shipped_artifact: Path) -> None:
+    options = {"mixtures": MIXTURES}
+    first = run(shipped_artifact, SIZES[0], work, **options)
+    (file,) = work.glob("mixtures-*.jsonl")
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]), encoding="utf-8")
+    again = run(shipped_artifact, SIZES[0], work, **options)
+    assert file.read_text(encoding="utf-8") == "".join(lines)
+    assert again == first
+
+
 def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, found: list[SearchResult]) -> None:
     with pytest.raises(InputError, match="in the smallest formats"):
         run(shipped_artifact, 1_000_000, work)
@@ -120,7 +169,14 @@ def test_the_command_writes_a_recipe(
     mine.write_text(recipe().to_yaml(), encoding="utf-8")
     formats = [name_of(choice) for choice in FORMATS]
     COMMANDS["search"](
-        shipped_artifact, "2.4MB", tmp_path / "out.yaml", recipe=str(mine), formats=formats, tokens=64, work=work
+        shipped_artifact,
+        "2.4MB",
+        tmp_path / "out.yaml",
+        recipe=str(mine),
+        formats=formats,
+        tokens=64,
+        candidates=0,
+        work=work,
     )
     made = yaml.safe_load((tmp_path / "out.yaml").read_text(encoding="utf-8"))
     step = next(step for step in made["steps"] if step["step"] == "quantize_weights")

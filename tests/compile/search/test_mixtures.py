@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphopt.compile.search.mixtures import Judgement, Judgements, Mixture, MixtureSearch, Mutator, judge_mixtures
+
+pytest.importorskip("scipy")  # of the extra `search`
+
+LAYERS, CHOICES = 6, 3
+SIZES = [[width * bits for bits in (2, 3, 4)] for _ in range(LAYERS) for width in (10, 40)]
+ROLES = [list(range(0, 2 * LAYERS, 2)), list(range(1, 2 * LAYERS, 2))]
+# three bits for each
+ROOM = sum(row[1] for row in SIZES)
+
+
+class Model:
+    """A model whose small matrices matter sixteen times as much as they seem to when each is looked at alone."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Mixture, bool]] = []
+
+    @property
+    def losses(self) -> list[list[float]]:
+        return [[4.0**-choice for choice in range(CHOICES)] for _ in SIZES]
+
+    def judge(self, mixtures: Sequence[Mixture], thorough: bool) -> list[float]:
+        self.calls += [(mixture, thorough) for mixture in mixtures]
+        weights = [16.0, 1.0] * LAYERS
+        return [
+            sum(weight * 4.0**-choice for weight, choice in zip(weights, mixture, strict=True)) for mixture in mixtures
+        ]
+
+
+def bytes_of(mixture: Mixture) -> int:
+    return sum(row[choice] for row, choice in zip(SIZES, mixture, strict=True))
+
+
+def test_what_single_matrices_did_not_tell_is_found() -> None:
+    model = Model()
+    judged = judge_mixtures(model.losses, SIZES, ROOM, ROLES, [], MixtureSearch(candidates=40), model.judge)
+    found = min(judged, key=judged.__getitem__)
+    start = model.calls[0][0]
+    # every small matrix of 4 bits, 6 x 16 / 16, and large ones for the bytes that are left: the least there is
+    assert judged[found] < 0.75 * judged[start]
+    assert all(found[number] == 2 for number in ROLES[0])
+    assert bytes_of(found) <= ROOM
+    drawn = [mixture for mixture, thorough in model.calls if not thorough]
+    assert len(set(drawn)) == len(drawn) == 40
+    assert all(bytes_of(mixture) <= ROOM for mixture in drawn)
+
+
+def test_mixtures_that_are_known_are_judged_too() -> None:
+    model, uniform = Model(), (1,) * len(SIZES)
+    judged = judge_mixtures(model.losses, SIZES, ROOM, ROLES, [uniform], MixtureSearch(candidates=4), model.judge)
+    assert judged[uniform] == model.judge([uniform], True)[0]
+    # the integer program's, what is known, and the finalists of one generation
+    assert len(judged) == 4
+
+
+def test_the_same_seed_draws_the_same_mixtures() -> None:
+    models = [Model() for _ in range(3)]
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        judge_mixtures(model.losses, SIZES, ROOM, ROLES, [], MixtureSearch(candidates=16, seed=seed), model.judge)
+    assert models[0].calls == models[1].calls != models[2].calls
+
+
+def test_a_search_without_other_mixtures_ends() -> None:
+    model = Model()
+    # with room for all there is one best mixture, whatever costs are believed
+    judged = judge_mixtures(model.losses, SIZES, 10 * ROOM, ROLES, [], MixtureSearch(candidates=8), model.judge)
+    assert list(judged) == [(CHOICES - 1,) * len(SIZES)]
+    assert len(model.calls) == 1
+
+
+def test_a_mutation_leaves_what_it_was_given() -> None:
+    costs = np.ones((len(SIZES), CHOICES))
+    mutator = Mutator(MixtureSearch(), SIZES, ROOM, ROLES)
+    drawn = [mutator.mutate(costs) for _ in range(20)]
+    assert (costs == 1).all()
+    assert all((each > 0).all() and not (each == 1).all() for each in drawn)
+
+
+def test_judgements_are_kept_by_text(tmp_path: Path) -> None:
+    judgements = Judgements(tmp_path / "rows.jsonl")
+    judgements.add(Judgement(mixture=(0, 1), texts=2, divergence=0.5))
+    judgements.add(Judgement(mixture=(0, 1), texts=8, divergence=0.25))
+    again = Judgements(judgements.file)
+    assert [again.rows[again.key((0, 1), texts)].divergence for texts in (2, 8)] == [0.5, 0.25]
