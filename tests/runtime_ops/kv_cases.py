@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from graphopt.ort.session import run
 from graphopt.runtime_ops import DOMAIN, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, PAGES, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES
 from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import SUMMARIES
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
@@ -74,13 +75,14 @@ def any_calls(
     head_sizes: Sequence[int],
     storages: Sequence[str] = STORAGES,
     has_factors: bool = True,
+    policies: int = len(POLICIES),
 ) -> tuple[KVAttributes, Arrays, list[int], list[list[int]]]:
-    """Draw attributes, and tokens for up to ``most`` calls of up to ``tokens`` columns each.
+    """Draw attributes, of the first ``policies``, and tokens for up to ``most`` calls of up to ``tokens`` columns each.
 
     Returns:
         attributes, what ``tokens_of`` returns for all columns, columns by call, and new tokens by call and row.
     """
-    heads, compensate = draw(st.integers(1, 3)), draw(st.integers(0, 1))
+    heads, compensate, stride = draw(st.integers(1, 3)), draw(st.integers(0, 1)), draw(st.sampled_from([1, 3, 8]))
     storage = draw(st.sampled_from(storages))
     attributes = attributes_of(
         storage=storage,
@@ -88,10 +90,13 @@ def any_calls(
         token_factors=draw(st.integers(0, 1)) if has_factors and storage in LEVELS else 0,
         kv_heads=heads,
         page=draw(st.sampled_from(PAGES)),
-        policies=draw(st.lists(st.integers(0, 2), min_size=heads, max_size=heads)),
+        policies=draw(st.lists(st.integers(0, policies - 1), min_size=heads, max_size=heads)),
         window=0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 60])),
         mass=draw(st.sampled_from([0.0, 0.0, 0.3, 0.95, 1.0])),
         channels=draw(st.sampled_from([0, 0, 1, 9, 100])),
+        prefill_mass=draw(st.sampled_from([0.3, 0.8, 1.0])),
+        query_block=stride * draw(st.sampled_from([1, 2, 3])),
+        query_stride=stride,
         compensate=compensate,
         summary=draw(st.sampled_from(SUMMARIES)),
         softcap=draw(st.sampled_from([0.0, 2.0])),

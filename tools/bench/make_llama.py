@@ -29,6 +29,7 @@ def make_llama(
     heads: int = 16,
     key_value_heads: int = 8,
     vocabulary: int = 32000,
+    positions: int = 4096,
     seed: int = 0,
 ) -> int:
     """Write the checkpoint in float16 and return its number of parameters."""
@@ -42,7 +43,7 @@ def make_llama(
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
         vocab_size=vocabulary,
-        max_position_embeddings=4096,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
     )
     torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from graphopt.passes.base import Pass
 from graphopt.passes.common.paging.paged_attention import Page, page_attention
 from graphopt.passes.common.paging.positions import unbind_positions
 from graphopt.passes.common.paging.states import change
-from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES, Parameter
+from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES, Parameter, Policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -111,6 +111,10 @@ class SparseKV(_PolicyOptions):
 
     A layer with a window of its own reads no more than that already, and is left alone.
 
+    A prompt is read densely by retrieval's heads at the cost of a choice per query. ``sparse_prefill`` leaves decoding
+    dense, and lets blocks of a prompt's queries choose together: some of them are asked in full, and pages are left out
+    as long as those hold less than the rest of ``prefill_mass``. Heads that stream skip pages in prompts too.
+
     Standard attention is rewritten as by ``page_kv`` first.
 
     The parameters of all policies are options too.
@@ -138,6 +142,9 @@ class SparseKV(_PolicyOptions):
     def context_tokens(self) -> int:
         """See :class:`Pass`: more tokens than queries read, so that some are left out."""
         page = self.page or _PAGE
+        if self.policy == "sparse_prefill":
+            block: int = self.query_block
+            return self.sinks + self.recent + block + 2 * page
         tokens = (self.budget + 2) * page if self.policy == "retrieval" else 0
         tokens = tokens or 2 * page * self.compensate
         return self.sinks + self.recent + tokens + 2 * page
@@ -165,7 +172,7 @@ class SparseKV(_PolicyOptions):
         """
         ledger = context.ledger
         page_attention(model, context, self.page or _PAGE)
-        self._check()
+        self._check(context.target)
         scores = context.statistics.heads(self.heads)
         nodes = {layer_of(node).number: node for node in kv_nodes(model.graph)}
         unknown = sorted(self.layers.keys() - nodes.keys())
@@ -180,8 +187,8 @@ class SparseKV(_PolicyOptions):
         unbind_positions(model.graph, ledger)
         describe(model)
 
-    def _check(self) -> None:
-        """Refuse options that would have no effect on any head."""
+    def _check(self, target: str) -> None:
+        """Refuse options that would have no effect on any head, do not fit one another, or that the target lacks."""
         options = self
         names = {name for names in options.layers.values() for name in ([names] if isinstance(names, str) else names)}
         names |= {options.policy} | ({"streaming"} if options.heads else set())
@@ -193,6 +200,13 @@ class SparseKV(_PolicyOptions):
                         f"the step sparse_kv says {parameter.name}, which is for heads of the policy {policy.name}, "
                         "and gives none that",
                         remedy=f"leave {parameter.name} out, or give {policy.name} as the policy or among the layers",
+                    )
+            if policy.name in names:
+                _check_parameters(policy.of_options(dict(options)))
+                if policy.in_blocks and target == "ort-cuda":
+                    raise InputError(
+                        f"the step sparse_kv gives heads the policy {policy.name}, and GPUs have no kernels for it",
+                        remedy="choose another policy, or --target ort-cpu",
                     )
 
     def _policies_by_layer(
@@ -228,7 +242,7 @@ class SparseKV(_PolicyOptions):
         if layer.attributes.window:
             ledger.skipped(node, OWN_WINDOW(window=layer.attributes.window))
             return
-        if not all(policy.reads_all for policy in layer.attributes.policies_in_use):
+        if not all(policy.reads_all and not policy.in_blocks for policy in layer.attributes.policies_in_use):
             ledger.skipped(node, HAS_POLICIES())
             return
         policies = self._policies(layer, node, policies_by_layer)
@@ -237,7 +251,7 @@ class SparseKV(_PolicyOptions):
             ledger.skipped(node, LATENT_PAGES())
             return
         page = self._page_of(layer, node, ledger)
-        if all(POLICIES[name].reads_all for name in policies):
+        if all(POLICIES[name].reads_all and not POLICIES[name].in_blocks for name in policies):
             ledger.skipped(node, LEFT_DENSE())
             return
         if options.channels is not None and options.channels > layer.head_size:
@@ -284,6 +298,16 @@ class SparseKV(_PolicyOptions):
                 remedy=f"give one policy, or {heads}",
             )
         return policies[:1] if len(set(policies)) == 1 else policies
+
+
+def _check_parameters(policy: Policy) -> None:
+    """Refuse parameters of a policy that do not fit one another."""
+    try:
+        policy.check()
+    except ValueError as error:
+        raise InputError(
+            f"the step sparse_kv has options that do not fit: {error}", remedy="change one of them"
+        ) from None
 
 
 SparseKV.__doc__ = "\n".join(

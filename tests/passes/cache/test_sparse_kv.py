@@ -79,6 +79,23 @@ def test_with_all_pages_retrieval_is_dense(llama_artifact: Path, tmp_path: Path)
     assert relative(expected, found) < FLOAT32
 
 
+def test_sparse_prefill_reads_a_prompt_in_part_and_decodes_densely(llama_artifact: Path, tmp_path: Path) -> None:
+    options = {"policy": "sparse_prefill", "query_block": 16, "query_stride": 4, "sinks": 2, "recent": 8}
+    report = run_pass(canonical(llama_artifact), "sparse_kv", **options, prefill_mass=0.7)
+    changes = " ".join(str(change.what) for change in report.changes)
+    assert "besides pages with 0.7 of the attention of a prompt's blocks of 16 tokens, by each 4th" in changes
+    optimize(llama_artifact, recipe(**options, prefill_mass=0.7), tmp_path / "out")
+    ids = np.random.default_rng(0).integers(0, 300, (1, 120))
+    sparse, dense = load(tmp_path / "out"), load(llama_artifact)
+    expected = dense.logits(ids)
+    assert relative(expected, sparse.logits(ids)) > 1e-3
+    steps = Decoder(sparse, 1)
+    pieces = [steps.step(ids[:, at : at + 15]) for at in range(0, 120, 15)]
+    assert relative(expected, np.concatenate(pieces, axis=1)) < FLOAT32
+    optimize(llama_artifact, recipe(**options, prefill_mass=1.0), tmp_path / "all")
+    assert relative(expected, load(tmp_path / "all").logits(ids)) < FLOAT32
+
+
 def test_streaming_is_measured_and_its_cache_stops_growing(llama_artifact: Path, tmp_path: Path) -> None:
     made = optimize(llama_artifact, recipe(policy="streaming", sinks=4, recent=8), tmp_path / "out")
     check = next(check for check in made.manifest.checks if check.after == "sparse_kv")
@@ -112,6 +129,7 @@ def test_options_go_to_the_heads_that_they_are_for(llama: ir.Model) -> None:
         ({"mass": 0.5, "policy": "streaming"}, "says mass, which is for heads of the policy retrieval, and gives none"),
         ({"channels": 8, "policy": "dense"}, "says channels, which is for heads of the policy retrieval"),
         ({"compensate": True}, "says compensate, which is for heads of the policy streaming"),
+        ({"prefill_mass": 0.5, "policy": "sparse_prefill", "query_stride": 7}, "query_block is a multiple of query_st"),
         ({"channels": 17}, "judges pages by 17 channels, and a head has 16"),
     ],
 )

@@ -38,11 +38,13 @@ the float keys. So e_j = scale sum_c |q_c| step_c (1/2 + 5 u levels), and a valu
 by scale sum_c |q_c| err_c more, and log N errs by 2 u of itself, their sum by u. Its value errs by p'_j err.
 
 A bound holds if both sides choose the same pages: where two scores of pages are within float32 rounding of each other
-retrieval may read the other one. Where rounding may change how many pages hold `mass` the bound is infinite.
+retrieval may read the other one. Where rounding may change how many pages hold `mass`, or which pages a block of
+queries leaves out, the bound is infinite.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,14 +54,17 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.compensation import UNIT
 from graphopt.runtime_ops.kv_attention.spec.policies.policy import candidate_pages
 from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval, page_weights
-from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each, of_queries, scores, softmax_weights
-from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, StoredNumbers, readings
+from graphopt.runtime_ops.kv_attention.spec.policies.sparse_prefill import SparsePrefill
+from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each
+from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, StoredNumbers, read_mask, readings
+from graphopt.runtime_ops.kv_attention.spec.weights import dense_weights, of_queries, scores, softmax_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 LEVELS = 2**14 - 1
 """The largest integer of 15 bits, with its sign."""
@@ -134,7 +139,41 @@ def _open(attrs: KVAttributes, reading: Reading, first: int) -> Doubles:
             summaries = reading.summaries[candidate_pages(attrs, first + index)]
             if is_open(policy, attrs.scale, summaries, q):
                 opened[index] = np.inf
+    if isinstance(policy, SparsePrefill) and policy.chooses:
+        _open_blocks(attrs, policy, reading, np.arange(first, first + len(reading.q)), opened)
     return opened
+
+
+def _open_blocks(
+    attrs: KVAttributes, policy: SparsePrefill, reading: Reading, query_positions: Integers, opened: Doubles
+) -> None:
+    """Write infinity for blocks of queries of which float32 may leave out other pages.
+
+    Scores err by e, so weights by a share of exp(2 e) - 1, and sums of n weights by gamma(n).
+    """
+    no_summaries = np.zeros((attrs.kv_heads, 0, 0), np.float32)
+    visible = read_mask(attrs, reading.head, no_summaries, reading.q, query_positions, reading.positions)
+    dense = replace(reading, is_read=visible)
+    weights, (magnitude, e) = dense_weights(attrs, dense), _product_errors(attrs, dense)
+    fits = np.where(visible[:, None], magnitude, 0) < np.finfo(np.float32).max / 4
+    for block in policy.whole_blocks(query_positions):
+        of_pages, limit = policy.page_weights(attrs, weights, block, query_positions, reading.positions)
+        if not np.isfinite(of_pages).all():
+            continue
+        # e of a score, and what its difference to the largest and exp add
+        largest = np.where(visible[block, None], e[block], 0).max()
+        spread = np.where(visible[block, None], np.abs(scores(attrs, dense)[block]), 0).max()
+        share = np.expm1(2 * (largest + (4 + 2 * spread) * UNIT)) + (len(of_pages) + attrs.page + 16) * 2 * UNIT
+        error = share * of_pages.sum() + 4 * UNIT * limit
+        order = np.lexsort((-np.arange(len(of_pages)), of_pages))
+        sums = np.cumsum(of_pages[order])
+        count = int((sums < limit).sum())
+        is_near = (np.abs(sums - limit) <= error).any()
+        if 0 < count < len(order):
+            last, first = of_pages[order[[count - 1, count]]]
+            is_near = is_near or (first - last <= error and first > 0)
+        if is_near or not fits[block].all():
+            opened[block] = np.inf
 
 
 def is_open(policy: Retrieval, scale: float, summaries: Array, queries: Doubles) -> bool:
@@ -225,16 +264,9 @@ def _storage_error(attrs: KVAttributes, stored: StoredNumbers) -> Doubles:
 
 
 def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
-    keys, values = reading.keys, reading.values
-    channels = keys.low.shape[1]
-    exact = scores(attrs, reading)
-    # a state may come from anywhere, so that steps may be negative
-    key_step, value_step = np.abs(keys.step), np.abs(values.step)
-    magnitude = _products(attrs, reading, np.abs(keys.low) + key_step * keys.codes)
-    e = _gamma(channels + 9) * magnitude
-    codes = keys.codes.sum(axis=-1)
-    largest = of_queries(attrs, reading, lambda query: _largest_factor(query, key_step)) * abs(attrs.scale)
-    e = e + (largest * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * codes + 8 * UNIT * attrs.softcap
+    values, exact = reading.values, scores(attrs, reading)
+    value_step = np.abs(values.step)
+    magnitude, e = _product_errors(attrs, reading)
     read = np.where(reading.is_read[:, None], exact, -np.inf)
     top = read.max(axis=-1, keepdims=True, initial=-np.inf)
     if reading.sink_logits is not None:
@@ -243,7 +275,7 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     else:
         e_sink = np.zeros_like(top)
     e = e + UNIT * (top - exact) + 4 * UNIT + 3 * UNIT * np.log(reading.counts)
-    e = e + np.where(reading.counts > 1, UNIT * magnitude, 0) + _products(attrs, reading, keys.error)
+    e = e + np.where(reading.counts > 1, UNIT * magnitude, 0) + _products(attrs, reading, reading.keys.error)
     p = softmax_weights(reading, exact)
     r = _shares(reading, p, e, e_sink)
     heavy = np.minimum(p * (1 + r), 1)
@@ -269,6 +301,18 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     largest_value = _largest_read(reading, of_values) if value_step.any() else largest_value
     fits = fits & (count * largest_value < np.finfo(np.float32).max / 4)
     return np.where(fits, limit, np.inf)
+
+
+def _product_errors(attrs: KVAttributes, reading: Reading) -> tuple[Doubles, Doubles]:
+    """Return the magnitudes of what scores add up, and by how much the scores err, each [n, G, m]."""
+    keys = reading.keys
+    # a state may come from anywhere, so that steps may be negative
+    key_step = np.abs(keys.step)
+    magnitude = _products(attrs, reading, np.abs(keys.low) + key_step * keys.codes)
+    codes = keys.codes.sum(axis=-1)
+    largest = of_queries(attrs, reading, lambda query: _largest_factor(query, key_step)) * abs(attrs.scale)
+    e = _gamma(keys.low.shape[1] + 9) * magnitude
+    return magnitude, e + (largest * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * codes + 8 * UNIT * attrs.softcap
 
 
 def _largest_factor(query: Doubles, step: Doubles) -> Doubles:

@@ -22,6 +22,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "dense": {"policies": [0]},
     "streaming": {"policies": [1], "sinks": 2100, "recent": 2300},
     "retrieval": {"policies": [2], "sinks": 5, "recent": 300, "budget": 250},
+    "sparse prefill": {"policies": [3], "query_block": 32, "query_stride": 8},
     "window": {"policies": [0], "window": 2500},
     "few": {"policies": [1], "sinks": 5, "recent": 200, "compensate": 1},
     "mixed": {"policies": [0, 2], "recent": 128, "budget": 3, "summary": "mean"},

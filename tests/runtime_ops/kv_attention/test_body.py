@@ -46,6 +46,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "heads": {"kv_heads": 3, "policies": (2, 0, 1), "sinks": 3, "recent": 10, "budget": 1},
 }
 
+BLOCKS = {"query_block": 6, "query_stride": 3, "prefill_mass": 0.7}
+
 # what they add is the same whatever pages are stored as
 SELECTIONS: dict[str, dict[str, Any]] = {
     "mass": {"policies": (2,), "sinks": 3, "recent": 10, "mass": 0.7},
@@ -53,6 +55,8 @@ SELECTIONS: dict[str, dict[str, Any]] = {
     "channels": {"policies": (2,), "sinks": 3, "recent": 10, "budget": 2, "channels": 5},
     "channels of means": {"policies": (2,), "recent": 7, "mass": 0.6, "channels": 9, "summary": "mean", "window": 70},
     "streaming, compensated": {"policies": (1,), "sinks": 18, "recent": 20, "compensate": 1, "softcap": 3.0},
+    "prefill": {"policies": (3,), "sinks": 3, "recent": 10, **BLOCKS},
+    "prefill of heads": {"kv_heads": 3, "policies": (3, 0, 1), "recent": 5, "window": 50, "softcap": 3.0, **BLOCKS},
     "compensated heads": {"kv_heads": 3, "policies": (2, 0, 1), "recent": 9, "budget": 1, "compensate": 1},
 }
 

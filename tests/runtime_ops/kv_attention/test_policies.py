@@ -42,7 +42,7 @@ class EveryNth(Policy):
     """
 
     name: ClassVar[str] = "every_nth"
-    number: ClassVar[int] = 3
+    number: ClassVar[int] = 4
     stride: int = parameter(0, option=4, least=0)
 
     @property
@@ -104,8 +104,10 @@ def test_kernels_know_the_same_policies_in_the_same_order() -> None:
         assert f"struct {states} : AnyPolicy" in text
         assert ("kReadsAll = true" in text) == policy.reads_all
         assert ("kMayDrop = true" in text) == policy.may_drop
-        for backend in ("cpu", "cuda"):
-            assert (shared.parent / backend / "policies" / f"{name}.h").exists() == ("kLists = true" in text)
+        assert ("kBlocks = true" in text) == policy.in_blocks
+        has_lists, backends = "kLists = true" in text, shared.parent
+        assert (backends / "cuda" / "policies" / f"{name}.h").exists() == has_lists
+        assert (backends / "cpu" / "policies" / f"{name}.h").exists() == (has_lists or policy.in_blocks)
         for parameter in policy.parameters():
             assert f'"{parameter.name}"' in text
 
@@ -138,7 +140,7 @@ def test_pages_have_one_summary(folder: Path) -> None:
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 
 try:
-    KVAttributes(2, 0.25, policies=(2, 3))
+    KVAttributes(2, 0.25, policies=(2, 4))
 except ValueError as error:
     print(error)
 """
@@ -199,7 +201,7 @@ import numpy as np
 from graphopt.ort.session import run
 from tests.runtime_ops.kv_cases import INPUTS, STATE, Fed, attributes_of, model_of, open_quietly, tokens_of
 
-attributes = attributes_of(policies=(3, 1), stride=2, sinks=3, recent=9, storage="int8")
+attributes = attributes_of(policies=(4, 1), stride=2, sinks=3, recent=9, storage="int8")
 names = (*INPUTS, *STATE)
 shapes = {name: (None,) * rank for name, rank in zip(names, (3, 3, 3, 1, 1, 1, 1, 4, 4, 4, 4, 4))}
 session = open_quietly(model_of(attributes, shapes))
@@ -214,5 +216,5 @@ print(json.dumps([float(np.abs(expected - y).max()), float(np.abs(expected).max(
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="Input should be 'dense', 'streaming' or 'retrieval'"):
+    with pytest.raises(ValueError, match="Input should be 'dense', 'streaming', 'retrieval' or 'sparse_prefill'"):
         SparseKV(policy="every_nth")

@@ -29,6 +29,7 @@ FILES = (
     "version1_bits.json",
     "version1_clip.json",
     "version1_factors.json",
+    "version1_blocks.json",
 )
 
 

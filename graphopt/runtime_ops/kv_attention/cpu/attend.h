@@ -3,6 +3,7 @@
 
 #include <new>
 
+#include "kv_attention/cpu/asked.h"
 #include "kv_attention/cpu/scratch.h"
 #include "kv_attention/cpu/decode_keys.h"
 #include "kv_attention/cpu/kernels.h"
@@ -17,6 +18,7 @@ constexpr size_t kStepColumns = 16;
 
 struct Reader : Lookahead {
   const Partial partial;
+  const AskedScores* asked = nullptr;  // where scores alone are made
   AttendScratch buffers;
   size_t rows;
   bool step;  // few tokens behind a prompt, each of which must have the bits that it has alone
@@ -68,6 +70,17 @@ struct Reader : Lookahead {
     });
   }
 
+  // Takes the scores of a page where they alone are made; returns whether that is so.
+  bool takes_scores(int64_t logical, size_t lines) const {
+    for (size_t i = 0; asked && i < columns; ++i) {
+      const Visible others = seen_besides(layout, position(i), logical);
+      for (size_t r = i * layout.group; r < (i + 1) * layout.group; ++r) {
+        asked->add(layout, logical, r, buffers.seen[i], others, lines, buffers.scores + r * layout.page);
+      }
+    }
+    return asked;
+  }
+
   // Calls sum(row, rows, seen) for rows that see the same.
   template <typename Sum>
   void by_columns(bool alike, const Sum& sum) const {
@@ -110,6 +123,7 @@ struct Reader : Lookahead {
         scale(run.key_scales, count, scores + first);
       });
     });
+    if (takes_scores(logical, lines)) return;
     weigh_rows(alike, lines);
     each_run([&](size_t first, size_t count, const auto& run) { scale(run.value_scales, count, buffers.scores + first); });
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
@@ -247,15 +261,10 @@ struct Reader : Lookahead {
 
 constexpr size_t kLookedUp = 2;  // pages ahead
 
-void attend(const Attention& call, const Queries* queries, size_t count, size_t first, size_t end, void* scratch,
-            float* const* partials) {
-  const size_t rows = queries->columns() * call.layout.group, bytes = attend_scratch(call.layout, rows);
-  alignas(Reader) char memory[kMostHeadsTogether * sizeof(Reader)];
-  Reader* const readers = reinterpret_cast<Reader*>(memory);
-  for (size_t i = 0; i < count; ++i) {
-    new (readers + i) Reader(call, queries[i], static_cast<char*>(scratch) + i * bytes,
-                             Partial(partials[i], rows, call.layout.value_channels()));
-    if (first < end) readers[i].ask_for(queries->entry(first));
+// Readers of different heads, and otherwise of the same pages, take turns.
+inline void read_pages(const Attention& call, const Reader* readers, size_t count, size_t first, size_t end) {
+  for (const Reader* reader = readers; first < end && reader != readers + count; ++reader) {
+    reader->ask_for(reader->queries.entry(first));
   }
   for (size_t index = first; index < end; ++index) {
     for (const Reader* reader = readers; reader != readers + count; ++reader) {
@@ -266,6 +275,18 @@ void attend(const Attention& call, const Queries* queries, size_t count, size_t 
       reader->read_page(entry, next);
     }
   }
+}
+
+void attend(const Attention& call, const Queries* queries, size_t count, size_t first, size_t end, void* scratch,
+            float* const* partials) {
+  const size_t rows = queries->columns() * call.layout.group, bytes = attend_scratch(call.layout, rows);
+  alignas(Reader) char memory[kMostHeadsTogether * sizeof(Reader)];
+  Reader* const readers = reinterpret_cast<Reader*>(memory);
+  for (size_t i = 0; i < count; ++i) {
+    new (readers + i) Reader(call, queries[i], static_cast<char*>(scratch) + i * bytes,
+                             Partial(partials[i], rows, call.layout.value_channels()));
+  }
+  read_pages(call, readers, count, first, end);
 }
 
 }  // namespace

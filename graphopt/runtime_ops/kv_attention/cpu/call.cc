@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <new>
 #include <type_traits>
 
@@ -63,10 +64,7 @@ OrtStatus* Call::append_all() {
   double work = 0;
   size_t growing = 0;
   // a block may be written for one row and read for another one
-  together_ = plan_.queries && (!plan_.split || plan_.most_runs == 1) && !attention_.blocks.table;
-  for (size_t head = 0; head < layout.kv_heads; ++head) {
-    together_ = together_ && !makes_lists(attention_.policies[head]);
-  }
+  together_ = plan_.queries && (!plan_.split || plan_.most_runs == 1) && !attention_.blocks.table && !plan_.lists;
   for (size_t row = 0; row < attention_.rows; ++row) {
     growing += attention_.fresh[row] > 0;
     work += static_cast<double>(attention_.fresh[row]) * static_cast<double>(layout.kv_heads * layout.size);
@@ -82,20 +80,20 @@ OrtStatus* Call::append_all() {
 
 void Call::list(Queries* block, const Listing& listing) const {
   block->list = listing.list;
-  block->pages = kernels_.list(attention_.policies[block->head], attention_.layout, position(*block), listing.scores, listing.list);
+  block->pages = kernels_.list(attention_, *block, listing.scores, listing.list);
 }
 
 // Rows are long where they are late: they come first.
 void Call::attend_block(size_t index) {
   Queries block = queries_[plan_.queries - 1 - index];
   if (together_) append(block.row * attention_.layout.kv_heads + block.head);
-  const size_t scratch = kernels_.attend_scratch(attention_.layout, rows(block));
+  size_t scratch = kernels_.attend_scratch(attention_.layout, rows(block));
+  if (block.has_list) scratch = std::max(scratch, kernels_.score_scratch(attention_, block));
   const size_t floats = Partial::floats(rows(block), attention_.layout.value_channels());
   const size_t partials = Cuts(attention_, block).count() * floats * sizeof(float);
   size_t scores = 0, entries = 0;
-  if (has_list(block)) {
-    const Candidates all = candidates(block);
-    scores = list_floats(attention_.layout, static_cast<size_t>(all.end - all.first)) * sizeof(float);
+  if (block.has_list) {
+    scores = list_floats(attention_, block) * sizeof(float);
     entries = block.pages * sizeof(PageEntry);
   }
   const Pool::Loan loan(pool_, scratch + partials + scores + entries);
@@ -103,11 +101,11 @@ void Call::attend_block(size_t index) {
     no_memory_ = true;
     return;
   }
-  if (has_list(block)) {
+  if (block.has_list) {
     char* const memory = loan.memory + scratch + partials;
     const Listing listing = {reinterpret_cast<float*>(memory), reinterpret_cast<PageEntry*>(memory + scores), {}};
-    const Candidates all = candidates(block);
-    kernels_.score(attention_, block.row, block.head, block.first_column, all.first, all.end, listing.scores);
+    const Candidates all = scored_pages(attention_, block);
+    kernels_.score(attention_, block, all.first, all.end, listing.scores, loan.memory);
     list(&block, listing);
   }
   float* const own = reinterpret_cast<float*>(loan.memory + scratch);
@@ -127,7 +125,7 @@ void Call::take_step(size_t index) {
   const Step& step = steps_[ordered_ ? next_.fetch_add(1, std::memory_order_relaxed) : index];
   if (step.kind == Step::kScore) return score(step.run);
   // Earlier steps are already being worked on, and each waits only for steps before itself, so this cannot deadlock.
-  if (has_list(queries_[step.run.queries])) {
+  if (queries_[step.run.queries].has_list) {
     while (listings_[step.run.queries].left.load(std::memory_order_acquire) >= 0) sched_yield();
   }
   attend(step.run);
@@ -136,10 +134,16 @@ void Call::take_step(size_t index) {
 void Call::score(const Run& run) {
   Queries& block = queries_[run.queries];
   Listing& listing = listings_[run.queries];
-  const int64_t from = candidates(block).first;
+  const int64_t from = scored_pages(attention_, block).first;
+  const size_t scratch = kernels_.score_scratch(attention_, block);
   if (run.first < run.end) {
-    kernels_.score(attention_, block.row, block.head, block.first_column, from + static_cast<int64_t>(run.first),
-                   from + static_cast<int64_t>(run.end), listing.scores + run.first);
+    const Pool::Loan loan(pool_, scratch ? scratch : 1);
+    if (loan.memory) {
+      kernels_.score(attention_, block, from + static_cast<int64_t>(run.first), from + static_cast<int64_t>(run.end),
+                     listing.scores, loan.memory);
+    } else {
+      no_memory_ = true;
+    }
   }
   if (listing.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   list(&block, listing);
@@ -192,11 +196,11 @@ void Call::each_step(const Visit& visit) {
   };
   size_t waiting = plan_.queries;  // the block whose list is made
   for (size_t block = 0; block < plan_.queries; ++block) {
-    if (!has_list(queries_[block])) {
+    if (!queries_[block].has_list) {
       attend(block);
       continue;
     }
-    const Candidates all = candidates(queries_[block]);
+    const Candidates all = scored_pages(attention_, queries_[block]);
     const auto count = static_cast<size_t>(all.end - all.first);
     for (size_t first = 0; first == 0 || first < count; first += kScored) {
       visit(Step{Step::kScore, {block, first, count - first < kScored ? count : first + kScored}});
@@ -218,10 +222,10 @@ OrtStatus* Call::attend_all() {
       const size_t parts = Cuts(attention_, block).count();
       steps += parts;
       floats += parts * Partial::floats(rows(block), layout.value_channels());
-      if (!has_list(block)) return;
-      const Candidates all = candidates(block);
+      if (!block.has_list) return;
+      const Candidates all = scored_pages(attention_, block);
       const auto count = static_cast<size_t>(all.end - all.first);
-      steps += count / kScored + 1, scored += list_floats(layout, count), listed += block.pages;
+      steps += count / kScored + 1, scored += list_floats(attention_, block), listed += block.pages;
     });
   }
   float *scores = nullptr, *partials = nullptr;
@@ -254,10 +258,9 @@ OrtStatus* Call::attend_all() {
     const size_t count = Cuts(attention_, each).count();
     new (&parts_[block]) Parts{partials, count, {count}};
     partials += count * Partial::floats(rows(each), layout.value_channels());
-    if (!has_list(each)) continue;
+    if (!each.has_list) continue;
     new (&listings_[block]) Listing{scores, lists, {0}};
-    const Candidates all = candidates(each);
-    scores += list_floats(layout, static_cast<size_t>(all.end - all.first)), lists += each.pages;
+    scores += list_floats(attention_, each), lists += each.pages;
   }
   steps = 0;
   each_step([&](const Step& step) {

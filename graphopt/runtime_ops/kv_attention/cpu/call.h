@@ -64,9 +64,6 @@ class Call {
   template <typename Visit>
   void each_step(const Visit& visit);
 
-  bool has_list(const Queries& block) const { return makes_lists(attention_.policies[block.head]); }
-  int64_t position(const Queries& block) const { return attention_.position(block.row, block.first_column); }
-  Candidates candidates(const Queries& block) const { return Candidates(attention_.layout, position(block)); }
   // How many blocks from this one on a step attends to: those of several heads, where few queries wait for memory.
   size_t heads_together(const Queries& block) const {
     const bool whole = block.members || block.columns() == attention_.end_column(block.row);

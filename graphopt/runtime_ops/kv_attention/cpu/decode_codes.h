@@ -27,7 +27,7 @@ inline void read_codes(const Reader& reader, int64_t logical, bool alike, const 
                        const float* scales, Ahead ahead) {
   const size_t size = reader.layout.size, page = reader.layout.page, lines = page / kColumns;
   decode_keys<Bits>(keys, ahead, scales, size, page, reader.buffers.keys);
-  decode_values<Bits>(values, ahead, scales + 2 * size, size, page, reader.buffers.values);
+  if (!reader.asked) decode_values<Bits>(values, ahead, scales + 2 * size, size, page, reader.buffers.values);
   const float* const factors = reader.layout.token_factors ? scales + reader.layout.factors_at() : nullptr;
   const Stretch<float, float> decoded = {reader.buffers.keys, reader.buffers.values, factors, nullptr, 0};
   reader.read(logical, alike, lines, page, &decoded);

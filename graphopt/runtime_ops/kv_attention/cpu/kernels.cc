@@ -8,7 +8,7 @@
 
 namespace graphopt {
 
-const KVAttentionKernels GRAPHOPT_NAME(kKVAttention) = {append,         attend_scratch, attend,
+const KVAttentionKernels GRAPHOPT_NAME(kKVAttention) = {append,         attend_scratch, attend, score_scratch_of,
                                                             score_pages_of, list_pages_of,  merge};
 
 }  // namespace graphopt

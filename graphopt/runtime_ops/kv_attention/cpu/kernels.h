@@ -104,7 +104,7 @@ struct Queries {
   int64_t sinks, begin;
   size_t pages;
   const PageEntry* list;
-  bool whole;
+  bool whole, has_list;
 
   GRAPHOPT_INLINE size_t columns() const { return end_column - first_column; }
   GRAPHOPT_INLINE Member member(size_t i) const {
@@ -147,11 +147,12 @@ struct KVAttentionKernels {
   // has memory for the Partial of each; `scratch` is for all of them.
   void (*attend)(const Attention&, const Queries*, size_t count, size_t first, size_t end, void* scratch,
                  float* const* partials);
-  // Of a policy that makes lists: scores of pages first..end of one column, over the query heads of a KV head.
-  void (*score)(const Attention&, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores);
-  // Lists the pages that a query at `position` reads, from scores of its candidates, which are overwritten; they need
-  // list_floats floats. Returns how many there are.
-  size_t (*list)(Policy, const Layout&, int64_t position, float* scores, PageEntry* list);
+  // Of queries that read a list: bytes that `score` needs, at a multiple of 64.
+  size_t (*score_scratch)(const Attention&, const Queries&);
+  // Scores pages first..end of those that can be in the list; `scores` is the memory for all of them.
+  void (*score)(const Attention&, const Queries&, int64_t first, int64_t end, float* scores, void* scratch);
+  // Lists the pages that the queries read, from the scores, which are overwritten. Returns how many there are.
+  size_t (*list)(const Attention&, const Queries&, float* scores, PageEntry* list);
   // Merges partial results, in their order, and writes y.
   void (*merge)(const Attention&, const Queries&, const Source* sources, size_t count);
 };

@@ -2,20 +2,31 @@
 #pragma once
 
 #include "kv_attention/cpu/policies/retrieval.h"
+#include "kv_attention/cpu/policies/sparse_prefill.h"
 
 namespace graphopt {
 namespace {
 
-void score_pages_of(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end,
-                    float* scores) {
-  with_policy(call.policies[head], [&](auto states) {
-    if constexpr (decltype(states)::kLists) score(states, call, row, head, column, first, end, scores);
+template <typename States>
+constexpr bool has_lists = States::kLists || States::kBlocks;
+
+size_t score_scratch_of(const Attention& call, const Queries& queries) {
+  return with_policy(call.policies[queries.head], [&](auto states) -> size_t {
+    if constexpr (has_lists<decltype(states)>) return score_scratch(states, call, queries);
+    return 0;
   });
 }
 
-size_t list_pages_of(Policy policy, const Layout& layout, int64_t position, float* scores, PageEntry* entries) {
-  return with_policy(policy, [&](auto states) -> size_t {
-    if constexpr (decltype(states)::kLists) return list(states, layout, position, scores, entries);
+void score_pages_of(const Attention& call, const Queries& queries, int64_t first, int64_t end, float* scores,
+                    void* scratch) {
+  with_policy(call.policies[queries.head], [&](auto states) {
+    if constexpr (has_lists<decltype(states)>) score(states, call, queries, first, end, scores, scratch);
+  });
+}
+
+size_t list_pages_of(const Attention& call, const Queries& queries, float* scores, PageEntry* entries) {
+  return with_policy(call.policies[queries.head], [&](auto states) -> size_t {
+    if constexpr (has_lists<decltype(states)>) return list(states, call, queries, scores, entries);
     return 0;
   });
 }

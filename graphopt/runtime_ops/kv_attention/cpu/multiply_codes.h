@@ -107,6 +107,7 @@ inline void read_codes(const Reader& reader, int64_t logical, bool alike, const 
     multiply_key_codes<Bits>(from, reader.rows, keys, ahead, scales, size, page, scores);
     reader.scale(reader.layout.token_factors ? scales + reader.layout.factors_at() : nullptr, lines, scores);
   });
+  if (reader.takes_scores(logical, lines)) return;
   reader.weigh_rows(alike, lines);
   reader.by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
     multiply_value_codes<Bits>(reader.buffers.scores + row * page, reader.buffers.factors + row, count, values, ahead,

@@ -18,14 +18,34 @@ constexpr int64_t kUncut = INT64_MAX / 4;
 
 }  // namespace
 
+namespace {
+
+// How many columns from this one on read pages together: those of a whole block, where they choose pages in blocks.
+size_t columns_together(const Attention& call, Queries* queries) {
+  const Layout& layout = call.layout;
+  const Policy policy = call.policies[queries->head];
+  const size_t left = call.end_column(queries->row) - queries->first_column;
+  queries->has_list = makes_lists(policy);
+  size_t columns = queries->has_list || layout.group > kBlockRows / 2 ? 1 : kBlockRows / layout.group;
+  if (chooses_in_blocks(policy) && layout.query_block) {
+    const size_t block = static_cast<size_t>(layout.query_block);
+    const auto behind = static_cast<size_t>(call.position(queries->row, queries->first_column) % layout.query_block);
+    queries->has_list = !behind && left >= block;
+    if (queries->has_list) return block;
+    if (block - behind < columns) columns = block - behind;
+  }
+  return left < columns ? left : columns;
+}
+
 void find_pages(const Attention& call, Queries* queries) {
   const Layout& layout = call.layout;
   const int64_t first = call.position(queries->row, queries->first_column);
   const int64_t last = call.position(queries->row, queries->end_column - 1);
   const Policy policy = call.policies[queries->head];
   queries->whole = reads_all(policy);
-  if (makes_lists(policy)) {
-    queries->pages = longest_list(policy, layout, last);
+  if (queries->has_list) {
+    queries->pages = chooses_in_blocks(policy) ? static_cast<size_t>(layout.page_of(last)) + 1
+                                               : longest_list(policy, layout, last);
     return;
   }
   const PageRange range(layout, policy, first, last);
@@ -35,11 +55,34 @@ void find_pages(const Attention& call, Queries* queries) {
   queries->pages -= static_cast<size_t>(queries->begin - range.begin);
 }
 
+}  // namespace
+
+Queries queries_from(const Attention& call, size_t row, size_t head, size_t column) {
+  Queries queries = {};
+  queries.row = row, queries.head = head, queries.first_column = column;
+  queries.end_column = column + columns_together(call, &queries);
+  find_pages(call, &queries);
+  return queries;
+}
+
+Candidates scored_pages(const Attention& call, const Queries& queries) {
+  if (chooses_in_blocks(call.policies[queries.head])) return pages_seen(call, queries);
+  return Candidates(call.layout, call.position(queries.row, queries.first_column));
+}
+
+size_t list_floats(const Attention& call, const Queries& queries) {
+  const Layout& layout = call.layout;
+  const Candidates all = scored_pages(call, queries);
+  const auto count = static_cast<size_t>(all.end - all.first);
+  if (!chooses_in_blocks(call.policies[queries.head])) return list_floats(layout, count);
+  return (3 * layout.asked() * layout.group + 1) * score_floats(count);
+}
+
 Plan::Plan(const Attention& call) {
   const Layout& layout = call.layout;
   each(call, [&](const Queries& block) {
     const size_t rows = block.columns() * layout.group, of_block = Cuts(call, block).count();
-    ++queries;
+    ++queries, lists = lists || block.has_list;
     most_runs = of_block > most_runs ? of_block : most_runs, runs += of_block;
     // a page waits for memory where few queries share it
     const size_t of_page = rows * layout.page * layout.size / 8, bytes = (layout.latent() ? 1 : 2) * layout.page_bytes();
@@ -61,7 +104,7 @@ Plan::Plan(const Attention& call) {
 Cuts::Cuts(const Attention& call, const Queries& queries) : queries_(queries) {
   const Layout& layout = call.layout;
   const Policy policy = call.policies[queries.head];
-  listed_ = makes_lists(policy);
+  listed_ = queries.has_list;
   const bool streams = may_drop(policy) && (!layout.window || layout.recent < layout.window);
   const int64_t reach = streams ? layout.recent : layout.window;  // 0: without end
   length_ = !listed_ && reach && reach <= kRunTokens ? kUncut : kRunTokens / static_cast<int64_t>(layout.page);

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "kv_attention/cpu/kernels.h"
+#include "kv_attention/shared/select.h"
 
 namespace graphopt {
 
@@ -42,6 +43,7 @@ struct Plan {
   size_t most_runs = 0;     // of one block of them, at most
   size_t runs = 0;          // of all together, at most
   size_t heads = 1;         // of blocks that requests share, which a task reads in turns
+  bool lists = false;       // some of them read lists
   bool split = false;       // queries are so few that their runs are shared out
   double cycles = 0;        // or so, of one thread
 
@@ -52,8 +54,12 @@ struct Plan {
   static void each(const Attention& call, const Visit& visit);
 };
 
-// Fills in which pages the queries read, but for lists.
-void find_pages(const Attention& call, Queries* queries);
+// The queries of a head that read pages together, from a column on; of a list they have only the most pages.
+Queries queries_from(const Attention& call, size_t row, size_t head, size_t column);
+
+// The pages of which there are scores for the list of some queries, and the floats that scores and listing take.
+Candidates scored_pages(const Attention& call, const Queries& queries);
+size_t list_floats(const Attention& call, const Queries& queries);
 
 template <typename Visit>
 void Plan::each(const Attention& call, const Visit& visit) {
@@ -68,13 +74,9 @@ void Plan::each(const Attention& call, const Visit& visit) {
   }
   for (size_t row = 0; row < call.rows; ++row) {
     for (size_t head = 0; head < layout.kv_heads; ++head) {
-      const bool alone = makes_lists(call.policies[head]) || layout.group > kBlockRows / 2;
-      const size_t columns = alone ? 1 : kBlockRows / layout.group;
-      for (size_t column = call.first_column(row); column < call.end_column(row); column += columns) {
-        Queries queries = {};
-        queries.row = row, queries.head = head, queries.first_column = column;
-        queries.end_column = call.end_column(row) - column < columns ? call.end_column(row) : column + columns;
-        find_pages(call, &queries);
+      for (size_t column = call.first_column(row); column < call.end_column(row);) {
+        const Queries queries = queries_from(call, row, head, column);
+        column = queries.end_column;
         visit(queries);
       }
     }

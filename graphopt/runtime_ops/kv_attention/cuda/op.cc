@@ -24,6 +24,10 @@ struct Kernel : KVTypes<Activations> {
     if (attributes.layout.token_factors) {
       return node.error("kernels on GPUs know no factors of tokens; store the cache without token_factors");
     }
+    for (size_t head = 0; head < attributes.layout.kv_heads; ++head) {
+      if (!chooses_in_blocks(attributes.policies[head])) continue;
+      return node.error("GPUs have no kernels for blocks of queries that choose pages together: make the model for CPUs");
+    }
     if (attributes.layout.latent()) return node.error("GPUs have no kernels for latents: value_size must be 0");
     if (known_to_gpus(attributes.layout.storage)) return nullptr;
     return node.error("kernels on GPUs know no codes of %lld bits; store the cache as int8 or int4",

@@ -56,6 +56,12 @@ struct ParameterReader {
     if (*share >= 0 && *share <= 1) return nullptr;
     return node.error("its attribute %s must be a share from 0 to 1, it is %g", name, static_cast<double>(*share));
   }
+  // `number` of two counts is a multiple of the other one, at most `most`, or 0.
+  OrtStatus* multiple(const char* name, int64_t number, const char* of_name, int64_t of, int64_t most) const {
+    if (!number || (of > 0 && number % of == 0 && number <= most)) return nullptr;
+    return node.error("its attribute %s must be a multiple of %s up to %lld, or 0; they are %lld and %lld", name, of_name,
+                      print(most), print(number), print(of));
+  }
   // One of two words, of which the second sets the flag.
   OrtStatus* choice(const char* name, bool* is_second, const char* first, const char* second) const {
     char word[16] = {};
@@ -162,7 +168,7 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
                         print(policy));
     }
     policies[head] = static_cast<Policy>(policy);
-    if (layout.latent() && makes_lists(policies[head])) {
+    if (layout.latent() && (makes_lists(policies[head]) || chooses_in_blocks(policies[head]))) {
       return node.error("pages of latents are not chosen: with a value_size policies are dense or streaming");
     }
     wraps = wraps && may_drop(policies[head]);

@@ -5,13 +5,15 @@
 
 #include "kv_attention/shared/policies/dense.h"
 #include "kv_attention/shared/policies/retrieval.h"
+#include "kv_attention/shared/policies/sparse_prefill.h"
 #include "kv_attention/shared/policies/streaming.h"
 
 // POLICY(name in C++, name in a recipe, what it states)
-#define GRAPHOPT_POLICIES(POLICY)          \
-  POLICY(kDense, "dense", Dense)           \
+#define GRAPHOPT_POLICIES(POLICY)            \
+  POLICY(kDense, "dense", Dense)             \
   POLICY(kStreaming, "streaming", Streaming) \
-  POLICY(kRetrieval, "retrieval", Retrieval)
+  POLICY(kRetrieval, "retrieval", Retrieval) \
+  POLICY(kSparsePrefill, "sparse_prefill", SparsePrefill)
 
 namespace graphopt {
 
@@ -34,6 +36,11 @@ GRAPHOPT_INLINE bool may_drop(Policy policy) {
 }
 GRAPHOPT_INLINE bool makes_lists(Policy policy) {
 #define GRAPHOPT_FLAG kLists
+  return (0u GRAPHOPT_POLICIES(GRAPHOPT_POLICY_BIT)) >> static_cast<int>(policy) & 1;
+#undef GRAPHOPT_FLAG
+}
+GRAPHOPT_INLINE bool chooses_in_blocks(Policy policy) {
+#define GRAPHOPT_FLAG kBlocks
   return (0u GRAPHOPT_POLICIES(GRAPHOPT_POLICY_BIT)) >> static_cast<int>(policy) & 1;
 #undef GRAPHOPT_FLAG
 }

@@ -9,6 +9,7 @@ namespace graphopt {
 struct Candidates {
   int64_t first = 0, end = 0;
 
+  Candidates() = default;
   GRAPHOPT_INLINE Candidates(const Layout& layout, int64_t position) {
     int64_t begin = layout.sinks;
     const int64_t last = position - layout.recent;
@@ -17,6 +18,17 @@ struct Candidates {
     first = layout.page_of(begin), end = layout.page_of(last) + 1;
   }
 };
+
+// The pages with a token that some of these queries see.
+template <typename Call, typename Queries>
+GRAPHOPT_INLINE Candidates pages_seen(const Call& call, const Queries& queries) {
+  const Layout& layout = call.layout;
+  const int64_t first = call.position(queries.row, queries.first_column);
+  Candidates seen;
+  seen.end = layout.page_of(call.position(queries.row, queries.end_column - 1)) + 1;
+  if (layout.window && first >= layout.window) seen.first = layout.page_of(first - layout.window + 1);
+  return seen;
+}
 
 // Floats that scores of so many candidates take, and that listing them takes: weights lie behind the scores.
 GRAPHOPT_INLINE size_t score_floats(size_t count) { return (count + 15) / 16 * 16; }

@@ -143,6 +143,8 @@ class KVAttributes:
                 f"KVAttention: policies are one number, or one for each of {self.kv_heads} KV heads, of {names}, not "
                 f"{list(self.policies)}"
             )
+        for policy in self.policies_in_use:
+            policy.check()
         if self.value_size and (self.compensate or self.chooses or self.retrieves):
             raise ValueError(
                 "KVAttention: with a value_size policies are dense or streaming, and compensate is 0: pages of latents "

@@ -33,7 +33,7 @@ from graphopt.runtime_ops.kv_attention.spec.body_append import (
     value_part,
 )
 from graphopt.runtime_ops.kv_attention.spec.body_compensation import append_means, extra_token
-from graphopt.runtime_ops.kv_attention.spec.body_read import attend, heads_apart, read_mask
+from graphopt.runtime_ops.kv_attention.spec.body_read import attend, dense_weights, heads_apart, read_mask
 from graphopt.runtime_ops.kv_attention.spec.check import MOST_TOKENS
 from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
 
@@ -138,7 +138,14 @@ def _write(op: OpBuilder, attrs: KVAttributes, inputs: Mapping[str, ir.Value]) -
         shape = op.Shape(query)
         first_query = op.Reshape(op.Slice(flat, [0], op.ReduceProd(shape, keepdims=1)), shape)
         first = heads_apart(call, first_query)
-    is_read = read_mask(call, q, summaries, window, policies)
+    is_read = read_mask(
+        call,
+        q,
+        summaries,
+        window,
+        policies,
+        lambda visible: dense_weights(call, q, first, K, inputs["sink_logits"], visible),
+    )
     extra = extra_token(call, q, summaries, policies) if attrs.compensate else None
     attention = attend(call, q, first, K, V, is_read, inputs["sink_logits"], extra)
     is_token = op.GreaterOrEqual(op.Add(call.range(columns), new), columns)  # B, S

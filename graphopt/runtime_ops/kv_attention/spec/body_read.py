@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -15,6 +16,8 @@ from graphopt.runtime_ops.kv_attention.spec.body_compensation import Extra, know
 from graphopt.runtime_ops.kv_attention.spec.check import MOST_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from graphopt.runtime_ops.kv_attention.spec.body_append import Call
 
 
@@ -25,7 +28,14 @@ def heads_apart(call: Call, query: ir.Value) -> ir.Value:
     return op.Transpose(op.Reshape(query, shape), perm=[0, 2, 3, 1, 4])
 
 
-def read_mask(call: Call, query: ir.Value, summaries: ir.Value, window: ir.Value, policies: ir.Value) -> ir.Value:
+def read_mask(
+    call: Call,
+    query: ir.Value,
+    summaries: ir.Value,
+    window: ir.Value,
+    policies: ir.Value,
+    weights: Callable[[ir.Value], ir.Value],
+) -> ir.Value:
     """Return which tokens each query reads, bool [B, 1 or H, S, N]; N = P T places, in the order of physical pages.
 
     Args:
@@ -34,6 +44,7 @@ def read_mask(call: Call, query: ir.Value, summaries: ir.Value, window: ir.Value
         summaries: float [B, H, P, Z], after the call.
         window: int64 [1], 0 for none.
         policies: int64 [1] or [H].
+        weights: writes the weights of dense attention to tokens bool [B, 1, S, N], float [B, H, G, S, N].
     """
     op, attrs = call.op, call.attrs
     query_positions = op.Add(op.Sub(call.total, call.columns), call.range(call.columns))
@@ -42,15 +53,52 @@ def read_mask(call: Call, query: ir.Value, summaries: ir.Value, window: ir.Value
     reach = op.Where(op.Equal(window, 0), MOST_TOKENS, window)
     visible = op.And(op.LessOrEqual(position, p), op.Greater(position, op.Sub(p, reach)))
     always = op.Or(op.Less(position, attrs.sinks), op.Greater(position, op.Sub(p, attrs.recent)))
+    left_out = []
     for policy in attrs.policies_in_use:
-        if policy.chooses:
+        if policy.in_blocks and policy.chooses:
+            has_policy = op.Reshape(op.Equal(policies, policy.number), [-1, 1, 1])
+            block_mask = policy.write_block_mask(call, weights(visible), visible, p, position)
+            left_out.append(op.And(has_policy, op.Not(block_mask)))
+        elif policy.chooses:
             pages = policy.write_pages(call, query, known_part(call, summaries), p, reach)
             tokens = op.Expand(op.Unsqueeze(pages, [-1]), [1, 1, 1, 1, attrs.page])
             tokens = op.Reshape(tokens, [0, 0, 0, -1])
             has_policy = op.Reshape(op.Equal(policies, policy.number), [-1, 1, 1])
             always = op.Or(always, op.And(tokens, has_policy))
     reads_all = heads_with(op, policies, lambda policy: policy.reads_all)
-    return op.And(visible, op.Or(always, op.Reshape(reads_all, [-1, 1, 1])))
+    is_read = op.And(visible, op.Or(always, op.Reshape(reads_all, [-1, 1, 1])))
+    return reduce(lambda mask, tokens: op.And(mask, op.Not(tokens)), left_out, is_read)
+
+
+def multiply_keys(call: Call, query: ir.Value, first_query: ir.Value | None, keys: ir.Value) -> ir.Value:
+    """Return q . k of all tokens, float [B, H, G, S, N]; arguments as of :func:`attend`."""
+    op, attrs = call.op, call.attrs
+    keys = op.Unsqueeze(op.Transpose(keys, perm=[0, 1, 3, 2]), [2])
+    if first_query is None:
+        return op.MatMul(query, keys)
+    sinks, other_keys = op.Slice(keys, [0], [attrs.sinks], [-1]), op.Slice(keys, [attrs.sinks], [2**62], [-1])
+    return op.Concat(op.MatMul(first_query, sinks), op.MatMul(query, other_keys), axis=-1)
+
+
+def dense_weights(
+    call: Call, query: ir.Value, first_query: ir.Value | None, K: ir.Value, sink_logits: ir.Value, visible: ir.Value
+) -> ir.Value:
+    """Return the weights of dense attention, float [B, H, G, S, N]; NaN where a query reads a score that is not finite.
+
+    Args:
+        call: the call.
+        query: as of :func:`attend`.
+        first_query: as of :func:`attend`.
+        K: as of :func:`attend`.
+        sink_logits: as of :func:`attend`.
+        visible: bool [B, 1, S, N].
+    """
+    op = call.op
+    products = multiply_keys(call, query, first_query, K)
+    products = op.Add(products, op.Mul(products, 0.0))  # NaN where it is not finite, also under a softcap
+    scores = op.Where(op.Unsqueeze(visible, [2]), scale_scores(call, products), -math.inf)
+    weights = op.Softmax(op.Concat(scores, _sink_column(call, query, sink_logits), axis=-1), axis=-1)
+    return op.Slice(weights, [0], [-1], [-1])
 
 
 def attend(
@@ -75,17 +123,12 @@ def attend(
         sink_logits: float [H G], or [0].
         extra: one token more for each query.
     """
-    op, attrs = call.op, call.attrs
+    op = call.op
     bad_keys, bad_values = (op.IsNaN(op.Mul(tensor, 0.0)) for tensor in (K, V))
     # a weight of 0 times a value that is not finite would make NaN
     clean_keys, clean_values = op.Where(bad_keys, 0.0, K), op.Where(bad_values, 0.0, V)
-    keys = op.Unsqueeze(op.Transpose(clean_keys, perm=[0, 1, 3, 2]), [2])
-    if first_query is None:
-        scores = op.MatMul(query, keys)
-    else:
-        sinks, other_keys = op.Slice(keys, [0], [attrs.sinks], [-1]), op.Slice(keys, [attrs.sinks], [2**62], [-1])
-        scores = op.Concat(op.MatMul(first_query, sinks), op.MatMul(query, other_keys), axis=-1)
-    scores = op.Where(op.Unsqueeze(is_read, [2]), scale_scores(call, scores), -math.inf)
+    scores = scale_scores(call, multiply_keys(call, query, first_query, clean_keys))
+    scores = op.Where(op.Unsqueeze(is_read, [2]), scores, -math.inf)
     columns = [] if extra is None else [extra.score]
     logits = op.Concat(scores, *columns, _sink_column(call, query, sink_logits), axis=-1)
     weights = op.Softmax(logits, axis=-1)

@@ -29,7 +29,7 @@ Attributes:
     storage: string, float32, float16, bfloat16, float8 (E4M3FN, Micikevicius et al. 2022), int8, int6, int4,
         int3 or int2.
     sink_pages, recent_pages: int, full pages that a storage of integers keeps as floats, besides the newest.
-    policies: ints, one or Hk: 0 dense, 1 streaming, 2 retrieval.
+    policies: ints, one or Hk: 0 dense, 1 streaming, 2 retrieval, 3 sparse prefill.
     sinks, recent: int, tokens that streaming and retrieval always read, the first and the last.
     budget: int, pages that retrieval reads besides, at most; 0 with a ``mass`` sets no limit.
     summary: string, bounds or mean: what retrieval knows of a page.
@@ -38,6 +38,8 @@ Attributes:
     channels: int, of the queries, by which scores are made; 0 for all D.
     compensate: int, 0 or 1: heads that stream read one token more, for those that they dropped. With a ``window`` it
         must be 0.
+    prefill_mass, query_block, query_stride: float from 0 to 1, and ints up to 1024, of heads of policy 3, which alone
+        state them; query_block is a multiple of query_stride. CPUs only.
     clip: float, above 0 and at most 1, of storages of integers: codes span this share of what the numbers of a set
         span, its middle, and numbers beyond it get the first or the last code. Nodes may leave it out, for 1.
     token_factors: int, 0 or 1, of storages of integers: the keys of a page are divided by a factor per token before
@@ -63,11 +65,21 @@ The new tokens are appended first, then each query at position p reads, of the p
                sum max(q min, q max)   (bounds: Quest, Tang et al. 2024; LServe, Yang et al. 2025)
                sum q mean              (mean: TriForce, Sun et al. 2024)
                where NaN counts as infinite
+    sparse prefill  all, but queries in a whole block of the call leave pages out together
 
 ``channels`` uses the channels with the largest sums of |q| over the G heads, of equal sums the lower, NaN counts as
 infinite (SparQ, Ribar et al. 2024). ``mass`` takes pages in that order until they have the share, each with a weight of
 exp(scale (score - the highest score of a candidate)), in float32 (top-p: Twilight, Lin et al. 2025). Pages of the
 highest score weigh 1, also where that is infinite.
+
+**Sparse prefill.** A block is the positions n ``query_block`` up to (n + 1) ``query_block``, whole where all of them
+are new in this call. Its queries at positions p with p mod ``query_stride`` = ``query_stride`` - 1 are asked (sampled
+queries: SampleAttention, Zhu et al. 2024). The weight W of a page is the sum of their dense softmax weights, sink
+logit and all, over the G heads and over the tokens of the page that are neither < sinks nor > p - recent. Pages are
+left out from the lowest W on, of equal ones the later first, as long as their W together are less than (1 -
+``prefill_mass``) times the queries that are asked and their heads; none where one of these queries or of the keys
+that they see is not finite. Each query of the block reads what streaming would, and all that it sees in the pages
+that are not left out.
 
 ``compensate`` (RazorAttention, Tang et al. 2024): the last 2 D numbers of a page's summary are the mean key and the
 mean value of all tokens at positions >= ``sinks``, up to and including the newest of the page: m += (x - m) / count,

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.stored import Reading, readings
+from graphopt.runtime_ops.kv_attention.spec.weights import scores, softmax_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -66,39 +67,3 @@ def attend(attrs: KVAttributes, reading: Reading) -> Doubles:
         return y
     reads = reading.is_read.astype(np.int64) @ bad
     return np.where(reads[:, None] > 0, np.nan, y)
-
-
-def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
-    """Return scale q . k, softcapped, for all tokens, float64 [n, G, m]; a key that is not finite is as 0.
-
-    A token that stands for N others has log N more.
-    """
-    K = reading.keys.numbers
-    keys = np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0).T
-    products = of_queries(attrs, reading, lambda query: query @ keys)
-    logits: Doubles = products * attrs.scale
-    if attrs.softcap:
-        logits = attrs.softcap * np.tanh(logits / attrs.softcap)
-    return logits + np.log(reading.counts)
-
-
-def of_queries(attrs: KVAttributes, reading: Reading, function: Callable[[Doubles], Doubles]) -> Doubles:
-    """Return what is ``function`` [n, G, m] of the queries: for positions below ``sinks``, of those that ask there."""
-    of_rest = function(reading.q)
-    if reading.first_q is reading.q:
-        return of_rest
-    products: Doubles = np.where(reading.positions < attrs.sinks, function(reading.first_q), of_rest)
-    return products
-
-
-def softmax_weights(reading: Reading, scores: Doubles) -> Doubles:
-    """Return the share of each stored token, [n, G, m]; they sum to 1, less the share of the sink logit."""
-    logits = np.where(reading.is_read[:, None], scores, -np.inf)
-    largest = logits.max(axis=-1, keepdims=True, initial=-np.inf)
-    logit = None if reading.sink_logits is None else reading.sink_logits[:, None]
-    if logit is not None:
-        largest = np.maximum(largest, logit)
-    largest = np.where(np.isneginf(largest), 0, largest)  # nothing is read
-    weights: Doubles = np.exp(logits - largest)
-    total = weights.sum(axis=-1, keepdims=True) + (0 if logit is None else np.exp(logit - largest))
-    return weights / np.where(total == 0, 1, total)

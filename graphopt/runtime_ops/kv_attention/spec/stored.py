@@ -13,6 +13,7 @@ from graphopt.runtime_ops.kv_attention.spec.append import Integers, State, appen
 from graphopt.runtime_ops.kv_attention.spec.check import check
 from graphopt.runtime_ops.kv_attention.spec.compensation import StandIns, stand_ins
 from graphopt.runtime_ops.kv_attention.spec.layout import unpack_keys, unpack_values
+from graphopt.runtime_ops.kv_attention.spec.weights import dense_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,6 +141,11 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
                     new_tokens = np.concatenate(token, axis=-1)[query_positions >= attrs.sinks]
                     before = state["summaries"][row, head]
                     reading = reading.with_dropped(stand_ins(attrs, summaries, before, new_tokens, query_positions))
+                policy = attrs.policy_of(head)
+                if policy.in_blocks and policy.chooses:
+                    weights = dense_weights(attrs, reading)
+                    is_read = policy.block_mask(attrs, weights, is_read, query_positions, positions)
+                    reading = replace(reading, is_read=is_read)
                 yield reading
 
     return after, read_rows()
@@ -197,7 +203,7 @@ def _stored_page(
 def read_mask(
     attrs: KVAttributes, head: int, summaries: Array, queries: Doubles, query_positions: Integers, positions: Integers
 ) -> Mask:
-    """Return which tokens each query reads.
+    """Return which tokens each query reads alone: without what blocks of queries leave out.
 
     Args:
         attrs: of the node.

@@ -15,6 +15,8 @@ struct AnyPolicy {
   static constexpr bool kMayDrop = false;
   // A query reads pages of a list besides, which cpu/policies and cuda/policies make for each query.
   static constexpr bool kLists = false;
+  // Whole blocks of queries read pages of a list, which cpu/policies makes for each block, and others what they see.
+  static constexpr bool kBlocks = false;
 
   // Attributes of the node, which are fields of a Layout: no two policies have one of the same name.
   struct Parameters {};

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 Value = int | float | str
 
 
@@ -85,6 +86,7 @@ class Policy:
         reads_all: whether a query reads all tokens that it sees.
         may_drop: whether no query reads a token again once it is neither among the first nor among the newest, so that
             another one may take its place.
+        in_blocks: whether queries of a block choose together what they leave out; all other queries read everything.
     """
 
     name: ClassVar[str]
@@ -92,6 +94,7 @@ class Policy:
     has_kernel: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
     may_drop: ClassVar[bool] = False
+    in_blocks: ClassVar[bool] = False
 
     @classmethod
     def parameters(cls) -> tuple[Parameter, ...]:
@@ -120,6 +123,9 @@ class Policy:
     def chooses(self) -> bool:
         """Whether a query may read a page besides what every query reads."""
         return False
+
+    def check(self) -> None:
+        """Raise ``ValueError`` where parameters do not fit one another; called where a head has the policy."""
 
     def summary_floats(self, head_size: int) -> int:
         """Return the numbers that the policy must know of a page; 0 where it chooses by positions alone.
@@ -176,6 +182,34 @@ class Policy:
             summaries: float [B, H, P, Z], after the call.
             positions: int64 [B, 1, S, 1], of the queries.
             reach: int64 [1], the tokens that a query sees because of the model's window.
+        """
+        raise NotImplementedError
+
+    def block_mask(
+        self, attributes: KVAttributes, weights: Doubles, visible: Mask, query_positions: Integers, positions: Integers
+    ) -> Mask:
+        """Return which tokens queries read that choose in blocks, bool [n, m].
+
+        Args:
+            attributes: of the node.
+            weights: float64 [n, G, m], of dense attention; NaN where a query or a key that it sees is not finite.
+            visible: bool [n, m].
+            query_positions: int64 [n], one after the other.
+            positions: int64 [m], of the tokens.
+        """
+        raise NotImplementedError
+
+    def write_block_mask(
+        self, call: Call, weights: ir.Value, visible: ir.Value, positions: ir.Value, token_positions: ir.Value
+    ) -> ir.Value:
+        """Write the nodes of :meth:`block_mask`, and return which tokens queries read, bool [B, H, S, N].
+
+        Args:
+            call: the call.
+            weights: float [B, H, G, S, N], of dense attention, NaN as there.
+            visible: bool [B, 1, S, N].
+            positions: int64 [B, 1, S, 1], of the queries; of a column without a token it is in front of the call.
+            token_positions: int64 [B, 1, 1, N].
         """
         raise NotImplementedError
 
