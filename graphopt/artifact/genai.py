@@ -39,6 +39,12 @@ MOST_REQUESTS, MOST_TOKENS = 16, 512
 
 _FRAMES = 3000
 
+_NO_HEADS = (1, 1)
+"""Heads and head size of blocks that hold nothing, where all states are recurrent."""
+
+_GROUP_KINDS = {"conv_state": "fixed_conv", "recurrent_state": "fixed_recurrent"}
+"""What an engine calls states of which each request has a row."""
+
 NO_BOUND = 1 << 20
 """Tokens of a text, at most, where all states are recurrent and the model states no bound."""
 
@@ -79,8 +85,9 @@ def genai_config(
         session: onnxruntime session entries that the artifact means.
         pool: of a graph whose requests share blocks, ``block_size`` and ``num_blocks``.
     """
+    has_pool = interface.has_shared_pool
     # heads and head size: [batch, heads, length, size], or [blocks, tokens, heads, size]
-    sizes = slice(2, 4) if interface.has_shared_pool else slice(1, None, 2)
+    sizes = slice(2, 4) if has_pool else slice(1, None, 2)
     caches = [name for name in interface.past if (port := past_port(name)) is not None and port.part in GROWING]
     shapes = {interface.inputs[name].shape[sizes] for name in caches}
     ports = [port for name in interface.past if (port := past_port(name)) is not None]
@@ -88,17 +95,18 @@ def genai_config(
     layers = max((port.layer for port in ports), default=-1) + 1
     if interface.has_pages:
         return CACHES_IN_PAGES()
-    if ATTENTION_MASK not in interface.inputs and not interface.has_shared_pool:
+    if ATTENTION_MASK not in interface.inputs and not has_pool:
         return NO_MASK()
     if any(port.part == INDEXER for port in ports):
         return INDEXERS()
-    if len(shapes) > 1 or not _is_numbered(ports, layers) or any(port.part not in parts for port in ports):
+    is_even = has_pool or _is_numbered(ports, layers)
+    if len(shapes) > 1 or not is_even or any(port.part not in parts for port in ports):
         return UNEVEN(layers=layers)
-    if max_positions is None and not caches:
+    if max_positions is None and shapes <= {_NO_HEADS}:
         max_positions = NO_BOUND
     if max_positions is None or not eos_token_ids or interface.vocabulary is None:
         return UNKNOWN()
-    heads, size = next(iter(shapes), (1, 1))  # not read where all states are recurrent
+    heads, size = next(iter(shapes), _NO_HEADS)  # not read where all states are recurrent
     inputs, outputs = _port_names(interface, parts)
     decoder = {
         # onnxruntime-genai passes keys that it does not know to onnxruntime as session entries.
@@ -110,6 +118,8 @@ def genai_config(
         "inputs": inputs,
         "outputs": outputs,
     }
+    if has_pool and not _is_numbered(ports, layers, recurrent=False):
+        decoder["state_groups"] = _state_groups(ports)
     model = {
         "type": "decoder",
         "bos_token_id": eos_token_ids[0] if bos_token_id is None else bos_token_id,
@@ -207,11 +217,24 @@ def genai_speech_config(
     return {"model": model, "search": search}
 
 
-def _is_numbered(ports: Sequence[CachePort], layers: int) -> bool:
-    """Return whether each layer has a state, and those that have keys and values have all parts of these."""
-    growing = {port.part for port in ports} - set(RECURRENT)
+def _is_numbered(ports: Sequence[CachePort], layers: int, *, recurrent: bool = True) -> bool:
+    """Return whether each layer has a state, and those that have keys and values have all parts of these.
+
+    ``recurrent`` says whether a layer may have recurrent states, beside them or instead.
+    """
     parts = [{port.part for port in ports if port.layer == layer} for layer in range(layers)]
-    return bool(ports) and all(layer and layer - set(RECURRENT) in (growing, set()) for layer in parts)
+    beside_growing = set(RECURRENT) if recurrent else set()
+    growing = {port.part for port in ports} - set(RECURRENT)
+    growing_parts = (growing, set()) if recurrent else (growing,)
+    return bool(ports) and all(layer and layer - beside_growing in growing_parts for layer in parts)
+
+
+def _state_groups(ports: Sequence[CachePort]) -> list[dict[str, Any]]:
+    """Return which layers have which kind of state."""
+    kinds: dict[str, set[int]] = {}
+    for port in ports:
+        kinds.setdefault(_GROUP_KINDS.get(port.part, "paged_kv"), set()).add(port.layer)
+    return [{"kind": kind, "layer_ids": sorted(layers)} for kind, layers in kinds.items()]
 
 
 def _port_names(interface: Interface, parts: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:

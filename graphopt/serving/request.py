@@ -64,13 +64,6 @@ class Limits:
         """
         config = json_object(folder / GENAI_CONFIG)
         batching = config.get("engine", {}).get("dynamic_batching")
-        decoder = config.get("model", {}).get("decoder", {})
-        if batching is None and {"past_conv_names", "past_recurrent_names"} & decoder.get("inputs", {}).keys():
-            raise InputError(
-                "this model has recurrent states, which requests that share a row of tokens cannot share",
-                file=folder,
-                remedy="run it by `graphopt run`, or by onnxruntime-genai's Generator",
-            )
         if batching is None:
             raise InputError(
                 "this model's graph takes one batch at a time",

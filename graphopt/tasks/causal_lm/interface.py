@@ -19,7 +19,8 @@ A graph of ``ai.graphopt::PagedAttention`` is fed by an engine: ``input_ids`` in
 behind the other, ``cumulative_sequence_lengths`` int32 [batch + 1], ``past_sequence_lengths`` int32 [batch],
 ``block_table`` int32 [batch, blocks], and per layer N ``past_key_values.N.key`` and ``.value`` [blocks, tokens of a
 block, KV heads, head size], which come back in the same shape; of blocks of integers also ``.key_scale`` and
-``.value_scale`` [blocks, tokens of a block, KV heads]. Its logits are [batch, vocabulary].
+``.value_scale`` [blocks, tokens of a block, KV heads]; and recurrent states [batch, ...]. Its logits are [batch,
+vocabulary].
 
 A decoder with cross-attention, see :mod:`graphopt.tasks.seq2seq`, has besides what its encoder made of the source:
 ``cross_key_values.N.key`` and ``.value`` [batch, heads, source, head size] and ``encoder_attention_mask`` [batch,
@@ -199,11 +200,11 @@ class Interface:
         caches: dict[str, Array] = {}
         for name in self.past:
             port = self.inputs[name]
+            if name in self.recurrent:
+                continue
             if self.has_shared_pool:
                 blocks = batch * max(1, -(-room // int(str(port.shape[1]))))
                 caches[name] = np.zeros((blocks, *(int(str(size)) for size in port.shape[1:])), port.dtype)
-                continue
-            if name in self.recurrent:
                 continue
             if len(port.shape) != 4 or port.shape[1] is None or port.shape[3] is None or port.dtype is None:
                 raise InputError(
@@ -244,7 +245,8 @@ class Interface:
         if not self.takes_padding and needs_mask and not attention_mask.all():
             raise InputError(self.why_no_padding, remedy="run the prompts one by one, or optimize the model first")
         if self.has_shared_pool:
-            return {**_pool_feeds(input_ids, attention_mask, next(len(pool) for pool in past.values())), **past}
+            blocks = next(len(pool) for name, pool in past.items() if name not in self.recurrent)
+            return {**_pool_feeds(input_ids, attention_mask, blocks), **past}
         positions = np.maximum(attention_mask.cumsum(-1) - 1, 0)[:, -input_ids.shape[1] :]
         feeds: dict[str, Array] = {
             INPUT_IDS: input_ids,

@@ -129,7 +129,7 @@ def test_what_pages_of_latents_cannot_have(make_artifact: MakeArtifact) -> None:
     for name, options, code in (
         ("sparse_kv", {"policy": "retrieval", "page": 16}, "sparse_kv.latent-pages"),
         ("sparse_kv", {"policy": "streaming", "compensate": 1, "page": 16}, "sparse_kv.latent-pages"),
-        ("serve", {}, "serve.latent-blocks"),
+        ("serve", {"block": 16}, "serve.stored-as"),
     ):
         report = run_pass(model, name, **options)
         assert code in {skip.reason.code for skip in report.skips}

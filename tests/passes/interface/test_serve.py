@@ -248,10 +248,34 @@ def test_options_that_make_no_sense_are_refused() -> None:
     assert Serve.model_validate({"memory": "4GB"}).memory == 4_000_000_000
 
 
-def test_recurrent_states_are_not_shared(make_artifact: MakeArtifact) -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "rwkv", "deepseek_v3"])
+def test_states_of_requests_give_the_texts_of_requests_alone(
+    family: str, make_artifact: MakeArtifact, tmp_path: Path
+) -> None:
+    """Recurrences and tails of convolutions, with and without attention, two of a kind in a layer; a latent."""
+    source, folder = make_artifact(family), tmp_path / family
+    steps = [{"step": "absorb_latent"}] if family == "deepseek_v3" else []
+    made = optimize(source, recipe(*steps, {"step": "serve", "memory": "1MB", "block": 32}), folder)
+    check = made.manifest.check("logits", after="serve")
+    assert check.status == "measured"
+    # Both add up the same products in float32, of tokens in rows of another length.
+    assert check.figures["largest_change"] < 1e-5
+    random, alone = np.random.default_rng(0), load(source, threads=1)
+    prompts = [[int(token) for token in random.integers(1, 290, length)] for length in (40, 7, 3)]
+    expected = [generate(alone, [prompt], max_new_tokens=8)[0].tokens for prompt in prompts]
+    # a prompt of two pieces beside single tokens, and a request in a row that another one has left
+    assert run_engine(folder, prompts, [0, 2, 13], 8) == expected
+
+
+def test_a_recurrence_that_something_else_reads_is_not_shared(make_artifact: MakeArtifact) -> None:
     model = ir.load(make_artifact("qwen3_next") / "model.onnx")
+    state = next(value for value in model.graph.inputs if value.name == "past_key_values.0.conv_state")
+    reader = ir.node("Identity", [state], name="reader")
+    model.graph.append(reader)
+    reader.outputs[0].name = "kept"
+    model.graph.outputs.append(reader.outputs[0])
     inputs = [value.name for value in model.graph.inputs]
     report = run_pass(model, "serve")
-    assert [skip.reason.code for skip in report.skips] == ["serve.recurrent-states"]
-    assert "past_key_values.0.conv_state belongs to one row" in str(report.skips[0].reason)
+    assert [skip.reason.code for skip in report.skips] == ["serve.state-reader"]
+    assert "past_key_values.0.conv_state belongs to one request, and Identity reader" in str(report.skips[0].reason)
     assert [value.name for value in model.graph.inputs] == inputs

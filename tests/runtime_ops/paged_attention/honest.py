@@ -3,7 +3,14 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES, pack, store_tokens, width
+from graphopt.runtime_ops.paged_attention.spec.layout import (
+    STORAGES,
+    latent_width,
+    pack,
+    pack_latents,
+    store_tokens,
+    width,
+)
 from tests.runtime_ops.hostile import Case, Tensor
 
 
@@ -17,6 +24,14 @@ def pools(numbers: np.ndarray, storage: str) -> dict[str, np.ndarray]:
         none = np.zeros(0, np.float32)
         found[f"{name[:-1]}_scales"] = none if scales is None else scales.reshape(count, tokens, heads)
     return {name: found[name] for name in ("keys", "values", "key_scales", "value_scales")}
+
+
+def latents(numbers: np.ndarray, storage: str) -> dict[str, np.ndarray]:
+    """Return keys, values and their scales, of latents [N, Hk, P, D]."""
+    held, _ = store_tokens(numbers, storage)
+    keys, values = pack_latents(held, storage)
+    none = np.zeros(0, np.float32)
+    return {"keys": keys, "values": values, "key_scales": none, "value_scales": none}
 
 
 @st.composite
@@ -44,6 +59,8 @@ def honest(
         table[row, :count] = order[sum(needed[:row]) : sum(needed[: row + 1])]
         shared = min(past[row], past[0]) // page if draw(st.booleans()) else 0  # full pages, of the past of both
         table[row, :shared] = table[0, :shared]
+    may_be_latent = page >= 32 and STORAGES[storage].levels is None
+    value_size = draw(st.sampled_from([0, 16])) if may_be_latent else 0
     tokens, like = sum(new), draw(st.sampled_from(fed))
     heads = kv_heads * group
     lead = draw(st.sampled_from([(tokens,), (1, tokens)]))
@@ -54,14 +71,18 @@ def honest(
     inputs = {
         "query": normal(*lead, heads * size).astype(like),
         "key": normal(*lead, kv_heads * size).astype(like),
-        "value": normal(*lead, kv_heads * size).astype(like),
+        "value": normal(*(() if value_size else lead), 0 if value_size else kv_heads * size).astype(like),
         "starts": np.cumsum([0, *new]).astype(np.int32),
         "past": np.array(past, np.int32),
         "block_table": table,
         "sink_logits": normal(heads if draw(st.booleans()) else 0).astype(np.float32),
-        **pools(normal(2, len(order), kv_heads, page, size), storage),
     }
-    assert inputs["keys"].shape[3] == width(size, storage)
+    if value_size:
+        inputs |= latents(normal(len(order), kv_heads, page, size), storage)
+        assert inputs["keys"].shape[3] == latent_width(size, storage, page)
+    else:
+        inputs |= pools(normal(2, len(order), kv_heads, page, size), storage)
+        assert inputs["keys"].shape[3] == width(size, storage)
     attributes = {
         "kv_heads": kv_heads,
         "window": draw(st.sampled_from([0, 1, 7, 100])),
@@ -69,4 +90,6 @@ def honest(
         "softcap": draw(st.sampled_from([0.0, 2.5])),
         "storage": storage,
     }
+    if value_size:
+        attributes["value_size"] = value_size
     return Case("PagedAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes)

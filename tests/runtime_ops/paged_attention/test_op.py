@@ -163,10 +163,11 @@ def test_numbers_that_are_not_finite_reach_those_that_read_them(odd: float) -> N
     assert not np.isnan(by_body(inputs, window=3)[0]).any()
 
 
-def test_frozen_vectors_keep_their_meaning() -> None:
-    """Never regenerate the file: a change that it does not survive is a new version of the operator."""
-    folder = files("graphopt.runtime_ops").joinpath("paged_attention", "vectors", "version1.json")
-    for frozen in json.loads(folder.read_text()):
+@pytest.mark.parametrize("name", ["version1", "version1_latent"])
+def test_frozen_vectors_keep_their_meaning(name: str) -> None:
+    """Never regenerate the files: a change that they do not survive is a new version of the operator."""
+    file = files("graphopt.runtime_ops").joinpath("paged_attention", "vectors", f"{name}.json")
+    for frozen in json.loads(file.read_text()):
         inputs = {
             name: np.array(each["numbers"], each["type"]).reshape(each["shape"])
             for name, each in frozen["inputs"].items()

@@ -83,6 +83,16 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
     describe(model)
 
 
+def why_masks_stay(model: ir.Model, context: Context) -> Fact | None:
+    """Return why the mask of a graph without attention says more than how many tokens a row has, or what else reads it.
+
+    ``None`` where lengths can say it for all recurrences.
+    """
+    recurrences = masked_recurrences(model.graph)
+    evaluator = MaskEvaluator(model, context)
+    return why_not_by_lengths(recurrences, evaluator) or _other_reader(model.graph, recurrences)
+
+
 def _rewrite(
     graph: ir.Graph, node: ir.Node, meaning: Meaning, lengths: list[ir.Value], page: int, ledger: Ledger
 ) -> None:

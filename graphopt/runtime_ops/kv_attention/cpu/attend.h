@@ -197,10 +197,9 @@ struct Reader : Lookahead {
       const size_t then = static_cast<size_t>(next) * of_page + i;
       const size_t here = call.place(queries.row, queries.head, static_cast<size_t>(logical) * of_page + i);
       const size_t there = then < in_use ? call.place(queries.row, queries.head, then) : here;
-      const ptrdiff_t runs_on = static_cast<ptrdiff_t>(there) - static_cast<ptrdiff_t>(here);
       const TokenRun run(call, here);
       runs[i] = {reinterpret_cast<const Number*>(run.keys), reinterpret_cast<const Number*>(run.values),
-                 run.key_scales, run.value_scales, runs_on * static_cast<ptrdiff_t>(call.run_bytes())};
+                 run.key_scales, run.value_scales, run.to(TokenRun(call, there))};
     }
     if constexpr (!is_scaled<Number>) {
       if (layout.latent()) return read_latent(logical, alike, lines, runs[0].keys, runs[0].to_next);

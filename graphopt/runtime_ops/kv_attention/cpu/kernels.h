@@ -7,7 +7,8 @@
 namespace graphopt {
 
 // Requests that share a pool of blocks. A block holds some tokens of all KV heads, head by head, and a page consists of
-// as many blocks as its tokens take.
+// as many blocks as its tokens take. Of latents, which have no values, the first half of a block's tokens lies among the
+// keys and the second half among the values: engines give both the same bytes. A page is such a half.
 struct Blocks {
   const int32_t* table = nullptr;  // [rows, columns], the blocks of each row in order; null where rows have own pages
   size_t columns = 0, tokens = 0;  // of the table; of a block
@@ -45,17 +46,26 @@ struct Attention {
   GRAPHOPT_INLINE int64_t position(size_t row, size_t column) const {
     return past[row] + static_cast<int64_t>(column - first_column(row));
   }
+  // The runs of a block: two of latents.
+  GRAPHOPT_INLINE size_t runs_of_block() const { return layout.latent() ? 2 : 1; }
   // The tokens of a head that lie side by side: those of a page, or of a block of it.
-  GRAPHOPT_INLINE size_t run_tokens() const { return blocks.table ? blocks.tokens : layout.page; }
+  GRAPHOPT_INLINE size_t run_tokens() const { return blocks.table ? blocks.tokens / runs_of_block() : layout.page; }
   GRAPHOPT_INLINE size_t run_bytes() const { return run_tokens() * layout.size * layout.bits / 8; }
   // The runs of a row that have a token.
   GRAPHOPT_INLINE size_t runs_in_use(size_t row) const {
     return (static_cast<size_t>(past[row] + fresh[row]) + run_tokens() - 1) / run_tokens();
   }
-  // Where run `index` of a row lies, counted in runs from the beginning of the keys or values.
+  // The entries of the table of a row whose blocks have a token.
+  GRAPHOPT_INLINE size_t blocks_in_use(size_t row) const {
+    return (runs_in_use(row) + runs_of_block() - 1) / runs_of_block();
+  }
+  // Where run `index` of a row lies, counted in runs from the beginning of the keys or values; of latents in blocks, in
+  // runs of keys and values by turns.
   GRAPHOPT_INLINE size_t place(size_t row, size_t head, size_t index) const {
     if (!blocks.table) return (row * layout.kv_heads + head) * layout.pages + layout.physical(static_cast<int64_t>(index));
-    return static_cast<size_t>(blocks.table[row * blocks.columns + index]) * layout.kv_heads + head;
+    const size_t of_block = runs_of_block();
+    const auto block = static_cast<size_t>(blocks.table[row * blocks.columns + index / of_block]);
+    return (block * layout.kv_heads + head) * of_block + index % of_block;
   }
   // The last page of a row that has a token; -1 if there is none.
   GRAPHOPT_INLINE int64_t newest_page(size_t row) const {
@@ -70,10 +80,20 @@ struct TokenRun {
   float *key_scales, *value_scales;
 
   GRAPHOPT_INLINE TokenRun(const Attention& call, size_t place)
-      : keys(call.state.keys + place * call.run_bytes()),
+      : keys(first(call, place)),
         values(call.layout.latent() ? nullptr : call.state.values + place * call.run_bytes()),
         key_scales(call.blocks.key_scales), value_scales(call.blocks.value_scales) {
     if (key_scales) key_scales += place * call.run_tokens(), value_scales += place * call.run_tokens();
+  }
+  // How many bytes behind the keys of this run those of another one lie.
+  GRAPHOPT_INLINE ptrdiff_t to(const TokenRun& other) const {
+    return static_cast<ptrdiff_t>(reinterpret_cast<uintptr_t>(other.keys) - reinterpret_cast<uintptr_t>(keys));
+  }
+
+ private:
+  static GRAPHOPT_INLINE char* first(const Attention& call, size_t place) {
+    if (!call.blocks.table || !call.layout.latent()) return call.state.keys + place * call.run_bytes();
+    return (place % 2 ? call.state.values : call.state.keys) + place / 2 * call.run_bytes();
   }
 };
 

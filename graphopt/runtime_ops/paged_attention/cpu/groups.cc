@@ -37,6 +37,7 @@ size_t Groups::bytes(const Attention& call) {
 
 void Groups::find(Attention* call) {
   const Layout& layout = call_.layout;
+  if (layout.latent()) return;  // a row of keys that all query heads share is read once already
   size_t found = 0, members = 0;
   for (size_t row = 0; row < call_.rows; ++row) {
     const int64_t past = call_.past[row], fresh = call_.fresh[row];

@@ -42,6 +42,13 @@ OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, in
   if (heads < 1 || heads > kMostHeads) {
     return node.error("its attribute kv_heads must be from 1 to %lld, it is %lld", print(kMostHeads), print(heads));
   }
+  int64_t value_size = 0;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "value_size", &value_size));
+  if (value_size % 16 || value_size < 0 || value_size > kMostLatent) {
+    return node.error("its attribute value_size must be a multiple of 16 up to %lld, it is %lld", print(kMostLatent),
+                      print(value_size));
+  }
+  layout.value_size = static_cast<size_t>(value_size);
   if (layout.window < 0) return node.error("its attribute window must not be negative, it is %lld", print(layout.window));
   if (!std::isfinite(layout.scale) || !std::isfinite(layout.softcap) || layout.softcap < 0) {
     return node.error("its attributes scale and softcap must be finite, and softcap not below 0");
@@ -53,6 +60,9 @@ OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, in
   }
   if (kept->type != type) return node.error("keys and values have another type than %s is stored in", storage);
   layout.store_as(kept->storage);
+  if (layout.latent() && layout.scales_tokens()) {
+    return node.error("with a value_size its attribute storage must be one of float32, float16, bfloat16, not '%s'", storage);
+  }
   layout.window = std::min(layout.window, kMostTokens);
   layout.kv_heads = static_cast<size_t>(heads);
   policies.reset(new (std::nothrow) Policy[layout.kv_heads]());
@@ -76,17 +86,22 @@ OrtStatus* PagedGiven::check_pools(const Node& node, Attention* call) const {
   Layout& layout = call->layout;
   const auto heads = static_cast<int64_t>(layout.kv_heads), of_byte = layout.bits == 4 ? int64_t{2} : int64_t{1};
   const int64_t tokens = keys.rank == 4 ? keys.shape[1] : 0, width = keys.rank == 4 ? keys.shape[3] : 0;
+  // half of a latent: half of a block's tokens lie among the values
+  const int64_t step = layout.latent() ? 8 : 16, most = layout.latent() ? kMostLatent / 2 : kMostSize / of_byte;
   const bool fits = keys.rank == 4 && values.rank == 4 && !std::memcmp(keys.shape, values.shape, sizeof keys.shape);
-  if (!fits || keys.shape[2] != heads || width % 16 || width < 16 || width > 256 / of_byte) {
-    return node.error("keys and values must have the shape [blocks, tokens, %lld, n], n a multiple of 16 up to %lld; "
+  if (!fits || keys.shape[2] != heads || width % step || width < step || width > most) {
+    return node.error("keys and values must have the shape [blocks, tokens, %lld, n], n a multiple of %lld up to %lld; "
                       "they are %s and %s",
-                      print(heads), print(256 / of_byte), Text(keys).characters, Text(values).characters);
+                      print(heads), print(step), print(most), Text(keys).characters, Text(values).characters);
   }
-  if (tokens != 16 && tokens != 32 && tokens != 64 && tokens != 128) {
-    return node.error("a block must have 16, 32, 64 or 128 tokens, it has %lld", print(tokens));
+  if ((tokens != 16 || layout.latent()) && tokens != 32 && tokens != 64 && tokens != 128) {
+    return node.error("a block must have %s32, 64 or 128 tokens, it has %lld", layout.latent() ? "" : "16, ", print(tokens));
   }
-  layout.size = static_cast<size_t>(width * of_byte);
-  layout.page = static_cast<size_t>(std::max(tokens, kPageTokens));
+  layout.size = static_cast<size_t>(layout.latent() ? 2 * width : width * of_byte);
+  if (layout.value_size > layout.size) {
+    return node.error("its attribute value_size is %zu, and a token has %zu numbers", layout.value_size, layout.size);
+  }
+  layout.page = static_cast<size_t>(layout.latent() ? tokens / 2 : std::max(tokens, kPageTokens));
   call->blocks.tokens = static_cast<size_t>(tokens);
   const bool scaled = tensors[kKeyBlocks].type == kUint8;
   for (size_t index : {kKeyScales, kValueScales}) {
@@ -103,25 +118,29 @@ OrtStatus* PagedGiven::check_pools(const Node& node, Attention* call) const {
   return nullptr;
 }
 
-OrtStatus* PagedGiven::check_tokens(const Node& node, Attention* call, size_t* tokens) const {
+OrtStatus* PagedGiven::check_tokens(const Node& node, Attention* call, size_t* tokens) {
   const Given &query = tensors[kPagedQuery], &key = tensors[kPagedKey], &value = tensors[kPagedValue];
   Layout& layout = call->layout;
   const auto width = static_cast<int64_t>(layout.kv_heads * layout.size);
-  bool fits = key.rank >= 1 && query.rank == key.rank && value.rank == key.rank;
+  bool fits = key.rank >= 1 && query.rank == key.rank;
+  fits = fits && (layout.latent() ? value.rank == 1 && !value.shape[0] : value.rank == key.rank);
   for (size_t axis = 0; fits && axis < key.rank; ++axis) {
     const bool last = axis + 1 == key.rank;
-    fits = value.shape[axis] == key.shape[axis] && (last || query.shape[axis] == key.shape[axis]);
+    fits = (layout.latent() || value.shape[axis] == key.shape[axis]) && (last || query.shape[axis] == key.shape[axis]);
   }
   fits = fits && key.shape[key.rank - 1] == width && query.shape[key.rank - 1] >= width &&
          query.shape[key.rank - 1] % width == 0 && query.shape[key.rank - 1] / width <= kMostHeads;
   if (!fits) {
-    return node.error("key and value must have the shape [tokens, %lld], query [tokens, a multiple of that]; they are "
+    return node.error("key%s must have the shape [tokens, %lld], %squery [tokens, a multiple of that]; they are "
                       "%s, %s and %s",
-                      print(width), Text(key).characters, Text(value).characters, Text(query).characters);
+                      layout.latent() ? "" : " and value", print(width), layout.latent() ? "value [0], " : "",
+                      Text(key).characters, Text(value).characters, Text(query).characters);
   }
   *tokens = 1;
   for (size_t axis = 0; axis + 1 < key.rank; ++axis) *tokens *= static_cast<size_t>(key.shape[axis]);
   layout.group = static_cast<size_t>(query.shape[key.rank - 1] / width);
+  y = query, y.data = nullptr;
+  y.shape[y.rank - 1] = static_cast<int64_t>(layout.query_heads() * layout.value_channels());
   const Given& logits = tensors[kPagedLogits];
   if (logits.rank != 1 || (logits.shape[0] && logits.shape[0] != static_cast<int64_t>(layout.query_heads()))) {
     return node.error("sink_logits must have the shape [%zu] or [0]; it is %s", layout.query_heads(),
@@ -175,14 +194,14 @@ OrtStatus* PagedGiven::check_blocks(const Node& node, const Attention& call, siz
                         blocks.tokens);
     }
     const int32_t* const table = blocks.table + row * blocks.columns;
-    for (size_t index = 0; index < call.runs_in_use(row); ++index) {
+    for (size_t index = 0; index < call.blocks_in_use(row); ++index) {
       if (table[index] < 0 || table[index] >= count) {
         return node.error("request %zu needs block %d of %lld", row, table[index], print(count));
       }
     }
     if (!call.fresh[row]) continue;
     const int32_t *const first = table + static_cast<size_t>(call.past[row]) / blocks.tokens,
-                  *const end = table + call.runs_in_use(row);
+                  *const end = table + call.blocks_in_use(row);
     last = std::copy(first, end, last);
   }
   std::sort(written.get(), last);

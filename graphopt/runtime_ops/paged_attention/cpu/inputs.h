@@ -26,13 +26,14 @@ struct PagedGiven {
   static const char* const kNames[kPagedInputs];
   Given tensors[kPagedInputs];
   std::unique_ptr<int64_t[]> lengths;  // past, then new tokens of each request
+  Given y;                             // the output as it will be: only its type and its shape
 
   // Fills in all of the call but activations and memory that is written.
   OrtStatus* read(const Node& node, const PagedAttributes& attributes, OrtKernelContext* context, Attention* call);
 
  private:
   OrtStatus* check_pools(const Node& node, Attention* call) const;
-  OrtStatus* check_tokens(const Node& node, Attention* call, size_t* tokens) const;
+  OrtStatus* check_tokens(const Node& node, Attention* call, size_t* tokens);
   OrtStatus* check_lengths(const Node& node, Attention* call, size_t tokens);
   OrtStatus* check_blocks(const Node& node, const Attention& call, size_t tokens) const;
 };

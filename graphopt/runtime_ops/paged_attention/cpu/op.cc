@@ -50,7 +50,7 @@ OrtStatus* Kernel<Activations>::compute(OrtKernelContext* context) const {
   GRAPHOPT_RETURN_IF_ERROR(given.read(node, attributes, context, &call));
   void* written[1 + kPools] = {};
   for (size_t index = 0; index <= kPools; ++index) {
-    const Given& like = given.tensors[index ? kKeyBlocks + index - 1 : static_cast<size_t>(kPagedQuery)];
+    const Given& like = index ? given.tensors[kKeyBlocks + index - 1] : given.y;
     OrtValue* output = nullptr;
     GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(node.api, context, index, like.shape, like.rank, &output));
     if (!output) return node.error("all its outputs must have names, output %zu has none", index);
@@ -68,8 +68,8 @@ OrtStatus* Kernel<Activations>::compute(OrtKernelContext* context) const {
     call.blocks.key_scales = static_cast<float*>(written[3]), call.blocks.value_scales = static_cast<float*>(written[4]);
   }
   const float** const activations[] = {&call.query, &call.key, &call.value};
-  const size_t of_y = given.tensors[kPagedQuery].numbers();
-  const size_t numbers = Activations == kFloat ? 0 : 2 * (of_y + given.tensors[kPagedKey].numbers());
+  const size_t of_y = given.y.numbers(), of_query = given.tensors[kPagedQuery].numbers();
+  const size_t numbers = Activations == kFloat ? 0 : of_query + of_y + 2 * given.tensors[kPagedKey].numbers();
   const Pool::Loan loan(floats, numbers * sizeof(float) + 1);
   if (!loan.memory) return node.error("no memory for %zu numbers of float16 as floats", numbers);
   float* wide = reinterpret_cast<float*>(loan.memory);
@@ -81,6 +81,7 @@ OrtStatus* Kernel<Activations>::compute(OrtKernelContext* context) const {
     *activations[index] = wide;
     wide += tensor.numbers();
   }
+  if (call.layout.latent()) call.value = nullptr;
   call.y = Activations == kFloat ? static_cast<float*>(written[0]) : wide;
   GRAPHOPT_RETURN_IF_ERROR(attend(context, &call));
   if (Activations != kFloat) narrow(call.y, of_y, static_cast<Half*>(written[0]));

@@ -1,4 +1,4 @@
-"""The bodies of ``ai.graphopt::PagedAttention``, of standard ONNX operators: for floats, and for int8 and int4.
+"""The bodies of ``ai.graphopt::PagedAttention``, of standard ONNX operators: for floats, int8 and int4, and latents.
 
     places of new tokens -> ScatterND -> blocks -> Gather by the table -> K, V [B, Hk, L, D]
     tokens, one behind the other -> rows of equal length -> attention -> tokens again
@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, PAGES
-from graphopt.runtime_ops.paged_attention.spec.body_blocks import append_tokens, pages_of
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT, PAGES
+from graphopt.runtime_ops.paged_attention.spec.body_blocks import (
+    append_latents,
+    append_tokens,
+    latents_of,
+    pages_of,
+)
 from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.paged_attention.spec.schema import SCHEMA
 
@@ -36,7 +41,7 @@ _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 
 
 def overload(**attributes: Any) -> str:
-    """Return the name of the body for these attributes: the storage of integers, "" for floats.
+    """Return the name of the body for these attributes: the storage of integers, "" for floats, or their value_size.
 
     Raises:
         ValueError: there is no such storage.
@@ -44,7 +49,12 @@ def overload(**attributes: Any) -> str:
     storage = attributes["storage"]
     if storage not in STORAGES:
         raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
-    return "" if STORAGES[storage].levels is None else str(storage)
+    is_float, value_size = STORAGES[storage].levels is None, attributes.get("value_size", 0)
+    if value_size and not is_float:
+        raise ValueError(f"PagedAttention: with a value_size storage is one of floats, not {storage!r}")
+    if value_size:
+        return f"value_size={value_size}"
+    return "" if is_float else str(storage)
 
 
 def function(opset: int, **attributes: Any) -> ir.Function:
@@ -58,41 +68,35 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     # heavy, and needed only where a model is made
     from graphopt.runtime_ops.builder import build_body
 
-    storage = overload(**attributes)
-    return build_body(SCHEMA, storage, opset, lambda op, inputs: _write(op, storage, inputs))
+    name, value_size = overload(**attributes), attributes.get("value_size", 0)
+    storage = "" if value_size else name
+    return build_body(SCHEMA, name, opset, lambda op, inputs: _write(op, storage, value_size, inputs))
 
 
-def _write(op: OpBuilder, storage: str, inputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
+def _write(op: OpBuilder, storage: str, value_size: int, inputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
     starts, past, table = (op.Cast(inputs[name], to=_INT64) for name in ("starts", "past", "block_table"))
     heads = op.Reshape(_of_node(op, "kv_heads"), [1])
     page = op.Shape(inputs["keys"], start=1, end=2)
     query, key, value = (op.Cast(inputs[name], to=_FLOAT) for name in ("query", "key", "value"))
     count = op.Div(op.Size(key), op.Max(op.Squeeze(op.Shape(key, start=-1), [0]), 1))
     count = op.Reshape(count, [1])
-    key, value = (op.Reshape(tensor, op.Concat(count, heads, [-1], axis=0)) for tensor in (key, value))
+    key = op.Reshape(key, op.Concat(count, heads, [-1], axis=0))
     size = op.Shape(key, start=2, end=3)
     first, ends = op.Slice(starts, [0], [-1]), op.Slice(starts, [1], [2**62])
     lengths = op.Sub(ends, first)
     total = op.Add(past, lengths)
 
-    # where each token goes
-    token = _range(op, count)
-    is_later = op.Cast(op.GreaterOrEqual(op.Unsqueeze(token, [1]), ends), to=_INT64)
-    last_row = op.Sub(op.Shape(past), 1)
-    row = op.Min(op.ReduceSum(is_later, [1], keepdims=0), last_row)
-    column = op.Sub(token, op.Gather(first, row))
-    position = op.Add(op.Gather(past, row), column)
-    last_page = op.Sub(op.Shape(table, start=1, end=2), 1)
-    entry = op.Max(op.Min(op.Div(position, page), last_page), 0)
-    block = op.GatherND(table, op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(entry, [1]), axis=1))
-    slot = op.Mod(position, page)
-    # as many blocks as entries of the table that are written
-    entries = op.Unique(op.Add(op.Mul(row, op.Add(last_page, 1)), entry), _outputs=4)[0]
-    is_shared = op.Less(op.Shape(op.Unique(block, _outputs=4)[0]), op.Shape(entries))
-    refusal = _refusal(op, storage, inputs["keys"], starts, past, table, lengths, total, count, is_shared)
+    row, column, block, slot, is_shared = _slots_of(op, first, ends, past, table, count, page)
+    refusal = _refusal(op, storage, value_size, inputs["keys"], starts, past, table, lengths, total, count, is_shared)
     block = op.Add(block, refusal)
-    keys, key_scales = append_tokens(op, storage, inputs["keys"], inputs["key_scales"], key, block, slot, are_keys=True)
-    values, value_scales = append_tokens(op, storage, inputs["values"], inputs["value_scales"], value, block, slot)
+    pools, scales = (inputs["keys"], inputs["values"]), (inputs["key_scales"], inputs["value_scales"])
+    if value_size:
+        keys, values = append_latents(op, pools, key, block, slot)
+        key_scales, value_scales = (op.Identity(tensor) for tensor in scales)
+    else:
+        value = op.Reshape(value, op.Shape(key))
+        keys, key_scales = append_tokens(op, storage, pools[0], scales[0], key, block, slot, are_keys=True)
+        values, value_scales = append_tokens(op, storage, pools[1], scales[1], value, block, slot)
 
     # tokens as rows of the longest new length, pages as far as the longest request needs them
     longest = op.ReduceMax(lengths, keepdims=1)
@@ -103,26 +107,56 @@ def _write(op: OpBuilder, storage: str, inputs: Mapping[str, ir.Value]) -> tuple
     page_count = op.Div(op.Add(op.ReduceMax(total, keepdims=1), op.Sub(page, 1)), page)
     in_use = op.Slice(table, [0], page_count, [1])
     safe = op.Max(op.Min(in_use, op.Sub(op.Shape(inputs["keys"], start=0, end=1), 1)), 0)
-    K = pages_of(op, storage, keys, key_scales, safe, are_keys=True)
-    V = pages_of(op, storage, values, value_scales, safe)
+    if value_size:
+        K = latents_of(op, (keys, values), safe)
+        V = op.Slice(K, [0], [value_size], [-1])
+    else:
+        K = pages_of(op, storage, keys, key_scales, safe, are_keys=True)
+        V = pages_of(op, storage, values, value_scales, safe)
     query_positions = op.Reshape(op.Add(op.Unsqueeze(past, [1]), step), [0, -1, 1])  # B, S, 1
-    key_positions = _range(op, op.Shape(K, start=2, end=3))
-    window = op.Reshape(_of_node(op, "window"), [1])
-    reach = op.Where(op.Equal(window, 0), 2**40, window)
-    is_read = op.And(
-        op.LessOrEqual(key_positions, query_positions), op.Greater(key_positions, op.Sub(query_positions, reach))
-    )  # B, S, L
+    is_read = _is_read(op, query_positions, _range(op, op.Shape(K, start=2, end=3)))
     y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), inputs["sink_logits"], heads)
     y = op.Transpose(y, perm=[0, 3, 1, 2, 4])
     tensor = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
-    y = op.Reshape(op.GatherND(y, tensor), op.Shape(query))
+    shape = op.Concat(op.Shape(query, end=-1), [-1], axis=0) if value_size else op.Shape(query)
+    y = op.Reshape(op.GatherND(y, tensor), shape)
     return op.CastLike(y, inputs["query"]), keys, values, key_scales, value_scales
+
+
+def _slots_of(
+    op: OpBuilder, first: ir.Value, ends: ir.Value, past: ir.Value, table: ir.Value, count: ir.Value, page: ir.Value
+) -> tuple[ir.Value, ...]:
+    """Return the request of each token, its number among the new ones there, its block and its slot, int64 [T].
+
+    And whether a block is written by two requests, or twice by one, bool [1].
+    """
+    token = _range(op, count)
+    is_later = op.Cast(op.GreaterOrEqual(op.Unsqueeze(token, [1]), ends), to=_INT64)
+    last_row = op.Sub(op.Shape(past), 1)
+    row = op.Min(op.ReduceSum(is_later, [1], keepdims=0), last_row)
+    column = op.Sub(token, op.Gather(first, row))
+    position = op.Add(op.Gather(past, row), column)
+    last_page = op.Sub(op.Shape(table, start=1, end=2), 1)
+    entry = op.Max(op.Min(op.Div(position, page), last_page), 0)
+    block = op.GatherND(table, op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(entry, [1]), axis=1))
+    # as many blocks as entries of the table that are written
+    entries = op.Unique(op.Add(op.Mul(row, op.Add(last_page, 1)), entry), _outputs=4)[0]
+    is_shared = op.Less(op.Shape(op.Unique(block, _outputs=4)[0]), op.Shape(entries))
+    return row, column, block, op.Mod(position, page), is_shared
+
+
+def _is_read(op: OpBuilder, query_positions: ir.Value, key_positions: ir.Value) -> ir.Value:
+    """Return which keys each query reads, bool [B, S, L], for positions [B, S, 1] and [L]."""
+    window = op.Reshape(_of_node(op, "window"), [1])
+    reach = op.Where(op.Equal(window, 0), 2**40, window)
+    is_near = op.Greater(key_positions, op.Sub(query_positions, reach))
+    return op.And(op.LessOrEqual(key_positions, query_positions), is_near)
 
 
 def _attend(
     op: OpBuilder, q: ir.Value, K: ir.Value, V: ir.Value, is_read: ir.Value, sinks: ir.Value, heads: ir.Value
 ) -> ir.Value:
-    """Return y [B, H, G, S, D] for queries of that shape, K and V [B, H, L, D] and is_read [B, 1, S, L]."""
+    """Return y [B, H, G, S, V] for queries [B, H, G, S, D], K [B, H, L, D], V [B, H, L, V], is_read [B, 1, S, L]."""
     bad_keys, bad_values = (op.IsNaN(op.Mul(indices, 0.0)) for indices in (K, V))
     # a weight of 0 times a value that is not finite would make NaN
     clean_keys, clean_values = op.Where(bad_keys, 0.0, K), op.Where(bad_values, 0.0, V)
@@ -153,6 +187,7 @@ def _sink_column(op: OpBuilder, q: ir.Value, sinks: ir.Value, heads: ir.Value) -
 def _refusal(
     op: OpBuilder,
     storage: str,
+    value_size: int,
     blocks: ir.Value,
     starts: ir.Value,
     past: ir.Value,
@@ -166,10 +201,13 @@ def _refusal(
     page, columns = op.Shape(blocks, start=1, end=2), op.Shape(table, start=1, end=2)
     begins = op.Mul(_range(op, columns), page)
     outside = op.Or(op.Less(table, 0), op.GreaterOrEqual(table, op.Shape(blocks, start=0, end=1)))
-    wide, largest_block = op.Shape(blocks, start=3, end=4), STORAGES[storage or "float32"].elements(256)
+    wide, pages = op.Shape(blocks, start=3, end=4), PAGES[1:] if value_size else PAGES
+    step, largest = LANES, STORAGES[storage or "float32"].elements(256)
+    if value_size:
+        step, largest = LANES // 2, MOST_LATENT // 2  # half of a latent
     wrong = [
-        op.Or(op.Not(op.Equal(op.Mod(wide, LANES), 0)), op.Or(op.Less(wide, LANES), op.Greater(wide, largest_block))),
-        op.Equal(op.ReduceSum(op.Cast(op.Equal(page, [*PAGES]), to=_INT64), keepdims=1), 0),
+        op.Or(op.Not(op.Equal(op.Mod(wide, step), 0)), op.Or(op.Less(wide, step), op.Greater(wide, largest))),
+        op.Equal(op.ReduceSum(op.Cast(op.Equal(page, [*pages]), to=_INT64), keepdims=1), 0),
         op.Not(op.Equal(op.Gather(starts, [0]), 0)),
         op.Not(op.Equal(op.Gather(starts, [-1]), count)),
         op.Less(lengths, 0),
@@ -178,6 +216,8 @@ def _refusal(
         op.Reshape(op.And(outside, op.Less(begins, op.Unsqueeze(total, [1]))), [-1]),
         is_shared,
     ]
+    if value_size:
+        wrong.append(op.Less(op.Mul(wide, 2), value_size))
     if storage:  # onnxruntime 1.18 to 1.24 give nodes of all storages the same body
         is_same = op.Equal(_of_node(op, "storage"), op.Constant(value_string=storage))
         wrong.append(op.Reshape(op.Not(is_same), [1]))

@@ -18,7 +18,37 @@ from graphopt.runtime_ops.kv_attention.spec.body_storage import rounded_tokens
 from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from onnxscript import OpBuilder
+
+
+def append_latents(
+    op: OpBuilder, pools: Sequence[ir.Value], tokens: ir.Value, block: ir.Value, slot: ir.Value
+) -> list[ir.Value]:
+    """Return keys and values [N, P, H, D / 2] with new latents [T, H, D], each in the half that its slot is in."""
+    half = op.Div(op.Shape(pools[0], start=1, end=2), 2)
+    of_half = op.Div(slot, half)
+    after = []
+    for number, pool in enumerate(pools):
+        indices = op.Squeeze(op.NonZero(op.Equal(of_half, number)), [0])
+        new, its_block, its_slot = (op.Gather(tensor, indices) for tensor in (tokens, block, slot))
+        its_slot = op.Mod(its_slot, half)
+        after.append(_scatter(op, pool, new, its_block, its_slot, are_keys=True, is_latent=True))
+    return after
+
+
+def latents_of(op: OpBuilder, pools: Sequence[ir.Value], table: ir.Value) -> ir.Value:
+    """Return what the blocks of each request hold, float [B, H, C P, D], of keys and values; ``table`` is [B, C]."""
+    heads, size = op.Shape(pools[0], start=2, end=3), op.Mul(op.Shape(pools[0], start=3, end=4), 2)
+    halves = []
+    for pool in pools:
+        blocks = op.Cast(op.Gather(pool, table), to=ir.DataType.FLOAT)
+        blocks = op.Reshape(blocks, op.Concat([0, 0], heads, [-1], axis=0))
+        lines = op.Reshape(blocks, op.Concat([0, 0, 0, -1], size, [LANES], axis=0))
+        lines = op.Transpose(lines, perm=[0, 2, 1, 3, 5, 4])
+        halves.append(op.Reshape(lines, op.Concat([0, 0, 0, -1], size, axis=0)))
+    return op.Reshape(op.Concat(*halves, axis=3), op.Concat([0, 0, -1], size, axis=0))
 
 
 def append_tokens(
@@ -44,27 +74,43 @@ def append_tokens(
         slot: int64 [T], where in its block.
         are_keys: whether these are keys, and not values.
     """
-    page, heads, wide = (op.Shape(pool, start=axis, end=axis + 1) for axis in (1, 2, 3))
-    head = op.Reshape(_range(op, heads), [1, -1, 1])
-    slot, block = op.Reshape(slot, [-1, 1, 1]), op.Reshape(block, [-1, 1, 1])
-    after = op.Identity(scales)
-    numbers = tokens
+    after, numbers = op.Identity(scales), tokens
     if storage:
+        page, heads = (op.Shape(pool, start=axis, end=axis + 1) for axis in (1, 2))
         codes, steps = rounded_tokens(op, tokens, _levels(storage))
         # T, H, 1 as places of [P, H]
-        offset = op.Add(op.Mul(head, page), slot)
-        indices = _indices(op, block, offset, (heads,))
+        head = op.Reshape(_range(op, heads), [1, -1, 1])
+        offset = op.Add(op.Mul(head, page), op.Reshape(slot, [-1, 1, 1]))
+        indices = _indices(op, op.Reshape(block, [-1, 1, 1]), offset, (heads,))
         after = op.ScatterND(scales, indices, steps)
         numbers = _bytes_of(op, codes, storage, are_keys=are_keys)
-    # T, H, W as places of [P, H, W]
-    number = op.Reshape(_range(op, wide), [1, 1, -1])
+    return _scatter(op, pool, numbers, block, slot, are_keys=are_keys), after
+
+
+def _scatter(
+    op: OpBuilder,
+    pool: ir.Value,
+    numbers: ir.Value,
+    block: ir.Value,
+    slot: ir.Value,
+    *,
+    are_keys: bool,
+    is_latent: bool = False,
+) -> ir.Value:
+    """Return a pool [N, P, H, W] with numbers [T, H, W], or of latents [T, H, 2 W] for half as many tokens."""
+    page, heads, wide = (op.Shape(pool, start=axis, end=axis + 1) for axis in (1, 2, 3))
+    size = op.Mul(wide, 2) if is_latent else wide
+    head = op.Reshape(_range(op, heads), [1, -1, 1])
+    slot, block = op.Reshape(slot, [-1, 1, 1]), op.Reshape(block, [-1, 1, 1])
+    # T, H, size as places of [P, H, W]
+    number = op.Reshape(_range(op, size), [1, 1, -1])
     if are_keys:
-        line = op.Add(op.Mul(op.Div(slot, LANES), wide), number)
+        line = op.Add(op.Mul(op.Div(slot, LANES), size), number)
         inside = op.Add(op.Mul(line, LANES), op.Mod(slot, LANES))
     else:
-        inside = op.Add(op.Mul(slot, wide), number)
+        inside = op.Add(op.Mul(slot, size), number)
     offset = op.Add(op.Mul(head, op.Mul(page, wide)), inside)
-    return op.ScatterND(pool, _indices(op, block, offset, (heads, wide)), op.CastLike(numbers, pool)), after
+    return op.ScatterND(pool, _indices(op, block, offset, (heads, wide)), op.CastLike(numbers, pool))
 
 
 def pages_of(

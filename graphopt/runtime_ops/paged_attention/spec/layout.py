@@ -13,6 +13,9 @@ token changes the bytes of another one.
 int8: W = D. int4: W = D / 2. A byte of a key has channel 2 i in its low 4 bits and channel 2 i + 1 in the high ones. A
 byte of a value has channel 32 g + i, i < 16, and channel 32 g + 16 + i: it is byte 16 g + i. So D is a multiple of 32.
 
+Latents, of which values are a part, are stored once, as floats, in blocks of 32 tokens or more: the first half of a
+block's tokens lies in `keys` and the second half in `values`, each as keys of P / 2 tokens and D channels: W = D / 2.
+
 This layout is part of the operator's meaning.
 """
 
@@ -23,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import LANES
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT
 from graphopt.runtime_ops.kv_attention.spec.layout import round_tokens, to_storage
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 
@@ -47,6 +50,22 @@ def width(head_size: int, storage: str) -> int:
             f"a head of {storage} has a multiple of {_multiple(storage)} channels up to 256, not {head_size}"
         )
     return elements
+
+
+def latent_width(size: int, storage: str, tokens: int) -> int:
+    """Return W of blocks of so many tokens whose heads are latents of ``size`` channels.
+
+    Raises:
+        ValueError: latents cannot be stored so.
+    """
+    if storage not in STORAGES or STORAGES[storage].levels is not None:
+        floats = [name for name, kind in STORAGES.items() if kind.levels is None]
+        raise ValueError(f"blocks of latents are stored as {', '.join(floats)}, not {storage}")
+    if size % LANES or not 0 < size <= MOST_LATENT:
+        raise ValueError(f"a latent has a multiple of {LANES} channels up to {MOST_LATENT}, not {size}")
+    if tokens < 2 * LANES:
+        raise ValueError(f"a block of latents has {2 * LANES} tokens or more, not {tokens}")
+    return size // 2
 
 
 def head_size(width: int, storage: str) -> int:
@@ -84,6 +103,21 @@ def pack(numbers: Array, storage: str, *, are_keys: bool) -> Array:
     if are_keys:
         elements = elements.reshape(count, heads, -1, LANES, wide).swapaxes(-1, -2)
     return np.ascontiguousarray(elements).reshape(count, tokens, heads, wide)
+
+
+def unpack_latents(keys: Array, values: Array, storage: str) -> Array:
+    """Return the latents [N, H, P, D] of blocks [N, P, H, D / 2]."""
+    count, tokens, heads, wide = keys.shape
+    halves = [pool.reshape(count, tokens // 2, heads, 2 * wide) for pool in (keys, values)]
+    return np.concatenate([unpack(half, storage, are_keys=True) for half in halves], axis=2)
+
+
+def pack_latents(numbers: Array, storage: str) -> tuple[Array, Array]:
+    """Return keys and values that hold this; the inverse of :func:`unpack_latents`."""
+    count, heads, tokens, size = numbers.shape
+    halves = [pack(half, storage, are_keys=True) for half in np.split(numbers, 2, axis=2)]
+    keys, values = (half.reshape(count, tokens, heads, size // 2) for half in halves)
+    return keys, values
 
 
 def store_tokens(tokens: Array, storage: str) -> tuple[Array, Array | None]:

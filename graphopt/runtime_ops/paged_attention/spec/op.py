@@ -1,12 +1,12 @@
 """``ai.graphopt::PagedAttention``, version 1: attention of many requests, whose tokens stand one behind the other.
 
 B requests, T new tokens of all of them, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
-D head size (a multiple of 16, up to 256; of 32 for int4), N blocks of P tokens each (16, 32, 64 or 128), C columns of
-the block table.
+D head size (a multiple of 16, up to 256, or to 1024 with a ``value_size``; of 32 for int4), N blocks of P tokens each
+(16, 32, 64 or 128), C columns of the block table.
 
 Inputs, all required:
     query: float or float16 [..., Hq D]; the leading dimensions together are the T tokens.
-    key, value: the type of query, [..., Hk D], the same tokens.
+    key, value: the type of query, [..., Hk D], the same tokens; value is [0] with a ``value_size``.
     starts: int32 [B + 1]: the new tokens of request b are starts[b] .. starts[b + 1] - 1. starts[0] = 0, starts[B] = T.
     past: int32 [B], tokens that a request has stored. Its new tokens have positions past .. past + new - 1.
     block_table: int32 [B, C]: the token at position p of request b lies in block block_table[b, p div P], at p mod P.
@@ -14,6 +14,7 @@ Inputs, all required:
     sink_logits: float [Hq] or [0], logits without a value that take part in the softmax (gpt-oss).
     keys, values: float, float16, bfloat16 or uint8 [N, P, Hk, W], the blocks. W = D, but D / 2 for int4. What lies
         where within a block says :mod:`.layout`, and not this shape: heads one behind the other, keys [P/16, W, 16].
+        With a ``value_size`` W = D / 2, and both hold half of a block's tokens.
     key_scales, value_scales: float [N, P, Hk], of blocks of integers; [0] for floats.
 
 Attributes:
@@ -22,9 +23,12 @@ Attributes:
     softcap: float, c in c tanh(s / c), after ``scale``; 0 for none.
     window: int: position p sees positions > p - window; 0 for none.
     storage: string: float32, float16, bfloat16, int8 or int4.
+    value_size: int, optional, V: values are the first V numbers of keys, a multiple of 16, and are not stored; where it
+        is 0 or absent they are. With it query heads read one row of a token, a latent (DeepSeek-V2, section 2.1.2),
+        which is stored as floats, in blocks of 32 tokens or more.
 
 Outputs:
-    y: the type and the shape of query.
+    y: the type and the shape of query; [..., Hq V] with a ``value_size``.
     new_keys, new_values, new_key_scales, new_value_scales: the blocks after the call. A kernel may write them where
         the inputs lie.
 

@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT, PAGES
 from graphopt.runtime_ops.paged_attention.spec.layout import (
     STORAGES,
     head_size,
+    latent_width,
     pack,
+    pack_latents,
     restore_tokens,
     store_tokens,
     unpack,
+    unpack_latents,
     width,
 )
 
@@ -23,9 +26,11 @@ Doubles = npt.NDArray[np.float64]
 
 
 def reference(
-    *inputs: Array, kv_heads: int, window: int, scale: float, softcap: float, storage: str
+    *inputs: Array, kv_heads: int, window: int, scale: float, softcap: float, storage: str, value_size: int = 0
 ) -> tuple[Array, ...]:
     """Return y, float64 in the shape of `query`, and the blocks and scales after the call.
+
+    With a ``value_size`` heads of y have so many numbers.
 
     Args:
         inputs: all eleven of the node, see :mod:`graphopt.runtime_ops.paged_attention.spec.schema`.
@@ -34,6 +39,7 @@ def reference(
         scale: of q . k.
         softcap: 0 for none.
         storage: of the blocks.
+        value_size: 0 where values are stored.
 
     Raises:
         ValueError: shapes or numbers do not fit one another; nothing is computed then.
@@ -43,12 +49,20 @@ def reference(
     if storage not in STORAGES:
         raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
     query, key, value, starts, past, block_table, sink_logits, keys, values, key_scales, value_scales = inputs
-    _check_pools(keys, values, (key_scales, value_scales), kv_heads, storage)
-    size = head_size(keys.shape[3], storage)
-    tokens = _check_tokens(query, key, value, sink_logits, kv_heads, size)
+    _check_pools(keys, values, (key_scales, value_scales), kv_heads, storage, value_size)
+    size = 2 * keys.shape[3] if value_size else head_size(keys.shape[3], storage)
+    tokens = _check_tokens(query, key, key if value_size else value, sink_logits, kv_heads, size)
+    if value_size and value.shape != (0,):
+        raise ValueError(f"PagedAttention: with a value_size value is [0], not {list(value.shape)}")
     _check_rows(starts, past, block_table, tokens)
     q = query.reshape(tokens, kv_heads, -1, size).astype(np.float64)
     blocks, slots = _slots(starts, past, block_table, keys).T
+    if value_size:
+        latents = unpack_latents(keys, values, storage).copy()
+        latents[blocks, :, slots] = store_tokens(key.reshape(tokens, kv_heads, size), storage)[0]
+        K = restore_tokens(latents, None, storage)
+        y = _attend_all(q, K, K[..., :value_size], inputs, scale=scale, window=window, softcap=softcap)
+        return y.reshape(*query.shape[:-1], -1), *pack_latents(latents, storage), key_scales, value_scales
     after, scales, numbers = [], [], []
     for pool, given, new, are_keys in ((keys, key_scales, key, True), (values, value_scales, value, False)):
         held, block_scales = unpack(pool, storage, are_keys=are_keys).copy(), given.copy()
@@ -61,20 +75,30 @@ def reference(
         after.append(pack(held, storage, are_keys=are_keys))
         scales.append(block_scales)
         numbers.append(restore_tokens(held, by_head, storage))
-    y = np.zeros(q.shape)
+    y = _attend_all(q, numbers[0], numbers[1], inputs, scale=scale, window=window, softcap=softcap)
+    return y.reshape(query.shape), *after, *scales
+
+
+def _attend_all(
+    q: Doubles, keys: Doubles, values: Doubles, inputs: tuple[Array, ...], *, scale: float, window: int, softcap: float
+) -> Doubles:
+    """Return y [T, Hk, G, V] for q [T, Hk, G, D] over blocks of keys [N, Hk, P, D] and values [N, Hk, P, V]."""
+    _, _, _, starts, past, block_table, sink_logits, *_ = inputs
+    page, kv_heads = keys.shape[2], keys.shape[1]
+    y = np.zeros((*q.shape[:3], values.shape[-1]))
     for row, before in enumerate(past.tolist()):
         span = range(int(starts[row]), int(starts[row + 1]))
-        pages = block_table[row, : -(-(before + len(span)) // keys.shape[1])]
-        K, V = (token[pages].swapaxes(1, 2).reshape(-1, kv_heads, size) for token in numbers)
+        pages = block_table[row, : -(-(before + len(span)) // page)]
+        K, V = (token[pages].swapaxes(1, 2).reshape(-1, kv_heads, token.shape[-1]) for token in (keys, values))
         for position, token in enumerate(span, start=before):
             first = max(0, position - window + 1) if window else 0
             visible = slice(first, position + 1)
             y[token] = _attend(q[token], K[visible], V[visible], sink_logits, float(np.float32(scale)), softcap)
-    return y.reshape(query.shape), *after, *scales
+    return y
 
 
 def _attend(q: Doubles, K: Doubles, V: Doubles, sinks: Array, scale: float, softcap: float) -> Doubles:
-    """Return y [Hk, G, D] of one token, for q [Hk, G, D], K and V [n, Hk, D]."""
+    """Return y [Hk, G, V] of one token, for q [Hk, G, D], K [n, Hk, D] and V [n, Hk, V]."""
     is_bad = ~np.isfinite(K).all(axis=-1, keepdims=True) | ~np.isfinite(V)
     scores = np.einsum("hgd,nhd->hgn", q, np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0)) * scale
     if softcap:
@@ -109,8 +133,12 @@ def _slots(starts: Array, past: Array, table: Array, keys: Array) -> npt.NDArray
     return np.array(slots, np.int64).reshape(-1, 2)
 
 
-def _check_pools(keys: Array, values: Array, scales: tuple[Array, Array], kv_heads: int, storage: str) -> None:
+def _check_pools(
+    keys: Array, values: Array, scales: tuple[Array, Array], kv_heads: int, storage: str, value_size: int
+) -> None:
     """Refuse blocks that do not fit one another."""
+    if value_size % LANES or not 0 <= value_size <= MOST_LATENT:
+        raise ValueError(f"PagedAttention: value_size is a multiple of {LANES} up to {MOST_LATENT}, not {value_size}")
     if keys.ndim != 4 or keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[2] != kv_heads:
         raise ValueError(f"PagedAttention: keys and values are [N, P, {kv_heads}, W], not {list(keys.shape)}")
     if keys.dtype != STORAGES[storage].dtype:
@@ -118,9 +146,14 @@ def _check_pools(keys: Array, values: Array, scales: tuple[Array, Array], kv_hea
     if keys.shape[1] not in PAGES:
         raise ValueError(f"PagedAttention: a block has one of {PAGES} tokens, not {keys.shape[1]}")
     try:
-        width(head_size(keys.shape[3], storage), storage)
+        if value_size:
+            latent_width(2 * keys.shape[3], storage, keys.shape[1])
+        else:
+            width(head_size(keys.shape[3], storage), storage)
     except ValueError as error:
         raise ValueError(f"PagedAttention: {error}") from error
+    if value_size > 2 * keys.shape[3]:
+        raise ValueError(f"PagedAttention: value_size is {value_size}, and a token has {2 * keys.shape[3]} numbers")
     shape = (0,) if STORAGES[storage].levels is None else keys.shape[:3]
     for tensor in scales:
         if tensor.shape != shape:

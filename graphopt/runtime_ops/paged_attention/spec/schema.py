@@ -31,12 +31,12 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     Each query head reads the key and the value of each token: a multiplication and an addition for each of their
     numbers. Shapes tell no types: blocks without scales count as float32.
     """
-    query, key, _, _, _, table, _, keys, _, scales, _ = shapes
+    query, key, value, _, _, table, _, keys, _, scales, _ = shapes
     tokens = prod(query[:-1])
     cache_numbers = table[1] * keys[1]
     width = 1 if prod(scales) else 4
     pages = 2 * table[0] * cache_numbers * (width * prod(keys[2:]) + (4 * keys[2] if prod(scales) else 0))
-    new = 4 * (2 * prod(query) + 2 * prod(key)) + 2 * tokens * width * prod(keys[2:]) + 4 * tokens
+    new = 4 * (2 * prod(query) + prod(key) + prod(value)) + 2 * tokens * width * prod(keys[2:]) + 4 * tokens
     return Cost(operations=4 * prod(query) * cache_numbers, bytes=pages + new)
 
 
@@ -57,6 +57,7 @@ SCHEMA = Schema(
         **dict.fromkeys(("scale", "softcap"), ir.AttributeType.FLOAT),
         "storage": ir.AttributeType.STRING,
     },
+    optional={"value_size": ir.AttributeType.INT},
     shapes=shapes_of(POOLS),
     cost=cost,
 )

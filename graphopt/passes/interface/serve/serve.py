@@ -1,0 +1,193 @@
+"""Caches in pages become a pool of blocks that requests share: what an engine that batches continuously feeds."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter
+
+from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
+from graphopt.analysis.structure.ports import ATTENTION_MASK, LOGITS, NEW_LENGTH, PAST_LENGTH, POOL
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import Inserter, name_output, shared_constant
+from graphopt.passes.base import Pass
+from graphopt.passes.common.lm_head_path import nodes_of_product, path_to_lm_head
+from graphopt.passes.common.nodes import attentions
+from graphopt.passes.common.paging.paged_attention import page_attention, why_masks_stay
+from graphopt.passes.interface.serve.packed_tokens import END, PackedTokens
+from graphopt.passes.interface.serve.request_states import (
+    add_empty_blocks,
+    give_each_request_a_row,
+    number_states,
+    recurrent_nodes,
+)
+from graphopt.passes.interface.serve.shared_blocks import block_bytes, share_blocks, why_not_shared
+from graphopt.runtime_ops import bodies_aside
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from graphopt.passes.context import Context
+
+_PAGE = 64
+_EMPTY_BLOCKS = 1 << 14
+"""Blocks of a graph without attention: they hold nothing, and bound the tokens of all requests together."""
+
+SHARES = Rule(
+    "serve.shares", "its cache lies in blocks of {block} tokens, of {blocks} that requests share", rounded="; {rounded}"
+)
+LAST_OF_EACH = Rule("serve.last-of-each", "logits of the last token of each request")
+TOKEN_SCALES = Rule("serve.rounded", "each token is stored as {storage} with scales of its own")
+NO_BLOCKS = Rule("serve.no-blocks", "a block of all layers takes {block} bytes, and the memory for caches is {memory}")
+OTHER_LAYER = Rule("serve.other-layer", "{node} has to stay, and a graph has one kind of cache")
+NO_STATE = Rule(
+    "serve.no-state", "it has neither attention over a cache nor a recurrent state that requests could have"
+)
+NO_LAST_LOGITS = Rule("serve.no-last-logits", "logits cannot be made for the last token of each request: {why}")
+
+
+def _bytes_of(size: object) -> int:
+    return int(TypeAdapter(ByteSize).validate_python(size))
+
+
+class Serve(Pass):
+    """Let requests of an engine share a pool of blocks: the graph that onnxruntime-genai's ``Engine`` drives.
+
+    before::
+
+        input_ids, position_ids [batch, length]
+        y, keys, values = KVAttention(q, k, v, past_length, new_length, ..., keys, values)   pages of each row
+        logits                                                                              [batch, length, vocabulary]
+
+    after::
+
+        input_ids [tokens], cumulative_sequence_lengths [batch + 1], past_sequence_lengths [batch], block_table
+        y, key, value = PagedAttention(q, k, v, cumulative_sequence_lengths, past_sequence_lengths, block_table, ...)
+        logits                                                                              [batch, vocabulary]
+
+    The new tokens of all requests stand one behind the other, so a prompt and single tokens share a call and nothing is
+    padded: the graph computes as one row of all tokens, since all but attention treats each token by itself. The token
+    t of request b has the position past[b] + t - cumulative[b]. Its key lies in the block that the table names, and
+    requests with a common prefix name the same blocks (PagedAttention, Kwon et al. 2023). Logits are those of the last
+    token of each request, so the lm_head sees one row for each.
+
+    A cache that ``quantize_kv`` stores as int8 or int4 becomes blocks of integers with a scale for each token and head,
+    in caches of their own under the same table: key[t, c] = scale[t] (code[t, c] - L / 2), L = 255 or 15, values
+    likewise. So a block never changes once it is full, and any request may read it; but there is no scale for a channel
+    that is large throughout, as in pages: rotate queries and keys first (QuaRot, Ashkboos et al. 2024). That rounds
+    otherwise than the pages did, and the newest tokens too, so the step is lossy then.
+
+    Standard attention is rewritten as by ``page_kv`` first. The engine runs the artifact by its ``genai_config.json``;
+    graphopt's own commands do not.
+
+    A recurrent state has a row for each request, and what has it takes the new tokens of each request as a row, padded
+    to the longest: padding touches no state::
+
+        y, s' = LinearRecurrence(Gather(x, rows) [batch, longest, ...], mask, s [batch, ...])
+        Gather(y, columns)                                                                   [1, tokens, ...]
+
+    A latent (``absorb_latent``) is one row of a token, of which values are a part, and is stored once: half of a
+    block's tokens lie among the keys and half among the values, which engines give the same bytes.
+
+    A model without attention gets blocks that hold nothing, since an engine counts tokens by blocks.
+
+    Attributes:
+        block: tokens of a block. Short ones waste less at the end of a request, and a prefix of fewer tokens is
+            shared; blocks of 16 were read at 1.2 times the time of longer ones.
+        memory: bytes of all caches together, such as ``4GB``: the number of blocks that an engine allocates.
+    """
+
+    name: ClassVar[str] = "serve"
+    effect: ClassVar[Effect] = "exact"
+
+    block: Literal[16, 32, 64, 128] = 64
+    memory: Annotated[int, BeforeValidator(_bytes_of), Field(ge=1)] = 1 << 30
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Rewrite all states of the graph, or none."""
+        graph, ledger = model.graph, context.ledger
+        recurrent = recurrent_nodes(graph)
+        if isinstance(recurrent, Fact):
+            ledger.skipped("graph", recurrent)
+            return
+        has_attention = bool(attentions(model) or kv_nodes(graph))
+        if has_attention:
+            page_attention(model, context, _PAGE)
+        layers = {node: layer_of(node) for node in kv_nodes(graph)}
+        if has_attention and not layers:
+            return
+        path = path_to_lm_head(graph, next(value for value in graph.outputs if value.name == LOGITS))
+        refusals = {node: refusal for node in layers if (refusal := why_not_shared(node, self.block)) is not None}
+        size = 0 if refusals else sum(block_bytes(layer, self.block) for layer in layers.values())
+        blocks = self.memory // size if size else _EMPTY_BLOCKS
+        reason = self._why_not(path, refusals, size)
+        if reason is None and not layers:
+            reason = why_masks_stay(model, context) if recurrent else NO_STATE()
+        if reason is not None:
+            for node in layers:
+                ledger.skipped(node, refusals.get(node, reason))
+            if not layers:
+                ledger.skipped("graph", reason)
+            return
+        assert not isinstance(path, Fact)
+        tokens = PackedTokens(graph)
+        for node, layer in layers.items():
+            attention = share_blocks(graph, node, layer, tokens, self.block)
+            storage = layer.attributes.storage
+            rounding = TOKEN_SCALES(storage=storage) if layer.attributes.levels is not None else None
+            ledger.changed(attention, SHARES(block=self.block, blocks=blocks, rounded=rounding), [node])
+            if rounding is not None:
+                ledger.report.effect = "lossy"
+        give_each_request_a_row(graph, recurrent, tokens, ledger)
+        number_states(graph)
+        if not layers:
+            add_empty_blocks(graph, self.block, ledger)
+        _last_of_each(graph, path, tokens.starts)
+        ledger.changed(path[-1], LAST_OF_EACH(), [path[-1]])
+        with bodies_aside(model):
+            RemoveUnusedNodesPass()(model)
+        for value in [value for value in graph.inputs if value.name in (ATTENTION_MASK, PAST_LENGTH, NEW_LENGTH)]:
+            graph.inputs.remove(value)
+        describe(model)
+        model.metadata_props[POOL] = json.dumps({"block_size": self.block, "num_blocks": int(blocks)})
+
+    def _why_not(self, path: Sequence[ir.Node] | Fact, refusals: Mapping[ir.Node, Fact], size: int) -> Fact | None:
+        """Return what keeps a graph as it is whose block of all layers takes ``size`` bytes."""
+        if refusals:
+            return OTHER_LAYER(node=next(iter(refusals)).name)
+        if isinstance(path, Fact):
+            return NO_LAST_LOGITS(why=path)
+        return NO_BLOCKS(block=size, memory=int(self.memory)) if size > self.memory else None
+
+
+def _last_of_each(graph: ir.Graph, path: list[ir.Node], starts: ir.Value) -> None:
+    """Make logits [batch, vocabulary] of the last token of each request."""
+    # what rounds or rotates the input of the lm_head is a part of it
+    parts = nodes_of_product(path[-1])
+    first, x = parts[-1], parts[-1].inputs[0]
+    assert x is not None and x.shape is not None
+    make = Inserter(graph, first, "last")
+    bounds = make.integers([1]), make.integers([END])
+    ends = make.op("Slice", [starts, *bounds], ["batch_size"], starts.dtype, "ends")
+    unit = shared_constant(graph, "serve.one_int32", np.array(1, np.int32))
+    newest = make.op("Sub", [ends, unit], ["batch_size"], starts.dtype, "newest")
+    newest_rows = make.op("Gather", [x, newest], [1, "batch_size", x.shape[2]], x.dtype, "rows", axis=1)
+    first.replace_input_with(0, newest_rows)
+    for node in (*path, *parts[1:]):
+        output = node.outputs[0]
+        assert output.shape is not None
+        output.shape = ir.Shape([1, "batch_size", output.shape[2]])
+    rows = path[0].outputs[0]
+    assert rows.shape is not None
+    front = make.integers([0])
+    flat = ir.node("Squeeze", [rows, front], name="logits.of_requests")
+    name_output(flat, rows, ["batch_size", rows.shape[2]], name=LOGITS)
+    graph.append(flat)
+    position = list(graph.outputs).index(rows)
+    graph.outputs.remove(rows)
+    graph.outputs.insert(position, flat.outputs[0])
+    rows.name = f"{LOGITS}.one_row"
