@@ -108,7 +108,7 @@ def genai_config(
         return UNKNOWN()
     heads, size = next(iter(shapes), _NO_HEADS)  # not read where all states are recurrent
     inputs, outputs = _port_names(interface, parts)
-    decoder = {
+    decoder: dict[str, Any] = {
         # onnxruntime-genai passes keys that it does not know to onnxruntime as session entries.
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": [], **session},
         "filename": model_file,
