@@ -73,6 +73,11 @@ def search(
     if result.recipe_loss is not None:
         summary += f"; {result.recipe_loss:.4f} with the formats of the recipe"
     out.print(f"{output}: about {result.bytes / 1e6:.1f} MB, {summary}", soft_wrap=True)
+    if result.held_out_loss is not None:
+        summary = f"on text that the search has not read: divergence {result.held_out_loss:.4f}"
+        if result.recipe_held_out_loss is not None:
+            summary += f"; {result.recipe_held_out_loss:.4f} with the formats of the recipe"
+        out.print(summary, soft_wrap=True)
     return None
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.compile.search.losses import Matrix, Replaceable, Rounder, Row
+from graphopt.compile.search.losses import Matrix, Replaceable, Rounder, Row, Sample
 from graphopt.ort.session import open_session
 from graphopt.util.processors import processors
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from graphopt.compile.search.choices import Choice
+    from graphopt.compile.search.losses import Text
     from graphopt.graph.weights import Expression, Part, StoredBytes
     from graphopt.graph.weights.store import Store
-    from graphopt.ort.session import Array
-    from graphopt.tasks.ports import IntArray
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Experiment:
         tables: token embeddings that are a matrix transposed and will be stored with it, by the name of the matrix;
             they are inputs of the model, too.
         hessians: X^T X of what each is multiplied with.
-        texts: what the model is fed: inputs, and the tokens that come after each position.
-        single_texts: how many of them it reads for a single matrix.
+        samples: texts that the model is fed, by what they are for: inputs, and the tokens that come after each
+            position.
         choices: formats.
         rounder: how matrices are rounded.
         store: where rounded matrices are kept.
@@ -45,8 +44,7 @@ class Experiment:
     weights: Mapping[str, Expression]
     tables: Mapping[str, Sequence[str]]
     hessians: Mapping[str, Expression]
-    texts: Sequence[tuple[Mapping[str, Array], IntArray]]
-    single_texts: int
+    samples: Mapping[Sample, Sequence[Text]]
     choices: Sequence[Choice]
     rounder: Rounder
     store: Store
@@ -71,21 +69,21 @@ def measure(task: tuple[str, str]) -> Row:
 
     def divergence_of(choice: Choice) -> float:
         matrix = experiment.store.obtain(experiment.rounded_matrix(name, choice)).numpy()
-        return model.divergence({name: matrix}, experiment.single_texts)
+        return model.divergence({name: matrix}, "single")
 
     hessian = experiment.hessians[name].numpy()
     return experiment.rounder.row(name, weights[name], hessian, experiment.choices, divergence_of)
 
 
-def judge(task: tuple[str, Mapping[str, StoredBytes], int]) -> float:
+def judge(task: tuple[str, Mapping[str, StoredBytes], Sample]) -> float:
     """Return by how much a model of rounded matrices diverges, in nats per token.
 
     Args:
-        task: the file of an experiment, all its matrices, rounded, and how many texts the model reads.
+        task: the file of an experiment, all its matrices, rounded, and which texts the model reads.
     """
-    file, matrices, texts = task
+    file, matrices, sample = task
     _, _, model = _open(file)
-    return model.divergence({name: matrix.numpy() for name, matrix in matrices.items()}, texts)
+    return model.divergence({name: matrix.numpy() for name, matrix in matrices.items()}, sample)
 
 
 def close() -> None:
@@ -100,4 +98,4 @@ def _open(file: str) -> tuple[Experiment, dict[str, Matrix], Replaceable]:
         name: np.ascontiguousarray(expression.numpy(), np.float32) for name, expression in experiment.weights.items()
     }
     session = open_session(Path(experiment.model), threads=processors(), in_place=True)
-    return experiment, weights, Replaceable(session, weights, experiment.tables, experiment.texts)
+    return experiment, weights, Replaceable(session, weights, experiment.tables, experiment.samples)

@@ -16,10 +16,11 @@ from pydantic import BaseModel, ConfigDict
 from graphopt.analysis.structure.folding import fold
 from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
 from graphopt.analysis.structure.roles import OTHER_ROLE, roles_of
+from graphopt.artifact.tokens import tokenizer_among, windows_of_text
 from graphopt.compile.compilation import Compilation, files_of
 from graphopt.compile.search.choices import CHOICES, Choice, choice_of, name_of
 from graphopt.compile.search.experiment import Experiment, close
-from graphopt.compile.search.losses import Database, Rounder, with_inputs
+from graphopt.compile.search.losses import Database, Rounder, Sample, with_inputs
 from graphopt.compile.search.mixtures import Judgements, Mixture, MixtureSearch, judge_mixtures
 from graphopt.compile.search.program import solve
 from graphopt.compile.search.trials import Trials
@@ -30,6 +31,7 @@ from graphopt.graph.weights.evaluator import workers
 from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.passes.common.tied_embedding import tied_lookups
 from graphopt.passes.recipe import Recipe
+from graphopt.quality.texts import held_out_texts
 from graphopt.tasks import task_of
 from graphopt.util.progress import Progress, silent
 
@@ -57,7 +59,10 @@ class SearchResult(BaseModel):
         bytes: of all weights by estimate; what is not a matrix as it is stored in floats.
         loss: the divergence of the model with the mixture on the text of the search, in nats per token; if no mixture
             was judged, what is expected of it, the sum of those of each matrix alone.
-        recipe_loss: the same for the formats that the recipe has, where they are among the choices and have room.
+        held_out_loss: the divergence on text that nothing of the search has read, see
+            :mod:`graphopt.quality.texts`; ``None`` if no mixture was judged, or this Python has no such text.
+        recipe_loss: as ``loss``, for the formats that the recipe has, where they are among the choices and have room.
+        recipe_held_out_loss: as ``held_out_loss``, for these.
         chosen: the choice for each matrix.
         judged_mixtures: mixtures that were judged, on a part of the text or on all of it.
     """
@@ -67,7 +72,9 @@ class SearchResult(BaseModel):
     recipe: Recipe
     bytes: int
     loss: float
+    held_out_loss: float | None
     recipe_loss: float | None
+    recipe_held_out_loss: float | None
     chosen: dict[str, Choice]
     judged_mixtures: int
 
@@ -132,14 +139,14 @@ def _search(
     matrices, tables = _matrices(graph), _tables(graph, step)
     has_level_scales = any(step.name == "level_scales" for step in recipe.steps)
     rounder = Rounder(step.rounding, step.scale, has_level_scales)
-    texts = _texts(compilation, tokens, max(tokens, mixtures.tokens) if mixtures.candidates else tokens)
+    samples = _samples(compilation, tokens, mixtures)
     settings = (
         f"{compilation.calibration.model_folder(compilation.model).name} {step.rounding!r} {step.scale} {tokens} "
         f"{has_level_scales} {sorted(tables)} {' '.join(map(name_of, choices))}"
     )
     key = hashlib.sha256(settings.encode()).hexdigest()[:16]
     database = Database(folder / f"search-{key}.jsonl")
-    with _experiment(compilation, matrices, tables, choices, rounder, texts, tokens, folder) as experiment:
+    with _experiment(compilation, matrices, tables, choices, rounder, samples, folder) as experiment:
         trials = Trials(experiment, compilation.evaluator, executor, on_stage)
         trials.measure(database)
         rows = [database.rows[name] for name in matrices]
@@ -152,8 +159,9 @@ def _search(
         if recipe_mixture is not None and sum(map(getitem, sizes, recipe_mixture)) > room:
             recipe_mixture = None
         known_mixtures = [] if recipe_mixture is None else [recipe_mixture]
+        held_out_losses: dict[Mixture, float] = {}
         if mixtures.candidates:
-            judgements = Judgements(folder / f"mixtures-{key}.jsonl")
+            judgements = Judgements(folder / f"mixtures-{key}-{mixtures.tokens}.jsonl")
             divergences = judge_mixtures(
                 losses,
                 sizes,
@@ -161,9 +169,12 @@ def _search(
                 _roles(graph, matrices),
                 known_mixtures,
                 mixtures,
-                lambda batch, thorough: trials.judge(batch, judgements, thorough=thorough),
+                lambda batch, sample: trials.judge(batch, judgements, sample),
                 on_stage,
             )
+            if "held out" in samples:
+                finals = list(dict.fromkeys([min(divergences, key=divergences.__getitem__), *known_mixtures]))
+                held_out_losses = dict(zip(finals, trials.judge(finals, judgements, "held out"), strict=True))
         else:
             best = tuple(solve(losses, sizes, room))
             divergences = {choice: sum(map(getitem, losses, choice)) for choice in (best, *known_mixtures)}
@@ -173,7 +184,9 @@ def _search(
         recipe=_pin_formats(recipe, choice_names, size),
         bytes=other_bytes + sum(row.bytes[choice_names[row.weight]] for row in rows),
         loss=divergences[mixture],
+        held_out_loss=held_out_losses.get(mixture),
         recipe_loss=None if recipe_mixture is None else divergences[recipe_mixture],
+        recipe_held_out_loss=None if recipe_mixture is None else held_out_losses.get(recipe_mixture),
         chosen={name: choice_of(choice) for name, choice in choice_names.items()},
         judged_mixtures=len(trials.judged_mixtures),
     )
@@ -222,23 +235,27 @@ def _roles(graph: ir.Graph, matrices: Mapping[str, ir.Node]) -> list[list[int]]:
     return list(numbers.values())
 
 
-def _texts(compilation: Compilation, tokens: int, all_tokens: int) -> list[IntArray]:
-    """Return pieces of the calibration text, of one token more than is read: the beginning of each window first.
-
-    Args:
-        compilation: whose text.
-        tokens: that single matrices are measured on; a piece has as many, but no more than 256.
-        all_tokens: of all pieces; fewer where the text is shorter.
-    """
+def _samples(compilation: Compilation, tokens: int, mixtures: MixtureSearch) -> dict[Sample, list[IntArray]]:
+    """Return pieces of text, each of one token more than is read; what no mixture is judged on is left out."""
     size = min(_WINDOW, tokens)
     windows = [text for text in compilation.calibration.texts if isinstance(text, np.ndarray)]
     if not windows:
         raise InputError(
             "divergences are measured on text, and this model reads none", remedy="choose a recipe by hand"
         )
+    # the beginning of each window first
     begins = range(0, max(map(len, windows)), size)
     pieces = [text[begin : begin + size + 1] for begin in begins for text in windows if len(text) > begin + 1]
-    return pieces[: max(1, all_tokens // size)]
+    samples: dict[Sample, list[IntArray]] = {"single": pieces[: max(1, tokens // size)]}
+    if mixtures.candidates:
+        samples["all"] = pieces[: max(1, tokens // size, mixtures.tokens // size)]
+        with contextlib.suppress(FileNotFoundError):
+            tokenizer, texts = tokenizer_among(compilation.source.companions), held_out_texts()
+            count = max(1, mixtures.tokens // size // len(texts))
+            samples["held out"] = [
+                piece for text in texts for piece in windows_of_text(tokenizer, text, size + 1, count)
+            ]
+    return samples
 
 
 @contextlib.contextmanager
@@ -248,8 +265,7 @@ def _experiment(
     tables: Mapping[str, Sequence[str]],
     choices: Sequence[Choice],
     rounder: Rounder,
-    texts: Sequence[IntArray],
-    tokens: int,
+    samples: Mapping[Sample, Sequence[IntArray]],
     folder: Path,
 ) -> Iterator[Experiment]:
     """Give what workers need, with the model in a folder that is removed afterwards."""
@@ -271,8 +287,10 @@ def _experiment(
             weights=weights,
             tables=tables,
             hessians={name: statistics[node].hessian() for name, node in matrices.items()},
-            texts=[(feeds(model.graph, text[None, :-1]), text[1:]) for text in texts],
-            single_texts=max(1, tokens // min(_WINDOW, tokens)),
+            samples={
+                sample: [(feeds(model.graph, text[None, :-1]), text[1:]) for text in texts]
+                for sample, texts in samples.items()
+            },
             choices=choices,
             rounder=rounder,
             store=compilation.evaluator.store,

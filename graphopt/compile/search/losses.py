@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from graphopt.quantization.rounding.scales import Scale
     from graphopt.tasks.ports import IntArray
 
+    Text = tuple[Mapping[str, Array], IntArray]
+
 Matrix = npt.NDArray[np.float32]
+Sample = Literal["single", "all", "held out"]
+"""Which texts: those for single matrices, and for mixtures at first; all that a search reads; others."""
 
 _COLUMNS = 64
 
@@ -152,7 +156,7 @@ class Replaceable:
         session: of what :func:`with_inputs` returns.
         weights: the matrices, by name.
         tables: token embeddings that are a matrix transposed, by the name of the matrix: they change with it.
-        texts: what it is fed: inputs, and the tokens that come after each position.
+        samples: texts that it is fed, by what they are for: inputs, and the tokens that come after each position.
     """
 
     def __init__(
@@ -160,28 +164,27 @@ class Replaceable:
         session: onnxruntime.InferenceSession,
         weights: Mapping[str, Matrix],
         tables: Mapping[str, Sequence[str]],
-        texts: Sequence[tuple[Mapping[str, Array], IntArray]],
+        samples: Mapping[Sample, Sequence[Text]],
     ) -> None:
-        self._session, self._tables, self._texts = session, tables, list(texts)
+        self._session, self._tables, self._samples = session, tables, samples
         self._values = self._values_of(weights)
-        self._references: list[Array] = []
+        self._references: dict[Sample, list[Array]] = {}
 
-    def divergence(self, replacements: Mapping[str, Matrix], texts: int) -> float:
+    def divergence(self, replacements: Mapping[str, Matrix], sample: Sample) -> float:
         """Return the mean divergence from the model as it came, with some matrices replaced.
 
         Args:
             replacements: by name.
-            texts: how many of the texts the model reads.
+            sample: which texts the model reads.
 
         Returns:
             nats per token.
         """
-        comparison = Comparison()
-        while len(self._references) < texts:
-            self._references.append(log_probabilities(self._logits({}, len(self._references))))
-        values = self._values_of(replacements)
-        for number in range(texts):
-            comparison.add(self._references[number], self._logits(values, number), self._texts[number][1])
+        comparison, values = Comparison(), self._values_of(replacements)
+        if sample not in self._references:
+            self._references[sample] = [log_probabilities(self._logits({}, text)) for text in self._samples[sample]]
+        for reference, text in zip(self._references[sample], self._samples[sample], strict=True):
+            comparison.add(reference, self._logits(values, text), text[1])
         return float(comparison.columns()[2].mean())
 
     def _values_of(self, weights: Mapping[str, Matrix]) -> dict[str, onnxruntime.OrtValue]:
@@ -192,8 +195,8 @@ class Replaceable:
                 values |= dict.fromkeys(tables, ort_value(np.ascontiguousarray(weights[name].T)))
         return values
 
-    def _logits(self, values: Mapping[str, onnxruntime.OrtValue], number: int) -> Array:
-        feeds, targets = self._texts[number]
+    def _logits(self, values: Mapping[str, onnxruntime.OrtValue], text: Text) -> Array:
+        feeds, targets = text
         inputs = {name: ort_value(np.ascontiguousarray(array)) for name, array in feeds.items()}
         (logits,) = self._session.run_with_ort_values(["logits"], {**self._values, **values, **inputs})
         return np.asarray(logits.numpy()[0, : len(targets)])

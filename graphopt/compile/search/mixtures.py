@@ -24,6 +24,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from graphopt.compile.search.jsonl import Lines
+from graphopt.compile.search.losses import Sample
 from graphopt.compile.search.program import solve
 from graphopt.util.progress import Progress, silent
 
@@ -50,7 +51,7 @@ class MixtureSearch(BaseModel):
         candidates: mixtures that are drawn; 0: the best one by the costs of single matrices is taken as it is.
         offspring: those of a generation. They are judged on a little text.
         finalists: the best of them, which are judged on all of it.
-        tokens: of the calibration text that these are judged on.
+        tokens: of the calibration text that these are judged on, and of held-out text that the last one is.
         mutations: factors that one draw changes, at most.
         deviation: of the logarithm of a factor.
         seed: of the draws.
@@ -72,31 +73,31 @@ class Judgement(BaseModel):
 
     Attributes:
         mixture: the number of the choice for each matrix.
-        texts: how many it was judged on.
+        sample: the texts that it was judged on.
         divergence: of the model, in nats per token.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mixture: Mixture
-    texts: int
+    sample: Sample
     divergence: float
 
 
 class Judgements(Lines[Judgement]):
-    """What was judged, by mixture and number of texts.
+    """What was judged, by mixture and sample.
 
     Args:
         file: where the rows lie, see :class:`Lines`.
     """
 
     def __init__(self, file: Path) -> None:
-        super().__init__(file, Judgement, lambda row: self.key(row.mixture, row.texts))
+        super().__init__(file, Judgement, lambda row: self.key(row.mixture, row.sample))
 
     @staticmethod
-    def key(mixture: Mixture, texts: int) -> str:
+    def key(mixture: Mixture, sample: Sample) -> str:
         """Return what a row is called."""
-        return f"{texts}: {mixture}"
+        return f"{sample}: {mixture}"
 
 
 class Mutator:
@@ -143,7 +144,7 @@ def judge_mixtures(
     roles: Sequence[Sequence[int]],
     known_mixtures: Sequence[Mixture],
     settings: MixtureSearch,
-    judge: Callable[[Sequence[Mixture], bool], Sequence[float]],
+    judge: Callable[[Sequence[Mixture], Sample], Sequence[float]],
     on_stage: Progress = silent,
 ) -> dict[Mixture, float]:
     """Return mixtures with the divergence of each on all text: of those that are drawn the finalists.
@@ -158,7 +159,7 @@ def judge_mixtures(
         roles: the matrices of each role, by number.
         known_mixtures: mixtures to judge beside those that are drawn.
         settings: the settings.
-        judge: returns the divergence of each of some mixtures; on all text if the second argument says so.
+        judge: returns the divergence of each of some mixtures on some texts.
         on_stage: called for each generation.
 
     Raises:
@@ -168,7 +169,7 @@ def judge_mixtures(
     costs = np.maximum(np.asarray(losses, float), _NO_COST)
     parent = tuple(solve(costs.tolist(), sizes, room))
     starts = list(dict.fromkeys([parent, *known_mixtures]))
-    divergences = dict(zip(starts, judge(starts, True), strict=True))
+    divergences = dict(zip(starts, judge(starts, "all"), strict=True))
     drawn_mixtures, parent_loss = {parent}, divergences[parent]
     while len(drawn_mixtures) <= settings.candidates:
         on_stage(
@@ -188,9 +189,9 @@ def judge_mixtures(
                 brood[mixture] = new_costs
         if not brood:  # nothing new can be drawn
             break
-        at_first = dict(zip(brood, judge(list(brood), False), strict=True))
+        at_first = dict(zip(brood, judge(list(brood), "single"), strict=True))
         finalists = sorted(at_first, key=at_first.__getitem__)[: settings.finalists]
-        divergences |= dict(zip(finalists, judge(finalists, True), strict=True))
+        divergences |= dict(zip(finalists, judge(finalists, "all"), strict=True))
         best = min(finalists, key=divergences.__getitem__)
         if divergences[best] < parent_loss:
             parent_loss, costs = divergences[best], brood[best]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from graphopt.compile.search.experiment import Experiment
-    from graphopt.compile.search.losses import Database
+    from graphopt.compile.search.losses import Database, Sample
     from graphopt.compile.search.mixtures import Judgements, Mixture
     from graphopt.graph.weights import StoredBytes
     from graphopt.graph.weights.evaluator import Evaluator
@@ -52,16 +52,15 @@ class Trials:
             stage = stage_of(f"rounding {row.weight}", self._executor)
             self._on_stage(stage, len(database.rows), len(self._names))
 
-    def judge(self, mixtures: Sequence[Mixture], judgements: Judgements, *, thorough: bool) -> list[float]:
-        """Return the divergence of each mixture, on the text for single matrices or on all text."""
-        texts = len(self._experiment.texts) if thorough else self._experiment.single_texts
-        missing = [mixture for mixture in mixtures if judgements.key(mixture, texts) not in judgements.rows]
+    def judge(self, mixtures: Sequence[Mixture], judgements: Judgements, sample: Sample) -> list[float]:
+        """Return the divergence of each mixture on some texts."""
+        missing = [mixture for mixture in mixtures if judgements.key(mixture, sample) not in judgements.rows]
         self._round(missing)
-        tasks = [(self._file, self._matrices_of(mixture), texts) for mixture in missing]
+        tasks = [(self._file, self._matrices_of(mixture), sample) for mixture in missing]
         for number, divergence in run_tasks(self._executor, judge, tasks):
-            judgements.add(Judgement(mixture=missing[number], texts=texts, divergence=divergence))
+            judgements.add(Judgement(mixture=missing[number], sample=sample, divergence=divergence))
         self.judged_mixtures.update(mixtures)
-        return [judgements.rows[judgements.key(mixture, texts)].divergence for mixture in mixtures]
+        return [judgements.rows[judgements.key(mixture, sample)].divergence for mixture in mixtures]
 
     def _matrices_of(self, mixture: Mixture) -> dict[str, StoredBytes]:
         return {name: self._rounded_matrices[name, choice] for name, choice in zip(self._names, mixture, strict=True)}

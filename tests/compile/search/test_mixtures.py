@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from graphopt.compile.search.losses import Sample
 from graphopt.compile.search.mixtures import Judgement, Judgements, Mixture, MixtureSearch, Mutator, judge_mixtures
 
 pytest.importorskip("scipy")  # of the extra `search`
@@ -21,14 +22,14 @@ class Model:
     """A model whose small matrices matter sixteen times as much as they seem to when each is looked at alone."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Mixture, bool]] = []
+        self.calls: list[tuple[Mixture, Sample]] = []
 
     @property
     def losses(self) -> list[list[float]]:
         return [[4.0**-choice for choice in range(CHOICES)] for _ in SIZES]
 
-    def judge(self, mixtures: Sequence[Mixture], thorough: bool) -> list[float]:
-        self.calls += [(mixture, thorough) for mixture in mixtures]
+    def judge(self, mixtures: Sequence[Mixture], sample: Sample) -> list[float]:
+        self.calls += [(mixture, sample) for mixture in mixtures]
         weights = [16.0, 1.0] * LAYERS
         return [
             sum(weight * 4.0**-choice for weight, choice in zip(weights, mixture, strict=True)) for mixture in mixtures
@@ -48,7 +49,7 @@ def test_what_single_matrices_did_not_tell_is_found() -> None:
     assert judged[found] < 0.75 * judged[start]
     assert all(found[number] == 2 for number in ROLES[0])
     assert bytes_of(found) <= ROOM
-    drawn = [mixture for mixture, thorough in model.calls if not thorough]
+    drawn = [mixture for mixture, sample in model.calls if sample == "single"]
     assert len(set(drawn)) == len(drawn) == 40
     assert all(bytes_of(mixture) <= ROOM for mixture in drawn)
 
@@ -56,7 +57,7 @@ def test_what_single_matrices_did_not_tell_is_found() -> None:
 def test_mixtures_that_are_known_are_judged_too() -> None:
     model, uniform = Model(), (1,) * len(SIZES)
     judged = judge_mixtures(model.losses, SIZES, ROOM, ROLES, [uniform], MixtureSearch(candidates=4), model.judge)
-    assert judged[uniform] == model.judge([uniform], True)[0]
+    assert judged[uniform] == model.judge([uniform], "all")[0]
     # the integer program's, what is known, and the finalists of one generation
     assert len(judged) == 4
 
@@ -86,7 +87,8 @@ def test_a_mutation_leaves_what_it_was_given() -> None:
 
 def test_judgements_are_kept_by_text(tmp_path: Path) -> None:
     judgements = Judgements(tmp_path / "rows.jsonl")
-    judgements.add(Judgement(mixture=(0, 1), texts=2, divergence=0.5))
-    judgements.add(Judgement(mixture=(0, 1), texts=8, divergence=0.25))
+    judgements.add(Judgement(mixture=(0, 1), sample="single", divergence=0.5))
+    judgements.add(Judgement(mixture=(0, 1), sample="all", divergence=0.25))
     again = Judgements(judgements.file)
-    assert [again.rows[again.key((0, 1), texts)].divergence for texts in (2, 8)] == [0.5, 0.25]
+    assert again.rows == judgements.rows
+    assert again.rows[again.key((0, 1), "all")].divergence == 0.25

@@ -103,6 +103,8 @@ def test_a_mixture_is_judged_as_the_artifact_that_it_will_be(
     assert 2 < result.judged_mixtures <= 2 + MIXTURES.candidates
     # what the recipe has fits, and the lm_head is not what the bytes are best spent on
     assert result.recipe_loss is not None
+    assert result.held_out_loss is not None
+    assert result.recipe_held_out_loss is not None
     assert result.loss < result.recipe_loss
     optimize(shipped_artifact, result.recipe, tmp_path / "made", run=False, quality_tokens=0, statistics=work)
     windows = texts_of(artifact.read(shipped_artifact).companions, CALIBRATION, None)
@@ -116,9 +118,9 @@ def test_a_mixture_is_judged_as_the_artifact_that_it_will_be(
 
 
 def test_mixtures_that_were_judged_are_not_judged_again(work: Path, shipped_artifact: Path) -> None:
-    options = {"mixtures": MIXTURES}
+    options = {"mixtures": MIXTURES.model_copy(update={"tokens": 128})}
     first = run(shipped_artifact, SIZES[0], work, **options)
-    (file,) = work.glob("mixtures-*.jsonl")
+    (file,) = work.glob("mixtures-*-128.jsonl")
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     file.write_text("".join(lines[:-1]), encoding="utf-8")
     again = run(shipped_artifact, SIZES[0], work, **options)
