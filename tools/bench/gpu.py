@@ -140,7 +140,9 @@ def is_wanted(name: str, patterns: Sequence[str], rows: Sequence[str]) -> bool:
 
 def main(
     only: Annotated[list[str], typer.Option(help="cases whose name matches this pattern; may be repeated")] = ["*"],  # noqa: B006
-    rows: Annotated[str, typer.Option(help="products of these numbers of rows alone, such as 1,8,16")] = "",
+    row_counts: Annotated[
+        str, typer.Option("--rows", help="products of these numbers of rows alone, such as 1,8,16")
+    ] = "",
     rounds: Annotated[int, typer.Option(min=3)] = 21,
     output: Annotated[Path | None, typer.Option("--json", help="a file for the figures")] = None,
 ) -> None:
@@ -158,10 +160,11 @@ def main(
     copy = copy_bandwidth(torch)
     device = torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}; a copy moves {copy / 1e12:.2f} TB/s")
-    rows = []
+    counts = row_counts.split(",") if row_counts else []
+    rows: list[dict[str, Any]] = []
     for module in MODULES:
         for case in import_module(f"tools.bench.parts.{module}").cases(
-            library, torch, wanted=lambda name: is_wanted(name, only, rows.split(",") if rows else [])
+            library, torch, wanted=lambda name: is_wanted(name, only, counts)
         ):
             rows.append(measure(torch, case, rounds))
             print(show(rows[-1], copy), flush=True)

@@ -130,7 +130,7 @@ def add_empty_blocks(graph: ir.Graph, block: int, ledger: Ledger) -> None:
         pool = ir.val(cache.past, ir.DataType.FLOAT, ["num_blocks", block, 1, 1])
         node = ir.node("Identity", [pool], name=f"{cache.past}.kept")
         present = node.outputs[0]
-        present.name, present.dtype, present.shape = cache.present, pool.dtype, pool.shape
+        present.name, present.dtype, present.shape = cache.present, ir.DataType.FLOAT, pool.shape
         graph.append(node)
         graph.inputs.append(pool)
         graph.outputs.append(present)

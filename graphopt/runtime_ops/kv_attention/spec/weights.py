@@ -57,7 +57,7 @@ def dense_weights(attrs: KVAttributes, reading: Reading) -> Doubles:
     with np.errstate(invalid="ignore", over="ignore"):
         weights = softmax_weights(reading, scores(attrs, reading))
     is_bad = ~np.isfinite(reading.keys.numbers).all(axis=-1)
-    reads_bad = (reading.is_read & is_bad).any(axis=-1)[:, None] | ~np.isfinite(weights).all(axis=-1)
+    reads_bad = (reading.is_read & is_bad).any(axis=-1, keepdims=True) | ~np.isfinite(weights).all(axis=-1)
     for queries in (reading.q, reading.first_q):
         reads_bad = reads_bad | ~np.isfinite(queries).all(axis=-1)
     return np.where(np.expand_dims(reads_bad, -1), np.nan, weights)
