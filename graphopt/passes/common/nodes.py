@@ -10,6 +10,17 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
+# fmt: off
+ELEMENTWISE = frozenset((
+    "Abs", "Add", "And", "Cast", "CastLike", "Clip", "Div", "Elu", "Equal", "Erf", "Exp", "Gelu", "Greater",
+    "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max",
+    "Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub",
+    "Swish", "Tanh", "Where",
+))
+# fmt: on
+"""Operators of ONNX that treat each number by itself: rows may stand in any order."""
+
+
 def attentions(model: ir.Model) -> list[ir.Node]:
     """Return the standard ``Attention`` nodes of the graph, in order."""
     return [node for node in model.graph if node.op_type == "Attention" and node.domain == ""]

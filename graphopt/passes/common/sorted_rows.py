@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, bypass, drop, insert_behind, name_output, shared_constant
+from graphopt.passes.common.nodes import ELEMENTWISE
 from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.matmul_experts.spec.op import MATMUL_EXPERTS
@@ -41,16 +42,6 @@ OTHER_READER = Rule(
 Integers = npt.NDArray[np.int64]
 
 _SEED = 0
-
-# fmt: off
-_ELEMENTWISE = frozenset((
-    "Abs", "Add", "And", "Cast", "CastLike", "Clip", "Div", "Elu", "Equal", "Erf", "Exp", "Gelu", "Greater",
-    "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "LeakyRelu", "Less", "LessOrEqual", "Log", "Max",
-    "Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub",
-    "Swish", "Tanh", "Where",
-))
-# fmt: on
-"""Operators that treat each number by itself: rows may stand in any order."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +314,7 @@ def _treats_rows_alone(node: ir.Node, in_order: Collection[ir.Value]) -> bool:
         return x in in_order
     if node.domain:
         return False
-    if node.op_type in _ELEMENTWISE:
+    if node.op_type in ELEMENTWISE:
         return all(_goes_along(value, len(shape), value in in_order) for value in inputs)
     if node.op_type in ("Split", "Softmax", "LogSoftmax", "RMSNormalization", "LayerNormalization"):
         default = 0 if node.op_type == "Split" else -1
