@@ -12,7 +12,7 @@ import pytest
 from graphopt.analysis.structure.ports import ATTENTION_MASK, HIDDEN, INPUT_IDS
 from graphopt.compile.pipeline import optimize
 from graphopt.inference.embeddings import load_encoder
-from graphopt.passes.interface.pack_tokens import PackTokens
+from graphopt.passes.interface.pack_tokens.pack_tokens import PackTokens
 from graphopt.passes.recipe import load_recipe
 from tests.graphs import canonical, residual_model, run_pass, session
 

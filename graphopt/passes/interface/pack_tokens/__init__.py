@@ -1,7 +1,3 @@
 """Encoders without padding: nodes that treat tokens one by one see tokens of texts alone."""
 
-from __future__ import annotations
-
-from graphopt.passes.interface.pack_tokens.pack_tokens import PackTokens
-
-__all__ = ["PackTokens"]
+from graphopt.passes.interface.pack_tokens.pack_tokens import PackTokens as PackTokens

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _INT64 = ir.DataType.INT64
 _TOKENS = "tokens"
 
-PACKED = Rule(
+PACKED_NODES = Rule(
     "pack_tokens.packed",
     "it and {others} nodes beside it see tokens one behind the other, without padding: {products} products",
 )
@@ -84,7 +84,7 @@ class PackTokens(Pass):
         for region in regions:
             first = next(iter(region))
             products = sum(node.op_type == "MatMul" for node in region)
-            ledger.changed(first, PACKED(others=len(region) - 1, products=products), [first])
+            ledger.changed(first, PACKED_NODES(others=len(region) - 1, products=products), [first])
 
 
 class _Packing:
@@ -98,15 +98,16 @@ class _Packing:
 
     def __init__(self, graph: ir.Graph, mask: ir.Value, axes: TokenAxes) -> None:
         self._graph, self._axes, self._mask = graph, axes, mask
-        self._packed: dict[tuple[ir.Value, Rows], ir.Value] = {}
+        self._rows_of: dict[tuple[ir.Value, Rows], ir.Value] = {}
         make = Inserter(graph, graph[0], "tokens")
         batch, length = axes.batch, axes.length
         self._is_token = make.op("Cast", [mask], [batch, length], ir.DataType.BOOL, "real", to=ir.DataType.BOOL)
-        found = make.op("NonZero", [self._is_token], [2, _TOKENS], _INT64, "found")
-        places = make.op("Transpose", [found], [_TOKENS, 2], _INT64, "places", perm=[1, 0])
-        self._places = make.op("Unsqueeze", [places, make.integers([0])], [1, _TOKENS, 2], _INT64, "row")
+        text_and_column = make.op("NonZero", [self._is_token], [2, _TOKENS], _INT64, "found")
+        pairs = make.op("Transpose", [text_and_column], [_TOKENS, 2], _INT64, "places", perm=[1, 0])
+        self._indices = make.op("Unsqueeze", [pairs, make.integers([0])], [1, _TOKENS, 2], _INT64, "row")
         halves = [([1, _TOKENS], _INT64)] * 2
-        self._text, self._column = make.node("Split", [found], halves, "of_each", axis=0, num_outputs=2).outputs
+        split = make.node("Split", [text_and_column], halves, "of_each", axis=0, num_outputs=2)
+        self._text, self._column = split.outputs
         counts = make.op("Cast", [self._is_token], [batch, length], _INT64, "counts", to=_INT64)
         flat = make.op("Reshape", [counts, make.integers([-1])], [None], _INT64, "flat")
         sums = make.op("CumSum", [flat, make.integers(0)], [None], _INT64, "sums")
@@ -164,33 +165,33 @@ class _Packing:
         for node in reversed(make.nodes):  # behind all that is there
             self._graph.remove(node)
             self._graph.insert_after(last, node)
-        place = list(self._graph.outputs).index(value)
-        self._graph.outputs[place] = result
+        index = list(self._graph.outputs).index(value)
+        self._graph.outputs[index] = result
         value.name = f"{name}.packed"
         result.name = name
 
     def _rows(self, value: ir.Value, kind: Rows, reader: ir.Node) -> ir.Value:
         """Return the rows of ``value`` for each token, [1, tokens, ...]."""
         key = value, kind
-        if key not in self._packed:
+        if key not in self._rows_of:
             assert value.shape is not None
             make = Inserter(self._graph, reader, f"{value.name}.pack.{kind}")
             if kind == "tokens":
                 dims = [1, _TOKENS, *value.shape[2:]]
-                self._packed[key] = make.op("GatherND", [value, self._places], dims, value.dtype, "rows")
+                self._rows_of[key] = make.op("GatherND", [value, self._indices], dims, value.dtype, "rows")
             elif kind == "texts":
                 flat = make.op(
                     "Squeeze", [value, make.integers([1])], [self._axes.batch, *value.shape[2:]], value.dtype
                 )
                 dims = [1, _TOKENS, *value.shape[2:]]
-                self._packed[key] = make.op("Gather", [flat, self._text], dims, value.dtype, "rows")
+                self._rows_of[key] = make.op("Gather", [flat, self._text], dims, value.dtype, "rows")
             else:
-                axis = next(place for place, dim in enumerate(value.shape) if str(dim) == self._axes.length)
+                axis = next(axis for axis, dim in enumerate(value.shape) if str(dim) == self._axes.length)
                 flat = value
                 if axis:
                     dims = list(value.shape[1:])
                     flat = make.op("Squeeze", [value, make.integers([0])], dims, value.dtype)
                 assert flat.shape is not None
                 dims = [1, _TOKENS, *flat.shape[1:]]
-                self._packed[key] = make.op("Gather", [flat, self._column], dims, value.dtype, "rows")
-        return self._packed[key]
+                self._rows_of[key] = make.op("Gather", [flat, self._column], dims, value.dtype, "rows")
+        return self._rows_of[key]

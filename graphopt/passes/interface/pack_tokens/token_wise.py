@@ -50,8 +50,8 @@ class TokenAxes:
         dims = _dims(value)
         if dims is None or len(dims) > rank:
             return None
-        batch, length, *rest = [1] * (rank - len(dims)) + dims
-        if not _are_numbers(rest) or batch not in (1, self.batch) or length not in (1, self.length):
+        batch, length, *widths = [1] * (rank - len(dims)) + dims
+        if not _are_numbers(widths) or batch not in (1, self.batch) or length not in (1, self.length):
             return None
         if batch == self.batch:
             return "tokens" if length == self.length else "texts"
@@ -69,15 +69,15 @@ class TokenAxes:
         inputs = {index: value for index, value in enumerate(node.inputs) if value is not None}
         if not node.domain and node.op_type in ELEMENTWISE:
             rows = {index: self.rows(value, rank) for index, value in inputs.items()}
-            return _known(rows) if "tokens" in rows.values() else None
+            return _if_all(rows) if "tokens" in rows.values() else None
         if not node.domain and node.op_type == "Concat":
             is_behind = node.attributes.get_int("axis", 0) % rank >= 2
             return dict.fromkeys(inputs, "tokens") if is_behind and all(map(self.has_tokens, inputs.values())) else None
         return self._reads_first(node, rank, inputs)
 
     def _reads_first(self, node: ir.Node, rank: int, inputs: dict[int, ir.Value]) -> dict[int, Rows] | None:
-        """Return the rows for nodes of which one operand has tokens, and the others say what is done to each."""
-        place = 1 if node.op_type == "Gather" else 0
+        """Return the rows for nodes of which one operand has tokens, and the parameters say what is done to each."""
+        operand = 1 if node.op_type == "Gather" else 0
         if node.domain == DOMAIN:
             is_one = node.op_type in _OF_OURS
         elif node.domain:
@@ -91,10 +91,14 @@ class TokenAxes:
             is_one = node.attributes.get_int("axis", default) % rank >= 2
         else:
             return None
-        others = [value for index, value in inputs.items() if index != place]
-        if not is_one or not self.has_tokens(inputs[place]) or not all(_are_numbers(_dims(value)) for value in others):
+        parameters = [value for index, value in inputs.items() if index != operand]
+        if (
+            not is_one
+            or not self.has_tokens(inputs[operand])
+            or not all(_are_numbers(_dims(value)) for value in parameters)
+        ):
             return None
-        return {index: "tokens" if index == place else "same" for index in inputs}
+        return {index: "tokens" if index == operand else "same" for index in inputs}
 
 
 def token_wise_regions(graph: ir.Graph, axes: TokenAxes) -> Iterator[dict[ir.Node, dict[int, Rows]]]:
@@ -102,23 +106,23 @@ def token_wise_regions(graph: ir.Graph, axes: TokenAxes) -> Iterator[dict[ir.Nod
 
     Nodes without a product, such as the norms of queries in front of attention, take less time than packing does.
     """
-    found = {node: rows for node in graph if (rows := axes.operands(node)) is not None}
-    joined: nx.Graph[ir.Node] = nx.Graph()
-    joined.add_nodes_from(found)
-    for node, rows in found.items():
+    rows_of = {node: rows for node in graph if (rows := axes.operands(node)) is not None}
+    neighbours: nx.Graph[ir.Node] = nx.Graph()
+    neighbours.add_nodes_from(rows_of)
+    for node, rows in rows_of.items():
         for index, kind in rows.items():
             value = node.inputs[index]
             producer = None if value is None else value.producer()
-            if kind == "tokens" and producer in found:
-                joined.add_edge(producer, node)
-    for region in nx.connected_components(joined):
+            if kind == "tokens" and producer in rows_of:
+                neighbours.add_edge(producer, node)
+    for region in nx.connected_components(neighbours):
         if any(node.op_type == "MatMul" for node in region):
-            yield {node: rows for node, rows in found.items() if node in region}
+            yield {node: rows for node, rows in rows_of.items() if node in region}
 
 
-def _known(rows: dict[int, Rows | None]) -> dict[int, Rows] | None:
-    known = {index: kind for index, kind in rows.items() if kind is not None}
-    return known if len(known) == len(rows) else None
+def _if_all(rows: dict[int, Rows | None]) -> dict[int, Rows] | None:
+    certain = {index: kind for index, kind in rows.items() if kind is not None}
+    return certain if len(certain) == len(rows) else None
 
 
 def _dims(value: ir.Value) -> list[int | str] | None:
