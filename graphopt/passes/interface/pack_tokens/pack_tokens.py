@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import ATTENTION_MASK
 from graphopt.graph.diagnostics import Effect, Rule
-from graphopt.graph.editing import Inserter, shared_constant
+from graphopt.graph.editing import Dims, Inserter, shared_constant
 from graphopt.passes.base import Pass
 from graphopt.passes.interface.pack_tokens.token_wise import Rows, TokenAxes, token_wise_regions
 
@@ -105,7 +105,7 @@ class _Packing:
         text_and_column = make.op("NonZero", [self._is_token], [2, _TOKENS], _INT64, "found")
         pairs = make.op("Transpose", [text_and_column], [_TOKENS, 2], _INT64, "places", perm=[1, 0])
         self._indices = make.op("Unsqueeze", [pairs, make.integers([0])], [1, _TOKENS, 2], _INT64, "row")
-        halves = [([1, _TOKENS], _INT64)] * 2
+        halves: list[tuple[Dims, ir.DataType]] = [([1, _TOKENS], _INT64)] * 2
         split = make.node("Split", [text_and_column], halves, "of_each", axis=0, num_outputs=2)
         self._text, self._column = split.outputs
         counts = make.op("Cast", [self._is_token], [batch, length], _INT64, "counts", to=_INT64)
@@ -126,10 +126,10 @@ class _Packing:
                 self._unpack(value, region)
         for node, rows in region.items():
             for index, kind in rows.items():
-                value = node.inputs[index]
-                assert value is not None
-                if kind != "same" and value.producer() not in region:
-                    node.replace_input_with(index, self._rows(value, kind, node))
+                operand = node.inputs[index]
+                assert operand is not None
+                if kind != "same" and operand.producer() not in region:
+                    node.replace_input_with(index, self._rows(operand, kind, node))
             for value in node.outputs:
                 assert value.shape is not None
                 value.shape = ir.Shape([1, _TOKENS, *value.shape[2:]])
