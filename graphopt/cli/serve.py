@@ -13,8 +13,12 @@ from graphopt.cli.console import Threads, err
 
 @command("serve")
 def serve(
-    folder: Annotated[Path, typer.Argument(help="an artifact that `optimize --add serve` made")],
-    replicas: Annotated[int, typer.Option(min=1, help="workers, each with the model and a pool of its own")] = 1,
+    folder: Annotated[
+        Path | None, typer.Argument(help="an artifact that `optimize --add serve` made; a front alone needs none")
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=0, help="workers here, each with the model and a pool of its own; 0 for a front alone")
+    ] = 1,
     host: Annotated[
         str, typer.Option(help="address that the front listens on; 0.0.0.0 is open to other machines")
     ] = "127.0.0.1",
@@ -29,7 +33,17 @@ def serve(
         Literal["file", "etcd", "kubernetes"],
         typer.Option(help="how front and workers find each other; with other machines, etcd or kubernetes"),
     ] = "file",
-    front: Annotated[bool, typer.Option("--front/--no-front", help="whether the front runs on this machine")] = True,
+    front: Annotated[bool, typer.Option(help="whether the front runs on this machine")] = True,
+    routing: Annotated[
+        Literal["prefix", "turns", "random"],
+        typer.Option(help="who gets a request: the worker that has read most of its prompt, each in turn, or any"),
+    ] = "prefix",
+    address: Annotated[
+        str | None, typer.Option(help="this machine's address for the others; by default that of its first interface")
+    ] = None,
+    metrics_port: Annotated[
+        int, typer.Option("--metrics-port", min=0, max=32767, help="/metrics of the first worker, others behind it")
+    ] = 0,
     drain: Annotated[float, typer.Option(min=0, help="seconds that requests have to end after SIGTERM")] = 60.0,
 ) -> None:
     """Answer many clients at an OpenAI-compatible address: models, chat, completions, streaming.
@@ -41,7 +55,7 @@ def serve(
     from graphopt.serving.replicas import serve as run
 
     settings = Settings(
-        name=name or folder.resolve().name,
+        name=name or (folder.resolve().name if folder else ""),
         host=host,
         port=port,
         replicas=replicas,
@@ -49,6 +63,9 @@ def serve(
         discovery=discovery,
         tool_parser=tool_parser,
         front=front,
+        routing=routing,
+        address=address,
+        metrics_port=metrics_port,
         patience=drain,
     )
     run(folder, settings, lambda text: err.print(text, markup=False, highlight=False, soft_wrap=True))

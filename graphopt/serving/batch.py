@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ class Batch:
         self._running: dict[Any, Stream] = {}  # by the Engine's request
         self._waiting: list[Stream] = []
         self._count = self._stuck = 0
+        self._sums: Counter[str] = Counter()
         batching = json_object(folder / GENAI_CONFIG).get("engine", {}).get("dynamic_batching", {})
         self._block, self._blocks = int(batching.get("block_size", 16)), int(batching.get("num_blocks", 0))
         ready: Future[int] = Future()
@@ -61,6 +63,34 @@ class Batch:
     def cancel(self, stream: Stream) -> None:
         """End a stream and give its blocks back; nothing happens where it has ended. Callable from any thread."""
         self._commands.put(lambda: self._leave(stream))
+
+    def figures(self) -> dict[str, tuple[str, str, int]]:
+        """Return what can be measured, by its name: its kind in Prometheus, what it is, and its value.
+
+        Callable from any thread. Blocks that requests share count for each of them.
+        """
+        running = list(self._running.values())
+        blocks = min(self._blocks, sum(map(self._blocks_of, running)))
+        figures = {
+            "requests_running": ("gauge", "requests in the batch", len(running)),
+            "requests_waiting": (
+                "gauge",
+                "requests that wait for room in the batch or in the pool",
+                len(self._waiting),
+            ),
+            "blocks": ("gauge", "blocks of the pool", self._blocks),
+            "blocks_used": ("gauge", "blocks that the requests in the batch fill", blocks),
+        }
+        sums = {
+            "requests_total": "requests that came",
+            "requests_moved_total": "requests that another worker had begun",
+            "requests_deferred_total": "times that a request had to leave a full pool",
+            "requests_failed_total": "requests that ended by an error",
+            "prompt_tokens_total": "tokens of prompts that ended",
+            "cached_prompt_tokens_total": "tokens of those that the pool had",
+            "tokens_total": "tokens that were made",
+        }
+        return figures | {name: ("counter", text, self._sums[name]) for name, text in sums.items()}
 
     def close(self) -> None:
         """Cancel all streams and let the Engine go."""
@@ -102,6 +132,8 @@ class Batch:
     def _arrive(self, stream: Stream) -> bool:
         self._count += 1
         stream.number = self._count
+        self._sums["requests_total"] += 1
+        self._sums["requests_moved_total"] += bool(stream.turn.prior_tokens)
         self._waiting.append(stream)
         return True
 
@@ -172,7 +204,7 @@ class Batch:
                 self._handle_failure(stream, event)
             elif event.flags & flags.TURN_FINISHED:
                 has_moved = True
-                self._end(stream, self._last(event))
+                self._end(stream, self._last(stream, event))
         self._stuck = self._stuck + 1 if is_blocked and not has_moved else 0
         if self._stuck >= _STUCK:
             self._make_room()
@@ -182,9 +214,10 @@ class Batch:
             stream.replay_count -= 1
             return
         stream.output.append(token)
+        self._sums["tokens_total"] += 1
         stream.deliver(Event(token))
 
-    def _last(self, event: Any) -> Event:
+    def _last(self, stream: Stream, event: Any) -> Event:
         reasons = self._genai.FinishReason
         finish = {
             reasons.EOS: "stop",
@@ -192,7 +225,10 @@ class Batch:
             reasons.MAX_GENERATED_TOKENS: "length",
             reasons.MAX_SESSION_TOKENS: "length",
         }.get(event.finish_reason, "cancelled")
-        return Event(finish=finish, cached_tokens=event.usage.cached_prompt_tokens if event.usage else 0)
+        cached_tokens = event.usage.cached_prompt_tokens if event.usage else 0
+        self._sums["prompt_tokens_total"] += len(stream.turn.prompt)
+        self._sums["cached_prompt_tokens_total"] += cached_tokens
+        return Event(finish=finish, cached_tokens=cached_tokens)
 
     def _handle_failure(self, stream: Stream, event: Any) -> None:
         codes = self._genai.EngineErrorCode
@@ -216,6 +252,7 @@ class Batch:
             return self._end(stream, Event(finish="error", message=message))
         self._release(stream)
         stream.is_deferred = True
+        self._sums["requests_deferred_total"] += 1
         self._waiting.append(stream)
         return None
 
@@ -223,6 +260,7 @@ class Batch:
         if stream in self._waiting:
             self._waiting.remove(stream)
         self._release(stream)
+        self._sums["requests_failed_total"] += event.finish == "error"
         stream.deliver(event)
 
     def _release(self, stream: Stream) -> None:

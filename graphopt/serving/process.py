@@ -1,14 +1,21 @@
-"""What front and workers have in common: how they find one another, and that they end with what started them."""
+"""What front and workers have in common: how they find and lose one another, and that they end with their parent."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
+import socket
 import sys
+import threading
+import time
 
 NAMESPACE = "graphopt"
 """Under which Dynamo lists the workers."""
+
+SILENCE = 4
+"""Seconds after which a host that does not answer is lost."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -18,3 +25,43 @@ def end_with_parent() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def watch_connections() -> None:
+    """Let this process lose a connection when nothing came back for :data:`SILENCE` seconds.
+
+    A host whose link is down says nothing, and Dynamo waits for it for ever: it sets no option of its sockets. The
+    kernel asks the other side each second (tcp(7): TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_USER_TIMEOUT) and ends a connection
+    that is not answered, which Dynamo understands: it moves the requests. On Linux only.
+    """
+    if sys.platform == "linux":
+        threading.Thread(target=_set_options_of_new_sockets, name="connections", daemon=True).start()
+
+
+def _set_options_of_new_sockets() -> None:
+    old_sockets: set[str] = set()
+    while True:
+        sockets = set()
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                name = os.readlink(f"/proc/self/fd/{number}")
+                if name.startswith("socket:"):
+                    sockets.add(name)
+                    if name not in old_sockets:
+                        _set_options(int(number))
+        old_sockets = sockets
+        time.sleep(0.5)
+
+
+def _set_options(number: int) -> None:
+    # What a listening socket is told is inherited by what it accepts.
+    with socket.socket(fileno=os.dup(number)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (
+                (socket.TCP_KEEPIDLE, 1),
+                (socket.TCP_KEEPINTVL, 1),
+                (socket.TCP_KEEPCNT, SILENCE),
+                (socket.TCP_USER_TIMEOUT, SILENCE * 1000),
+            ):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)

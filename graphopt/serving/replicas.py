@@ -1,4 +1,4 @@
-"""One front and several workers on this machine, kept alive: what ``graphopt serve`` runs."""
+"""What ``graphopt serve`` runs on a machine, kept alive: a front, workers, or both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from graphopt.errors import InputError, MissingDependencyError
+from graphopt.serving.etcd import ENDPOINTS, Etcd
 from graphopt.serving.request import Limits
+from graphopt.serving.worker import instance_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -39,11 +41,14 @@ class Settings:
         name: what clients call the model.
         host: address that the front listens on.
         port: of the front; 0 for a free one.
-        replicas: how many workers there are.
+        replicas: how many workers there are on this machine.
         threads: of onnxruntime in each worker; 0 shares the cores among them.
         discovery: how front and workers find each other: ``file``, ``etcd`` or ``kubernetes``.
         tool_parser: Dynamo's name for the form in which the model writes calls of tools, such as ``hermes``.
         front: whether there is a front on this machine.
+        routing: how the front chooses a worker, see :data:`graphopt.serving.front.ROUTINGS`.
+        address: of this machine, as others reach it; Dynamo takes that of the first interface by default.
+        metrics_port: where the first worker says how it is, others behind it; 0 for free ones.
         patience: seconds that requests have to end after SIGTERM.
     """
 
@@ -55,14 +60,25 @@ class Settings:
     discovery: str = "file"
     tool_parser: str | None = None
     front: bool = True
+    routing: str = "prefix"
+    address: str | None = None
+    metrics_port: int = 0
     patience: float = 60.0
 
 
 class _Process:
     """A process that is started again when it ends."""
 
-    def __init__(self, title: str, command: list[str], environment: Mapping[str, str], say: Callable[[str], None]):
+    def __init__(
+        self,
+        title: str,
+        command: list[str],
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+        forget: Callable[[int], None],
+    ) -> None:
         self.title, self._command, self._environment, self._say = title, command, environment, say
+        self._forget = forget
         self.failures, self._due = 0, 0.0
         self.start()
 
@@ -90,6 +106,7 @@ class _Process:
         if code is None:
             return
         if not self._due:
+            self._forget(self.process.pid)
             if code == _UNUSABLE:
                 raise InputError(f"the {self.title} cannot run", remedy="see its message above")
             self.failures = 0 if time_now - self._start_time > _LONG else self.failures + 1
@@ -106,11 +123,11 @@ class _Process:
             self.process.send_signal(number)
 
 
-def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
+def serve(folder: Path | None, settings: Settings, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C, and let requests end then; the second one does not wait.
 
     Args:
-        folder: an artifact with the graph of the step ``serve``.
+        folder: an artifact with the graph of the step ``serve``; only workers need it.
         settings: how.
         say: told when clients can come, and when a process ended and starts again.
 
@@ -118,7 +135,17 @@ def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
         InputError: the folder cannot be served, or the port is taken.
         MissingDependencyError: the extra ``serve`` is not installed.
     """
-    Limits.of_folder(folder)
+    if not settings.replicas and (
+        not settings.front or (settings.discovery == "file" and "DYN_FILE_KV" not in os.environ)
+    ):
+        raise InputError(
+            "no worker here, and none of another machine could be found",
+            remedy="give --replicas, or a front alone with --discovery etcd or kubernetes",
+        )
+    if settings.replicas:
+        if folder is None:
+            raise InputError("workers need a model", remedy="give the folder that `graphopt optimize --add serve` made")
+        Limits.of_folder(folder)
     _require("dynamo._core", "ai-dynamo-runtime, which has packages for Linux only")
     _require("onnxruntime_genai", "onnxruntime-genai")
     port = _free_port(settings.host, settings.port) if settings.front else 0
@@ -127,7 +154,7 @@ def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-serve-")))
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, lambda code, _: signals.append(code)))
-        processes = _start(folder.resolve(), settings, port, state, say)
+        processes = _start(folder, settings, port, state, say)
         stack.callback(_stop, processes, settings.patience, signals)
         is_announced = not settings.front
         while not signals:
@@ -136,47 +163,91 @@ def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
                 process.look(time_now)
             if not is_announced and _ready(settings, port):
                 is_announced = True
+                address = f"http://{_address(settings.host)}:{port}/v1"
                 workers = f"{settings.replicas} worker{'s' if settings.replicas > 1 else ''}"
-                say(f"serving {settings.name} at http://{_address(settings.host)}:{port}/v1 with {workers}")
+                say(
+                    f"serving {settings.name} at {address} with {workers}"
+                    if settings.replicas
+                    else f"listening at {address} for the workers of other machines"
+                )
             time.sleep(_LOOK)
         say("ending: requests on their way are finished")
 
 
-def _start(folder: Path, settings: Settings, port: int, state: Path, say: Callable[[str], None]) -> list[_Process]:
+def _start(
+    folder: Path | None, settings: Settings, port: int, state: Path, say: Callable[[str], None]
+) -> list[_Process]:
+    environment = _environment(settings, state)
+    discovery = ["--discovery", settings.discovery]
+    module = [sys.executable, "-m"]
+
+    def forget(process: int) -> None:
+        """Take a worker that has ended out of etcd, so that the front sends it nothing until its lease ends."""
+        file = instance_file(state, process)
+        if settings.discovery == "etcd" and file.is_file():
+            try:
+                Etcd(environment).revoke(int(file.read_text()))
+            except OSError as error:
+                say(f"etcd at {environment.get(ENDPOINTS)} cannot be told that a worker ended: {error}")
+
+    processes = []
+    if settings.front:
+        command = [*module, "graphopt.serving.front", "--host", settings.host, "--port", str(port), *discovery]
+        processes.append(_Process("front", [*command, "--routing", settings.routing], environment, say, forget))
+    if folder is None:
+        return processes
+    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // max(1, settings.replicas))
+    command = [*module, "graphopt.serving.worker", str(folder.resolve()), "--name", settings.name]
+    command += ["--state", str(state), "--threads", str(threads), *discovery]
+    # Where a front is here it lets requests end itself, before its workers end.
+    command += ["--patience", str(0.0 if settings.front else settings.patience)]
+    command += ["--tool-parser", settings.tool_parser] if settings.tool_parser else []
+    for number in range(settings.replicas):
+        system = {}
+        if settings.metrics_port or settings.discovery != "file":
+            # Fronts of other machines fetch the tokenizer there.
+            system = {"DYN_SYSTEM_PORT": str(settings.metrics_port and settings.metrics_port + number)}
+        processes.append(_Process(f"worker {number + 1}", command, {**environment, **system}, say, forget))
+    return processes
+
+
+def _environment(settings: Settings, state: Path) -> dict[str, str]:
+    patience = str(math.ceil(settings.patience))
     environment = {
         "DYN_LOG": "error,dynamo_llm::discovery::controller=warn",
         "DYN_FILE_KV": str(state / "discovery"),
         "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
-        "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(math.ceil(settings.patience)),
+        "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": patience,
+        "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": patience,
         # Status 200 waits for the first token so long: what a worker refuses gets a status of its own.
         "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "5000",
+        # A host that is lost gets nothing for as long as etcd lists it.
+        "ETCD_LEASE_TTL": "10",
+        "DYN_RUNTIME_INHIBITED_DURATION_SECS": "10",
+        "DYN_TCP_CONNECT_TIMEOUT": "1",
         **os.environ,
         "DYN_DISCOVERY_BACKEND": settings.discovery,
     }
-    if settings.discovery == "file":
+    hosts = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
+    if settings.address:
+        environment |= dict.fromkeys(hosts, settings.address)
+    elif settings.discovery == "file":
         # All of them are on this machine, whatever address the front has.
-        hosts = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
-        environment |= {**dict.fromkeys(hosts, "127.0.0.1"), "DYN_SELF_HOST_METADATA": "0"}
-    discovery = ["--discovery", settings.discovery]
-    module = [sys.executable, "-m"]
-    processes = []
-    if settings.front:
-        command = [*module, "graphopt.serving.front", "--host", settings.host, "--port", str(port), *discovery]
-        processes.append(_Process("front", command, environment, say))
-    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.replicas)
-    command = [*module, "graphopt.serving.worker", str(folder), "--name", settings.name, "--state", str(state)]
-    command += ["--threads", str(threads), *discovery]
-    command += ["--tool-parser", settings.tool_parser] if settings.tool_parser else []
-    processes += [_Process(f"worker {number}", command, environment, say) for number in range(1, settings.replicas + 1)]
-    return processes
+        environment |= dict.fromkeys(hosts, "127.0.0.1")
+    if settings.discovery == "file":
+        environment |= {"DYN_SELF_HOST_METADATA": "0"}
+    return environment
 
 
 def _stop(processes: list[_Process], patience: float, signals: list[int]) -> None:
-    """Let the front finish what it has and take nothing new; then the workers have nothing to do."""
+    """Let the front finish what it has and take nothing new; then the workers have nothing to do.
+
+    Without a front here they get no new requests, and those that they have end, or move when the time is over.
+    """
     workers = [process for process in processes if process.title != "front"]
     fronts = [process for process in processes if process.title == "front"]
     limit = max(len(signals), 1)
-    for group, seconds in ((fronts, patience + 5), (workers, 10.0)):
+    for group, seconds in ((fronts, patience + 5), (workers, 10.0 if fronts else patience + 5)):
         end = time.monotonic() + seconds
         _signal(group, signal.SIGTERM)
         while any(process.process.poll() is None for process in group):
@@ -217,8 +288,11 @@ def _address(host: str) -> str:
 
 
 def _ready(settings: Settings, port: int) -> bool:
-    """Return whether the front offers the model, and knows all workers."""
+    """Return whether the front offers the model, and knows all workers; or just listens, where none is here."""
     try:
+        if not settings.replicas:
+            with urllib.request.urlopen(f"http://{_address(settings.host)}:{port}/v1/models", timeout=2):
+                return True
         answers = []
         for path in ("v1/models", "health"):
             with urllib.request.urlopen(f"http://{_address(settings.host)}:{port}/{path}", timeout=2) as answer:

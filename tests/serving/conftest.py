@@ -3,13 +3,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.compile.pipeline import optimize
 from graphopt.inference.conversation.template import TEMPLATE
+from graphopt.inference.session import Session, load
 from graphopt.passes.recipe import Recipe
+from graphopt.serving.batch import Batch
+from graphopt.serving.stream import Turn
 from tests.inference.conversation.conftest import PYTHON
 
 BLOCKS = 40
@@ -30,6 +34,29 @@ def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def narrow(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a pool of :data:`BLOCKS` blocks."""
     return with_blocks(served, tmp_path_factory.mktemp("narrow") / "python", BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def session(shipped_artifact: Path) -> Session:
+    return load(shipped_artifact, threads=1)
+
+
+@pytest.fixture(scope="module")
+def expected(served: Path, session: Session) -> Any:
+    """Return a function that says what an Engine with a large pool makes of texts, each so many tokens."""
+    from tests.serving.test_batch import run
+
+    batch = Batch(served, threads=1, on_failure=print)
+
+    def texts(prompts: list[str], tokens: list[int], least: bool = False) -> list[str]:
+        turns = [
+            Turn(tuple(session.encode(prompt)), limit, min_tokens=limit if least else 0)
+            for prompt, limit in zip(prompts, tokens, strict=True)
+        ]
+        return [session.decode(made) for made, _ in run(batch, turns)]
+
+    yield texts
+    batch.close()
 
 
 def with_blocks(served: Path, folder: Path, blocks: int, **model: object) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphopt.serving.journal import Journal
+from graphopt.serving.journal import FolderStore, Journal
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
@@ -52,7 +52,7 @@ def test_a_request_whose_worker_was_killed_goes_on(journal: Journal, tmp_path: P
     end_of_a_worker(tmp_path, "SIGKILL")
     entry = journal.take("a", 9, 0)
     # where the prompt ends, and its random numbers
-    assert (entry.prompt, entry.seed, entry.worker) == (7, 123, os.getpid())
+    assert (entry.prompt, entry.seed, entry.worker) == (7, 123, journal.name)
     journal.end("a")
     assert journal.take("a", 9, 0).prompt == 9
 
@@ -62,7 +62,31 @@ def test_a_request_of_which_there_are_tokens_goes_on(journal: Journal, tmp_path:
     assert journal.take("a", 9, 0).prompt == 7
     # and then no further: nothing was made of these nine tokens
     other = Journal(tmp_path)
-    other._process += 1
     journal.note_crash("not healthy")
     with pytest.raises(ValueError, match="crashed"):
         other.take("a", 9, 0)
+
+
+def test_of_other_machines_two_workers_may_be_lost_with_a_request(tmp_path: Path) -> None:
+    store, machines = FolderStore(tmp_path), [tmp_path / name for name in "abcd"]
+    for machine in machines:
+        machine.mkdir()
+    for machine in machines[:2]:
+        entry = Journal(machine, store).take("a", 7, 5)
+        assert (entry.prompt, entry.seed) == (7, 5)
+    with pytest.raises(ValueError, match="2 workers were lost while they read this request"):
+        Journal(machines[2], store).take("a", 7, 5)
+    # one that made tokens was not lost because of it
+    for machine in machines:
+        journal = Journal(machine, store)
+        assert journal.take("b", 9, 5).prompt == 9
+        journal.note_token("b")
+
+
+def test_a_request_goes_on_without_a_journal_that_cannot_be_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal(tmp_path, FolderStore(tmp_path / "unmounted"))
+    assert journal.take("a", 7, 5).prompt == 7
+    journal.end("a")
+    assert "the journal of requests cannot be reached" in capsys.readouterr().err

@@ -21,11 +21,7 @@ from typing import Any
 
 import pytest
 
-from graphopt.inference.session import Session, load
-from graphopt.serving.batch import Batch
-from graphopt.serving.stream import Turn
 from tests.serving.conftest import BLOCKS
-from tests.serving.test_batch import run
 
 # They are imported where they are used: importing takes seconds, and every worker collects this file.
 pytestmark = [
@@ -121,27 +117,6 @@ def server(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     yield served
     if served.process.poll() is None:
         assert served.close() == 0
-
-
-@pytest.fixture(scope="module")
-def session(shipped_artifact: Path) -> Session:
-    return load(shipped_artifact, threads=1)
-
-
-@pytest.fixture(scope="module")
-def expected(served: Path, session: Session) -> Any:
-    """Return a function that says what an Engine with a large pool makes of texts, each so many tokens."""
-    batch = Batch(served, threads=1, on_failure=print)
-
-    def texts(prompts: list[str], tokens: list[int], least: bool = False) -> list[str]:
-        turns = [
-            Turn(tuple(session.encode(prompt)), limit, min_tokens=limit if least else 0)
-            for prompt, limit in zip(prompts, tokens, strict=True)
-        ]
-        return [session.decode(made) for made, _ in run(batch, turns)]
-
-    yield texts
-    batch.close()
 
 
 def test_models_chat_and_completions(server: Served, expected: Any) -> None:

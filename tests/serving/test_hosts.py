@@ -1,0 +1,161 @@
+"""Several hosts, each its own `graphopt serve`, that find each other; here all of them are on the loopback.
+
+tools/bench/hosts.py does the same with a network in between: links that go down, etcd, addresses.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.test_server import TEXTS
+
+pytestmark = [
+    pytest.mark.skipif(not find_spec("dynamo"), reason="the extra `serve` is not installed"),
+    pytest.mark.skipif(not find_spec("openai"), reason="the extra `dev` is not installed"),
+]
+ROOT = Path(__file__).parents[2]
+
+
+class Cluster:
+    """A front, and hosts that join and leave."""
+
+    def __init__(self, served: Path, work: Path) -> None:
+        self.served, self.work = served, work
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.start("front", "--replicas", 0, "--port", 0)
+        self.url = self.until(lambda: re.search(r"listening at (\S+/v1)", (work / "front").read_text()))[1]
+
+    def start(self, name: str, *options: object) -> None:
+        command = [sys.executable, "-c", "from graphopt.cli import main; main()", "serve", *map(str, options)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "DYN_FILE_KV": str(self.work / "discovery")}
+        with (self.work / name).open("w") as log:
+            self.processes[name] = subprocess.Popen(command, env=environment, stderr=log, start_new_session=True)
+
+    def add(self, name: str, *options: object) -> None:
+        self.start(name, self.served, "--no-front", "--name", "python", "--threads", 1, *options)
+
+    def until(self, found: Any) -> Any:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                if result := found():
+                    return result
+            time.sleep(0.1)
+        raise AssertionError("\n".join((self.work / name).read_text() for name in self.processes))
+
+    def wait_for(self, count: int) -> None:
+        address = self.url.removesuffix("/v1")
+        self.until(
+            lambda: get(f"{address}/health").count('"instance_id"') == count and '"id"' in get(f"{self.url}/models")
+        )
+
+    def worker(self, name: str) -> int:
+        process = self.processes[name].pid
+        return int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return bytes(answer.read()).decode()
+
+
+@pytest.fixture(scope="module")
+def cluster(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(served, tmp_path_factory.mktemp("hosts"))
+    try:
+        for name in "ab":
+            cluster.add(name)
+        cluster.wait_for(2)
+        yield cluster
+    finally:
+        for process in cluster.processes.values():
+            process.terminate()
+        for process in cluster.processes.values():
+            process.wait(60)
+
+
+def read_all(cluster: Cluster, tokens: int, disturb: Any) -> list[str]:
+    """Read a stream of each text, and disturb when one has begun."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=cluster.url, api_key="none", max_retries=0, timeout=60)
+
+    def read(prompt: str) -> str:
+        told: Any = {"model": "python", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+        parts = []
+        for number, part in enumerate(client.completions.create(**told, extra_body={"ignore_eos": True})):
+            parts.append(part.choices[0].text if part.choices else "")
+            if number == 20 and prompt == TEXTS[0]:
+                disturb()
+        return "".join(parts)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        return list(threads.map(read, TEXTS))
+
+
+def test_a_host_that_is_killed_loses_no_stream(cluster: Cluster, expected: Any) -> None:
+    def kill() -> None:
+        # what keeps the worker alive first, so that nobody starts it again
+        for process in (cluster.processes["a"].pid, cluster.worker("a")):
+            os.kill(process, signal.SIGKILL)
+
+    assert read_all(cluster, 200, kill) == expected(list(TEXTS), [200] * 8, least=True)
+    assert cluster.processes["a"].wait(10) == -signal.SIGKILL
+
+
+def test_a_host_that_joins_gets_requests_and_one_that_ends_ends_them(cluster: Cluster, expected: Any) -> None:
+    port = free_port()
+    cluster.add("c", "--metrics-port", port)
+    cluster.until(lambda: "graphopt_worker_blocks " in get(f"http://127.0.0.1:{port}/metrics"))
+
+    def end() -> None:
+        cluster.processes["b"].send_signal(signal.SIGTERM)
+
+    assert read_all(cluster, 200, end) == expected(list(TEXTS), [200] * 8, least=True)
+    assert cluster.processes["b"].wait(60) == 0
+    assert read_all(cluster, 20, lambda: None) == expected(list(TEXTS), [20] * 8, least=True)
+    figures = dict(
+        line.split() for line in get(f"http://127.0.0.1:{port}/metrics").splitlines() if line[:8] == "graphopt"
+    )
+    assert int(figures["graphopt_worker_tokens_total"]) >= 8 * 20
+    assert int(figures["graphopt_worker_requests_total"]) >= 8
+    assert figures["graphopt_worker_requests_running"] == figures["graphopt_worker_blocks_used"] == "0"
+
+
+def free_port() -> int:
+    for port in range(20000, 32768):  # Dynamo takes no larger one
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas", "0"], "no worker here, and none of another machine"),
+        (["--replicas", "0", "--no-front", "--discovery", "etcd"], "no worker here"),
+        (["--discovery", "etcd"], "workers need a model"),
+    ],
+)
+def test_commands_that_would_serve_nothing_are_refused(options: list[str], message: str) -> None:
+    from typer.testing import CliRunner
+
+    from graphopt.cli import app
+
+    result = CliRunner().invoke(app, ["serve", *options])
+    assert result.exit_code
+    assert message in str(result.exception or result.output)

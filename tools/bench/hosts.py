@@ -1,0 +1,434 @@
+"""Serving over several hosts, each a network namespace of this machine: what becomes of streams, and of prompts.
+
+    python tools/bench/hosts.py streams SERVED      # hosts are killed, cut off, ended and added under 32 streams
+    python tools/bench/hosts.py prefixes SERVED     # prompt tokens that are computed, by how requests are routed
+
+SERVED is what `graphopt optimize --add serve` made. Run it as root, with etcd (Debian's `etcd-server`) and iproute2.
+The front with etcd is one host, workers are on others, and each has an address and a link to the front's bridge. All
+share this machine's processors. Nothing outside of the namespaces is touched.
+
+``streams`` compares every text with what the same servers make undisturbed: every second one is drawn with a seed, the
+others are greedy. A silence is the time in which a stream got
+nothing, the wait for its first token included. ``prefixes`` asks every front, started anew, the same: 8 prefixes in
+common, as many requests with each, in an order drawn once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from graphopt.artifact.genai import GENAI_CONFIG
+from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.options import JsonFile
+from tools.bench.parts.unavailable import UnavailableError
+
+ROOT = Path(__file__).parents[2]
+FRONT, PORT, ETCD = "10.77.0.1", 8000, "http://10.77.0.1:2379"
+NEWNET = 0x40000000  # sched.h: CLONE_NEWNET
+NAME = "model"
+PATIENCE = 120.0  # seconds until a host must serve
+app = typer.Typer(help=__doc__)
+
+
+@dataclass
+class Stream:
+    """What a client got.
+
+    Attributes:
+        text: of the reply.
+        came: seconds since the Unix epoch of the request, of each part, and of the end.
+        error: what went wrong, or nothing.
+        prompt_tokens: of the prompt.
+        cached_tokens: of those that the worker had.
+    """
+
+    text: str = ""
+    came: list[float] = field(default_factory=list)
+    error: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def silence(self) -> float:
+        """Seconds of the longest time without a part."""
+        return max((later - earlier for earlier, later in zip(self.came, self.came[1:], strict=False)), default=0.0)
+
+
+class Hosts:
+    """A front's host, which is this process's, and hosts of workers behind links.
+
+    Args:
+        served: the model's folder.
+        work: for logs, and etcd's data.
+    """
+
+    def __init__(self, served: Path, work: Path) -> None:
+        self._served, self._work = served.resolve(), work
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._numbers: dict[str, int] = {}
+        if ctypes.CDLL(None, use_errno=True).unshare(NEWNET):
+            raise UnavailableError(
+                f"no network namespace of its own: {os.strerror(ctypes.get_errno())}; run it as root"
+            )
+        for command in (
+            "link set lo up",
+            "link add name bridge0 type bridge",
+            f"addr add {FRONT}/24 dev bridge0",
+            "link set bridge0 up",
+        ):
+            _ip(command)
+
+    def start_etcd(self) -> None:
+        """Start etcd on the front's host."""
+        if shutil.which("etcd") is None:
+            raise UnavailableError("etcd is not installed: apt-get install etcd-server")
+        command = ["etcd", "--data-dir", str(self._work / "etcd"), "--listen-peer-urls", "http://127.0.0.1:0"]
+        self._run("etcd", [*command, "--listen-client-urls", ETCD, "--advertise-client-urls", ETCD])
+        _wait(lambda: _get(f"{ETCD}/health") is not None, "etcd does not answer")
+
+    def start_front(self, routing: str) -> None:
+        """Start a front."""
+        options = ["--replicas", "0", "--host", FRONT, "--port", str(PORT), "--address", FRONT, "--routing", routing]
+        self._run("front", [*_GRAPHOPT, "serve", *options, "--discovery", "etcd"])
+
+    def add(self, name: str) -> None:
+        """Start a worker on a host, which gets a namespace and a link the first time."""
+        if name not in self._numbers:
+            self._numbers[name] = len(self._numbers) + 2
+            _ip(f"netns add {_namespace(name)}")
+            _ip(f"link add to-{name} type veth peer name eth0 netns {_namespace(name)}")
+            _ip(f"link set to-{name} master bridge0 up")
+            for command in (f"addr add {self.address(name)}/24 dev eth0", "link set eth0 up", "link set lo up"):
+                _ip(f"-n {_namespace(name)} {command}")
+        options = ["--no-front", "--discovery", "etcd", "--threads", "1", "--address", self.address(name)]
+        inside = ["ip", "netns", "exec", _namespace(name)]
+        self._run(
+            name, [*inside, *_GRAPHOPT, "serve", str(self._served), "--name", NAME, *options, "--metrics-port", "9100"]
+        )
+
+    def address(self, name: str) -> str:
+        """Return the address of a host."""
+        return f"10.77.0.{self._numbers[name]}"
+
+    def link(self, name: str, state: str) -> None:
+        """Let the link of a host be ``up`` or ``down``."""
+        _ip(f"link set to-{name} {state}")
+
+    def kill(self, name: str, number: int) -> None:
+        """Send a signal to what serves on a host; SIGKILL goes to its worker too, at the same moment."""
+        process = self._processes[name]
+        workers = []
+        if number == signal.SIGKILL:
+            workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for pid in (process.pid, *map(int, workers)):
+            os.kill(pid, number)
+
+    def wait_for(self, names: Sequence[str]) -> None:
+        """Wait until the front lists these hosts and no other one."""
+        addresses = {self.address(name) for name in names}
+
+        def is_listed() -> bool:
+            health = _get(f"http://{FRONT}:{PORT}/health")
+            return health is not None and addresses == set(re.findall(r'"tcp":"([0-9.]+):', health))
+
+        _wait(is_listed, f"the front does not list just {', '.join(names)}: see {self._work}")
+        _wait(lambda: '"id"' in (_get(f"http://{FRONT}:{PORT}/v1/models") or ""), "the front offers no model")
+
+    def metrics(self, name: str = "front") -> dict[str, float]:
+        """Return the sum of each metric of a front, or of a worker, over its labels."""
+        place = f"{FRONT}:{PORT}" if name == "front" else f"{self.address(name)}:9100"
+        sums: dict[str, float] = {}
+        for line in (_get(f"http://{place}/metrics") or "").splitlines():
+            if line and not line.startswith("#"):
+                key, value = line.rsplit(" ", 1)
+                sums[key.split("{")[0]] = sums.get(key.split("{")[0], 0.0) + float(value)
+        return sums
+
+    def close(self) -> None:
+        """End everything."""
+        for name, process in self._processes.items():
+            with contextlib.suppress(OSError):
+                self.kill(name, signal.SIGKILL)
+            process.wait()
+        for name in self._numbers:
+            _ip(f"netns del {_namespace(name)}")
+
+    def stop(self, *names: str) -> None:
+        """Let something end."""
+        for name in names:
+            self._processes[name].send_signal(signal.SIGTERM)
+        for name in names:
+            self._processes.pop(name).wait(PATIENCE)
+
+    def _run(self, name: str, command: Sequence[str]) -> None:
+        if name in self._processes:
+            self._processes[name].wait()
+        environment = os.environ | {"ETCD_ENDPOINTS": ETCD, "PYTHONPATH": str(ROOT)}
+        with (self._work / f"{name}.log").open("a") as log:
+            self._processes[name] = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, cwd=self._work, start_new_session=True
+            )
+
+
+_GRAPHOPT = (sys.executable, "-c", "from graphopt.cli import main; main()")
+
+
+def _namespace(name: str) -> str:
+    return f"graphopt-{os.getpid()}-{name}"
+
+
+def _ip(command: str) -> None:
+    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+    if done.returncode:
+        raise UnavailableError(f"ip {command}: {done.stderr.strip()}")
+
+
+def _get(url: str) -> str | None:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bytes(answer.read()).decode()
+    except OSError:
+        return None
+
+
+def _wait(is_so: Callable[[], bool], problem: str) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        if time.monotonic() > end:
+            raise UnavailableError(problem)
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _hosts(served: Path) -> Iterator[Hosts]:
+    with tempfile.TemporaryDirectory(prefix="graphopt-hosts-", ignore_cleanup_errors=True) as work:
+        hosts = Hosts(served, Path(work))
+        try:
+            hosts.start_etcd()
+            yield hosts
+        finally:
+            hosts.close()
+
+
+async def _ask(
+    prompt: list[int], tokens: int, on_part: Callable[[], None] = lambda: None, seed: int | None = None
+) -> Stream:
+    """Read a stream to its end, whatever that is; tokens are drawn where there is a seed."""
+    stream = Stream(came=[time.time()])
+    body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    body |= {} if seed is None else {"temperature": 0.8, "seed": seed}
+    data = json.dumps(body).encode()
+    is_whole = False
+    try:
+        reader, writer = await asyncio.open_connection(FRONT, PORT)
+        head = "POST /v1/completions HTTP/1.1\r\nHost: front\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        status = (await reader.readline()).decode()
+        if " 200 " not in status:
+            stream.error = f"{status.strip()}: {(await reader.read()).decode()[-300:]}"
+            is_whole = True
+        async for line in reader:
+            if line.startswith(b"data: [DONE]"):
+                is_whole = True
+            elif line.startswith(b"data: {"):
+                part = json.loads(line[6:])
+                stream.error = part.get("message", "") if "choices" not in part else stream.error
+                if part.get("choices"):
+                    stream.text += part["choices"][0]["text"]
+                    stream.came.append(time.time())
+                    on_part()
+                if usage := part.get("usage"):
+                    stream.prompt_tokens = usage["prompt_tokens"]
+                    stream.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        writer.close()
+    except OSError as error:
+        stream.error = str(error)
+    if not is_whole and not stream.error:
+        stream.error = "the stream ended without its last part"
+    stream.came.append(time.time())
+    return stream
+
+
+async def _ask_all(prompts: list[list[int]], tokens: int, disturb: Callable[[], None]) -> tuple[list[Stream], float]:
+    """Ask all at once, and disturb once a quarter of all tokens has come; return streams and when that was."""
+    count, moment = 0, 0.0
+
+    def on_part() -> None:
+        nonlocal count, moment
+        count += 1
+        if count == len(prompts) * tokens // 4:
+            moment = time.time()
+            asyncio.get_running_loop().run_in_executor(None, disturb)
+
+    seeds = [number if number % 2 else None for number in range(len(prompts))]
+    asked = (_ask(prompt, tokens, on_part, seed) for prompt, seed in zip(prompts, seeds, strict=True))
+    return list(await asyncio.gather(*asked)), moment
+
+
+def _prompts(served: Path, count: int, length: int) -> list[list[int]]:
+    vocabulary = json.loads((served / GENAI_CONFIG).read_text())["model"]["vocab_size"]
+    drawn = random.Random(0)
+    return [[drawn.randrange(1, vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+@app.command()
+def streams(
+    served: Path,
+    count: Annotated[int, typer.Option(help="streams at once")] = 32,
+    tokens: Annotated[int, typer.Option(help="of each reply")] = 400,
+    json_file: JsonFile = None,
+) -> None:
+    """Disturb hosts while streams run."""
+    console, others = Console(width=120), Others()
+    prompts = _prompts(served, count, 24)
+    rows: list[dict[str, Any]] = []
+    with _hosts(served) as hosts:
+        hosts.start_front("prefix")
+        for name in "ab":
+            hosts.add(name)
+        hosts.wait_for("ab")
+
+        def cut_for_five_seconds() -> None:
+            hosts.link("a", "down")
+            time.sleep(5)
+            hosts.link("a", "up")
+
+        disturbances: list[tuple[str, Callable[[], None], str]] = [
+            ("nothing", lambda: None, "ab"),
+            ("nothing again", lambda: None, "ab"),
+            ("a host is killed: SIGKILL", lambda: hosts.kill("a", signal.SIGKILL), "b"),
+            ("a link is down for 5 s", cut_for_five_seconds, "ab"),
+            ("a link is down for good", lambda: hosts.link("a", "down"), "b"),
+            ("a host is ended: SIGTERM", lambda: hosts.kill("a", signal.SIGTERM), "b"),
+            ("a third host joins", lambda: hosts.add("c"), "abc"),
+        ]
+        expected: list[str] = []
+        for title, disturb, left in disturbances:
+            before = hosts.metrics()
+            found, moment = asyncio.run(_ask_all(prompts, tokens, disturb))
+            expected = expected or [stream.text for stream in found]
+            after = hosts.metrics()
+            failed = [stream for stream in found if stream.error]
+            whole = sum(text == stream.text for text, stream in zip(expected, found, strict=True) if not stream.error)
+            moved = _difference(before, after, "dynamo_frontend_model_migration_total")
+            rows.append(
+                {
+                    "disturbance": title,
+                    "same": whole,
+                    "other": count - whole - len(failed),
+                    "errors": len(failed),
+                    "moved": int(moved),
+                    "last_error": max((stream.came[-1] - moment for stream in failed), default=0.0),
+                    "silence": max(stream.silence for stream in found),
+                    "seconds": max(stream.came[-1] for stream in found) - min(stream.came[0] for stream in found),
+                    "messages": sorted({stream.error for stream in failed}),
+                }
+            )
+            console.print(json.dumps(rows[-1]), markup=False, highlight=False, soft_wrap=True)
+            hosts.wait_for(left)
+            if "a" not in left:
+                hosts.link("a", "up")
+                if "link" not in title:
+                    hosts.add("a")
+                hosts.wait_for("ab")
+        asyncio.run(_ask_all(prompts, tokens, lambda: None))
+        joined = {name: int(hosts.metrics(name).get("graphopt_worker_requests_total", 0)) for name in "abc"}
+        console.print(f"requests of each host, once the third one is there: {joined}", highlight=False)
+    table = Table("while", "same text", "other text", "errors", "moves", "last error after, s", "longest silence, s")
+    for row in rows:
+        figures = [str(row[name]) for name in ("same", "other", "errors", "moved")]
+        table.add_row(row["disturbance"], *figures, f"{row['last_error']:.1f}", f"{row['silence']:.1f}")
+    console.print(table)
+    _conclude(console, others, json_file, rows)
+
+
+@app.command()
+def prefixes(
+    served: Path,
+    count: Annotated[int, typer.Option(help="prefixes")] = 8,
+    requests: Annotated[int, typer.Option(help="with each prefix")] = 12,
+    length: Annotated[int, typer.Option(help="tokens of a prefix")] = 512,
+    own: Annotated[int, typer.Option(help="tokens of each request behind its prefix")] = 24,
+    concurrent: Annotated[int, typer.Option(help="requests at once")] = 4,
+    json_file: JsonFile = None,
+) -> None:
+    """Count prompt tokens that are computed, where requests are routed by prefix, in turn, and at random."""
+    console, others = Console(width=120), Others()
+    suffixes = _prompts(served, count * requests, own)
+    shared = _prompts(served, count, length + 1)
+    prompts = [shared[i % count] + suffix for i, suffix in enumerate(suffixes)]
+    random.Random(1).shuffle(prompts)
+    rows: list[dict[str, Any]] = []
+    with _hosts(served) as hosts:
+        for routing in ("prefix", "turns", "random"):
+            hosts.start_front(routing)
+            for name in "ab":
+                hosts.add(name)
+            hosts.wait_for("ab")
+            found = asyncio.run(_some_at_once(prompts, concurrent))
+            if failed := [stream.error for stream in found if stream.error]:
+                raise UnavailableError(failed[0])
+            whole = sum(stream.prompt_tokens for stream in found)
+            computed = whole - sum(stream.cached_tokens for stream in found)
+            workers = [hosts.metrics(name) for name in "ab"]
+            counted = sum(metrics.get("graphopt_worker_prompt_tokens_total", 0.0) for metrics in workers)
+            counted -= sum(metrics.get("graphopt_worker_cached_prompt_tokens_total", 0.0) for metrics in workers)
+            rows.append({"routing": routing, "prompt_tokens": whole, "computed": computed, "by_workers": int(counted)})
+            console.print(json.dumps(rows[-1]), markup=False, highlight=False)
+            hosts.stop("front", "a", "b")
+    of_prefix = rows[0]["computed"]
+    for row in rows[1:]:
+        console.print(
+            f"{row['routing']}: {row['computed'] / of_prefix:.2f} times the tokens of prefix", highlight=False
+        )
+    _conclude(console, others, json_file, rows)
+
+
+async def _some_at_once(prompts: list[list[int]], concurrent: int) -> list[Stream]:
+    left, found = list(reversed(prompts)), []
+
+    async def client() -> None:
+        while left:
+            found.append(await _ask(left.pop(), 8))
+
+    await asyncio.gather(*(client() for _ in range(concurrent)))
+    return found
+
+
+def _difference(before: dict[str, float], after: dict[str, float], name: str) -> float:
+    return after.get(name, 0.0) - before.get(name, 0.0)
+
+
+def _conclude(console: Console, others: Others, json_file: Path | None, rows: list[dict[str, Any]]) -> None:
+    share = others.share()
+    console.print(f"{describe()}; {quiet(share)}", highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps({"machine": describe(), "others": share, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    app()
