@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -13,19 +14,21 @@ from pydantic import Field, model_validator
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import drop
-from graphopt.graph.weights import Reshape, Transpose, WeightTensor, expression_of, new_weight, weight_of
+from graphopt.graph.weights import Reshape, SameShape, Transpose, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.numerics.formats import format_of
 from graphopt.passes.base import Pass
 from graphopt.passes.common.integer_tensors import integer_tensors, put_codes_between
 from graphopt.quantization.rounding.lazy_codes import quantized
 from graphopt.quantization.rounding.scales import Scale
 from graphopt.quantization.statistics.ranges import RangeMethod, TensorRanges, step_and_zero
+from graphopt.runtime_ops.instructions import instructions_here
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from graphopt.graph.diagnostics import Fact
-    from graphopt.graph.weights import Expression
+    from graphopt.graph.weights import Array, Expression, Region
+    from graphopt.numerics.formats import Format
     from graphopt.passes.context import Context, Ledger, Statistics
 
 STORAGE = Rule("quantize_convolutions.stored", "{weight} as {format}, {scales}")
@@ -56,6 +59,23 @@ _CODES = format_of("int8")
 _LARGEST = np.iinfo(np.int32).max
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SignedCodes(SameShape):
+    """Codes of a signed format of fewer than 8 bits, in two's complement of so many bits, as int8."""
+
+    bits: int
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """int8."""
+        return ir.DataType.INT8
+
+    def evaluate(self, region: Region) -> Array:
+        """Extend the signs in the region."""
+        sign = 1 << (self.bits - 1)
+        return ((self.source.evaluate(region).astype(np.int16) ^ sign) - sign).astype(np.int8)
+
+
 class QuantizeConvolutions(Pass):
     """Store the weights of convolutions in few bits, one scale for each output channel or block of input channels.
 
@@ -83,10 +103,13 @@ class QuantizeConvolutions(Pass):
     same model is made again from it. Without inputs only weights become codes: onnxruntime decodes them in each run,
     which makes the file smaller and nothing faster.
 
-    CPUs without VNNI add two products of 8 bits in 16 bits, which large ones overflow: there, compare before use.
+    CPUs without VNNI add two products of 8 bits in 16 bits, which large ones overflow: 2 x 255 x 127 > 32767. Weights
+    of 7 bits cannot, and are the default where such a CPU optimizes.
 
     Attributes:
-        format: of weights: int8, or int4, with which convolutions read floats.
+        format: of weights: int8; int7, stored as int8, where convolutions multiply codes, and int8 elsewhere; or int4,
+            with which convolutions read floats. ``None``: int7 if the machine that optimizes has AVX2 and no VNNI, else
+            int8.
         group: input channels that share a scale; 0: all weights of an output channel do.
         scale: how scales of weights are chosen, see :func:`graphopt.quantization.rounding.round_to_nearest`.
         activations: "none": convolutions read floats; "static": codes of fixed ranges, also of random inputs; "auto":
@@ -101,7 +124,7 @@ class QuantizeConvolutions(Pass):
     effect: ClassVar[Effect] = "lossy"
     after: ClassVar[tuple[str, ...]] = ("unpack", "keep_codes", "spare_inputs")
 
-    format: Literal["int8", "int4"] = "int8"
+    format: Literal["int8", "int7", "int4"] | None = None
     group: Annotated[int, Field(ge=0)] = 0
     scale: Scale = "least_squares"
     activations: Literal["auto", "static", "none"] = "auto"
@@ -121,7 +144,17 @@ class QuantizeConvolutions(Pass):
     @property
     def _multiplies_integers(self) -> bool:
         """Whether onnxruntime has a kernel that multiplies codes of inputs with such weights."""
-        return self.format == "int8" and not self.group
+        return self.format != "int4" and not self.group
+
+    def on_this_machine(self) -> Self:
+        """Return the pass with a format of weights whose products do not overflow on this machine."""
+        if self.format is not None:
+            return self
+        return self.model_copy(update={"format": "int7" if instructions_here() == "avx2" else "int8"})
+
+    @property
+    def _bits(self) -> Format:
+        return format_of(self.format or "int8")
 
     def self_contained(self, statistics: Statistics) -> Self:
         """See :class:`Pass`: with the ranges that were measured."""
@@ -137,6 +170,9 @@ class QuantizeConvolutions(Pass):
         nodes = [node for node in graph if (node.domain, node.op_type) == ("", "Conv")]
         self._check_names(nodes)
         is_static = self._is_static(context)
+        if self.format is None or (self.format == "int7" and not is_static):
+            self.model_copy(update={"format": "int8"}).rewrite(model, context)
+            return
         targets = []
         for node in nodes:
             reason = self._why_not(node, context, is_static)
@@ -213,7 +249,7 @@ class QuantizeConvolutions(Pass):
         ]
         fact = STORAGE(
             weight=weight.name,
-            format=self.format,
+            format=self._bits.name,
             scales=f"one scale for {self.group} input channels" if self.group else "one scale for an output channel",
         )
         readers[weight] = _decode(graph, node, 1, values, attributes)
@@ -224,8 +260,13 @@ class QuantizeConvolutions(Pass):
         """Return the codes and scales of a weight as rows whose numbers share scales."""
         matrix = WeightTensor(Reshape.to_dims(expression, (rows, columns)))
         group = self.group or matrix.shape.numpy()[1]
-        parts = quantized(matrix, format_of(self.format), group, self.scale, transposed=True)
-        return {name: expression_of(tensor) for name, tensor in parts.items()}
+        parts = quantized(
+            matrix, self._bits, group, self.scale, transposed=True, standard=self._bits.onnx_type is not None
+        )
+        expressions = {name: expression_of(tensor) for name, tensor in parts.items()}
+        if self._bits.onnx_type is None:
+            expressions["codes"] = SignedCodes(expressions["codes"], self._bits.bits)
+        return expressions
 
     def _make_integers(self, model: ir.Model, nodes: Sequence[ir.Node], context: Context) -> list[ir.Node]:
         """Let the tensors between convolutions be codes, and biases integers; return whose weights become codes."""

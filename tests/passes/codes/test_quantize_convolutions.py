@@ -115,6 +115,22 @@ def test_weights_are_shared_pools_tell_places_and_a_channel_is_almost_dead(
     assert np.abs(after - before).max() < 0.02 * np.abs(before).max()
 
 
+@pytest.mark.parametrize(("instructions", "reach"), [("avx2", 64), ("avx512", 127)])
+def test_where_pairs_of_products_overflow_weights_have_7_bits(
+    instructions: str, reach: int, inputs: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphopt.passes.codes.quantize_convolutions.instructions_here", lambda: instructions)
+    weights = {}
+    for name, feeds in (("with inputs", inputs), ("without", None)):
+        model = graphopt.optimize(file, "int8", tmp_path / name, inputs=feeds).model
+        tensors = {key: value.const_value.numpy() for key, value in model.graph.initializers.items()}
+        weights[name] = [codes for key, codes in tensors.items() if key.endswith(".codes") and codes.ndim == 4]
+    assert {codes.dtype.name for codes in weights["with inputs"]} == {"int8"}
+    # Each output channel reaches as far as codes go, give or take what the least squares cut off.
+    assert reach - 3 <= max(np.abs(codes.astype(int)).max() for codes in weights["with inputs"]) <= reach + 1
+    assert max(np.abs(codes.astype(int)).max() for codes in weights["without"]) > 100
+
+
 def test_four_bits_have_scales_of_blocks_of_input_channels(file: Path, tmp_path: Path) -> None:
     model = ir.load(file)
     before = logits_of(model, tmp_path / "before")

@@ -368,7 +368,10 @@ def test_a_cache_that_is_too_small_to_wrap() -> None:
         ({"sink_pages": -1}, "sink_pages must be from 0"),
         ({"recent_pages": 2**40}, "recent_pages must be from 0"),
         ({"policies": [0, 1, 2]}, "policies must be 1 integer, or 2, one for each KV head"),
-        ({"policies": [3]}, r"the kernels know the policies 0 to 2 \(dense, streaming, retrieval\), not 3"),
+        (
+            {"policies": [4]},
+            r"the kernels know the policies 0 to 3 \(dense, streaming, retrieval, sparse_prefill\), not 4",
+        ),
     ],
 )
 def test_attributes_out_of_range_are_refused(others: dict[str, Any], message: str) -> None:

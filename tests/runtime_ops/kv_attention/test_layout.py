@@ -275,7 +275,7 @@ def test_dimensions_may_be_names() -> None:
         ({"summary": "median"}, "summary is one of .*, not 'median'"),
         ({"policies": ()}, "one for each of 2 KV heads"),
         ({"policies": (0, 1, 2)}, "one for each of 2 KV heads"),
-        ({"policies": (3,)}, "dense"),
+        ({"policies": (4,)}, "dense"),
     ],
 )
 def test_refusals(wrong: dict[str, Any], message: str) -> None:
