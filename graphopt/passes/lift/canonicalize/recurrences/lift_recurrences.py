@@ -6,7 +6,10 @@ before::
 
 after::
 
-    o, S = LinearRecurrence(q, k, v, g, beta, mask, S0; delta, scale)                   Transpose, Reshape around it
+    o, S = LinearRecurrence(q, k, v, g, beta, mask, S0; delta, scale)                   Reshape around it
+
+Tokens stand first, [T, B, H, n], and the operator has rows first, [B, T, H, n]. Rows share nothing, as heads do, so B
+rows of H heads are one row of B H heads, [1, T, B H, n]: the same numbers in the same order, and nothing is transposed.
 """
 
 from __future__ import annotations
@@ -147,7 +150,7 @@ class _Builder:
         return self.insert.op(op_type, inputs, None, dtype, f"{op_type}.{number}", **attributes)
 
     def operand(self, operand: Operand, count: int, *, is_shared: bool = False) -> ir.Value:
-        """Return an operand as [B, T, heads, count]; of one head where all share it."""
+        """Return an operand as [1, T, B heads, count]; of one head in each row where all share it."""
         lead = [*self._lead[:-1], self.insert.integers([1])] if is_shared and self._lead else self._lead
         shape = self._concat([self._tokens, *lead, self.insert.integers([count])])
         if operand.value is None:
@@ -164,7 +167,7 @@ class _Builder:
         is_sequence = operand.value is not None and self._sequences.has_tokens(operand.value)
         if not (operand.is_whole and is_sequence):
             sequence = self.op("Expand", [sequence, shape])
-        return self._batch_first(sequence)
+        return self.op("Reshape", [sequence, self._as_one_row(count)])
 
     def decay(self) -> ir.Value:
         """Return the logarithm of factors, or nothing of each head."""
@@ -175,28 +178,19 @@ class _Builder:
         return numbers if decay.is_logarithm else self.op("Log", [numbers])
 
     def placeholder(self, dtype: ir.DataType) -> ir.Value:
-        """Return a placeholder: [B, T, H, 0] of floats, [B, 0] of integers."""
-        zero, (batch, heads) = self.insert.integers([0]), self._batch_and_heads()
-        dims = [batch, self._tokens, heads, zero] if dtype == _FLOAT else [batch, zero]
+        """Return a placeholder: [1, T, B H, 0] of floats, [1, 0] of integers."""
+        zero, row = self.insert.integers([0]), self.insert.integers([1])
+        dims = [row, self._tokens, self._heads(), zero] if dtype == _FLOAT else [row, zero]
         fill = ir.tensor(np.zeros(1, dtype.numpy()))
         return self.op("ConstantOfShape", [self._concat(dims)], dtype, value=fill)
 
     def state(self) -> ir.Value:
-        """Return the state before the first token as [B, H, K, V]."""
-        state, layout = self._steps.initial, self._recurrence.layout
-        rank = self._recurrence.lead + {"vector": 1, "number": 0}.get(layout, 2)
-        if layout == "values first":
-            state = self._swap_axes(state, rank)
-        axes_of_vectors = {
-            "vector": [self._recurrence.lead + 1],
-            "number": [self._recurrence.lead, self._recurrence.lead + 1],
-        }
-        axes = axes_of_vectors.get(layout, [])
-        if axes:
-            state = self.op("Unsqueeze", [state, self.insert.integers(axes)])
-        if self._recurrence.lead < 2:
-            state = self.op("Unsqueeze", [state, self.insert.integers(list(range(2 - self._recurrence.lead)))])
-        return state
+        """Return the state before the first token as [1, B H, K, V]."""
+        state, recurrence = self._steps.initial, self._recurrence
+        if recurrence.layout == "values first":
+            state = self._swap_axes(state, recurrence.lead + 2)
+        sizes = self.insert.integers([1, -1, recurrence.channels, recurrence.width])
+        return self.op("Reshape", [state, sizes])
 
     def final(self, new_state: ir.Value) -> ir.Value:
         """Return the state behind the last token as it was."""
@@ -205,10 +199,9 @@ class _Builder:
         return self.op("Reshape", [new_state, self._dims(self._steps.initial, 0, None)])
 
     def sequence(self, output: ir.Value, axes: tuple[int, ...]) -> ir.Value:
-        """Return outputs [B, T, H, V] as they were."""
-        tokens_first = self.op("Transpose", [output], perm=[1, 0, 2, 3])
+        """Return outputs [1, T, B H, V] as they were."""
         axes_of_vectors = [self.insert.integers([axis]) for axis in axes]
-        sequence = self.op("Reshape", [tokens_first, self._concat([self._tokens, *self._lead, *axes_of_vectors])])
+        sequence = self.op("Reshape", [output, self._concat([self._tokens, *self._lead, *axes_of_vectors])])
         axis, rank = self._steps.output_axis, 1 + len(self._lead) + len(axes)
         axis = axis + rank if axis < 0 else axis
         if not axis:
@@ -217,17 +210,16 @@ class _Builder:
         order.insert(axis, 0)
         return self.op("Transpose", [sequence], perm=order)
 
-    def _batch_and_heads(self) -> tuple[ir.Value, ir.Value]:
-        unit = self.insert.integers([1])
-        batch, heads = [unit, unit, *self._lead][-2:]
-        return batch, heads
+    def _as_one_row(self, count: int) -> ir.Value:
+        """Return the shape [1, T, B H, count] of a sequence, whatever its heads."""
+        row, rest = self.insert.integers([1]), self.insert.integers([-1])
+        return self._concat([row, self._tokens, rest, self.insert.integers([count])])
 
-    def _batch_first(self, sequence: ir.Value) -> ir.Value:
-        """Return a sequence [T, .., n] as [B, T, H, n]."""
-        lead = self._recurrence.lead
-        if lead < 2:
-            sequence = self.op("Unsqueeze", [sequence, self.insert.integers(list(range(1, 3 - lead)))])
-        return self.op("Transpose", [sequence], perm=[1, 0, 2, 3])
+    def _heads(self) -> ir.Value:
+        """Return B H, int64 [1]."""
+        if not self._lead:
+            return self.insert.integers([1])
+        return self.op("ReduceProd", [self._concat(self._lead)], _INT64, keepdims=1)
 
     def _swap_axes(self, tensor: ir.Value, rank: int) -> ir.Value:
         return self.op("Transpose", [tensor], perm=[*range(rank - 2), rank - 1, rank - 2])
