@@ -212,8 +212,8 @@ class _Builder:
 
     def _as_one_row(self, count: int) -> ir.Value:
         """Return the shape [1, T, B H, count] of a sequence, whatever its heads."""
-        row, rest = self.insert.integers([1]), self.insert.integers([-1])
-        return self._concat([row, self._tokens, rest, self.insert.integers([count])])
+        row, heads = self.insert.integers([1]), self.insert.integers([-1])
+        return self._concat([row, self._tokens, heads, self.insert.integers([count])])
 
     def _heads(self) -> ir.Value:
         """Return B H, int64 [1]."""
