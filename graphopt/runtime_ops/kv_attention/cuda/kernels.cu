@@ -51,6 +51,14 @@ const char* check(const GraphoptKVAttention& call) {
   if (!(call.clip > 0 && call.clip <= 1)) {
     return "KVAttention: clip must be above 0 and at most 1";
   }
+  for (int64_t head = 0; head < call.kv_heads; ++head) {
+    const int policy = call.policies[head];
+    if (policy >= kPolicies) return refuse("a policy", policy, "it must be the number of one");
+    // without lists of pages for blocks the kernels would read all of them, which is another result
+    if (chooses_in_blocks(static_cast<Policy>(policy))) {
+      return refuse("a policy", policy, "whose blocks of queries choose pages together: GPUs have no kernels for it");
+    }
+  }
   if (call.pages < 0 || call.pages > kMostPages) return refuse("pages", call.pages, "on a GPU it must be 2^30 at most");
   if (call.rows < 0 || call.columns < 0 || call.columns > 1 << 30) {
     return refuse("columns", call.columns, "on a GPU a call must have 2^30 at most, and no fewer than no rows");

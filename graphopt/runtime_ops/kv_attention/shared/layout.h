@@ -29,7 +29,7 @@ struct Layout : PolicyParameters {
   }
   // Fills in what follows from the parameters of policies and the sizes; `uses` says which policies heads have.
   template <typename Uses>
-  GRAPHOPT_INLINE void complete(const Uses& uses) {
+  inline __attribute__((always_inline)) void complete(const Uses& uses) {
     known = 0;
     each_policy([&](Policy policy, auto states) __attribute__((always_inline)) {
       decltype(states)::complete(this);

@@ -58,6 +58,7 @@ struct PolicyParameters : All<GRAPHOPT_POLICIES(GRAPHOPT_POLICY_PARAMETERS) Para
 // Calls visit() with what a policy states.
 #define GRAPHOPT_POLICY_CASE(id, name, States) \
   case Policy::id: return visit(States());
+GRAPHOPT_CALLS_EITHER
 template <typename Visit>
 GRAPHOPT_INLINE auto with_policy(Policy policy, const Visit& visit) {
   switch (policy) {
@@ -68,6 +69,7 @@ GRAPHOPT_INLINE auto with_policy(Policy policy, const Visit& visit) {
 #undef GRAPHOPT_POLICY_CASE
 
 // Calls visit() with what each policy states.
+GRAPHOPT_CALLS_EITHER
 template <typename Visit>
 GRAPHOPT_INLINE void each_policy(const Visit& visit) {
 #define GRAPHOPT_POLICY_VISIT(id, name, States) visit(Policy::id, States());

@@ -9,8 +9,10 @@ namespace {
 constexpr size_t kAlignment = 256;
 constexpr size_t round_up(size_t number, size_t to) { return (number + to - 1) / to * to; }
 
-// Blocks of threads that keep a large GPU busy. A constant, so that every GPU adds up in the same order.
-constexpr size_t kBlocksWanted = 264, kLeastBlocks = 4, kMostSplits = 16;
+// Blocks of threads that keep a large GPU busy. A constant, so that every GPU adds up in the same order. Parts of K double,
+// so 8192 columns are 256 blocks, all at once on an H100, which takes two on each of its 132 processors. Twice 132 as the
+// wish made them 512, a second turn: int4 took 19.0 us for a row and 8192 rows of weights, and takes 17.5 (docs/cuda.md).
+constexpr size_t kBlocksWanted = 256, kLeastBlocks = 4, kMostSplits = 16;
 // Bytes of a row are counted in 32 bits.
 constexpr uint64_t kMostRows = uint64_t{1} << 27;
 
