@@ -333,13 +333,16 @@ def streams(
             expected = expected or [stream.text for stream in found]
             after = hosts.metrics()
             failed = [stream for stream in found if stream.error]
-            whole = sum(text == stream.text for text, stream in zip(expected, found, strict=True) if not stream.error)
+            other = [
+                number for number, stream in enumerate(found) if not stream.error and stream.text != expected[number]
+            ]
             moved = _difference(before, after, "dynamo_frontend_model_migration_total")
             rows.append(
                 {
                     "disturbance": title,
-                    "same": whole,
-                    "other": count - whole - len(failed),
+                    "same": count - len(other) - len(failed),
+                    "other_greedy": sum(number % 2 == 0 for number in other),
+                    "other_drawn": sum(number % 2 for number in other),
                     "errors": len(failed),
                     "moved": int(moved),
                     "last_error": max((stream.came[-1] - moment for stream in failed), default=0.0),
@@ -358,9 +361,10 @@ def streams(
         asyncio.run(_ask_all(prompts, tokens, lambda: None))
         joined = {name: int(hosts.metrics(name).get("graphopt_worker_requests_total", 0)) for name in "abc"}
         console.print(f"requests of each host, once the third one is there: {joined}", highlight=False)
-    table = Table("while", "same text", "other text", "errors", "moves", "last error after, s", "longest silence, s")
+    heads = ("same text", "another greedy", "another drawn", "errors", "moves", "last error after, s", "silence, s")
+    table = Table("while", *heads)
     for row in rows:
-        figures = [str(row[name]) for name in ("same", "other", "errors", "moved")]
+        figures = [str(row[name]) for name in ("same", "other_greedy", "other_drawn", "errors", "moved")]
         table.add_row(row["disturbance"], *figures, f"{row['last_error']:.1f}", f"{row['silence']:.1f}")
     console.print(table)
     _conclude(console, others, json_file, rows)
