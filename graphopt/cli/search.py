@@ -15,8 +15,10 @@ from graphopt.cli.console import Jobs, Json, OnCluster, bytes_of, chosen_workers
 @command("search")
 def search(
     model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file with a tokenizer beside it")],
-    size: Annotated[str, typer.Option("--bytes", help="what all weights may take, such as 80MB")],
     output: Annotated[Path, typer.Option("-o", "--output", help="the recipe to write, a YAML file")],
+    size: Annotated[
+        str | None, typer.Option("--bytes", help="what all weights may take, such as 80MB; by default as in the recipe")
+    ] = None,
     recipe: Annotated[str, typer.Option("-r", "--recipe", help="what to do besides: preset or YAML file")] = "small",
     formats: Annotated[
         list[str] | None, typer.Option("--format", help="to choose from, such as nl4:64: a format and its group")
@@ -45,7 +47,6 @@ def search(
     from graphopt.report.console_table import ConsoleTable, figure_columns
 
     room, folder = bytes_of(size), work or output.parent / f".{output.name}-search"
-    assert room is not None
     choices = [choice_of(text) for text in formats] if formats else CHOICES
     with progress() as say, chosen_workers(jobs, cluster) as workers:
         result = find(

@@ -81,7 +81,7 @@ class SearchResult(BaseModel):
 
 def search(  # noqa: PLR0913, what a search can be recipe_mixture
     model: str | Path | Artifact,
-    size: int,
+    size: int | None,
     folder: str | Path,
     *,
     recipe: str | Path | Recipe = "small",
@@ -96,7 +96,7 @@ def search(  # noqa: PLR0913, what a search can be recipe_mixture
     Args:
         model: an artifact folder or an ``.onnx`` file of a causal language model, with a tokenizer. It must fit into
             memory three times, and the disk needs five bytes for each weight and format that a mixture has.
-        size: bytes of all weights.
+        size: bytes of all weights; ``None`` for what the formats of the recipe take.
         folder: where statistics, rounded matrices and measurements are kept. A search that was cut off goes on there,
             and one for other bytes measures no matrix again.
         recipe: what to do besides: its step ``quantize_weights`` gets the formats.
@@ -119,7 +119,7 @@ def search(  # noqa: PLR0913, what a search can be recipe_mixture
 
 def _search(
     compilation: Compilation,
-    size: int,
+    size: int | None,
     folder: Path,
     choices: Sequence[Choice],
     tokens: int,
@@ -151,11 +151,13 @@ def _search(
         trials.measure(database)
         rows = [database.rows[name] for name in matrices]
         other_bytes = _other_bytes(graph, step, set(matrices))
-        room = size - other_bytes
         names = [name_of(choice) for choice in choices]
         losses = [[row.losses[name] for name in names] for row in rows]
         sizes = [[row.bytes[name] for name in names] for row in rows]
         recipe_mixture = _mixture_of(step, graph, matrices, names)
+        if size is None:
+            size = other_bytes + _bytes_of(recipe, recipe_mixture, sizes)
+        room = size - other_bytes
         if recipe_mixture is not None and sum(map(getitem, sizes, recipe_mixture)) > room:
             recipe_mixture = None
         known_mixtures = [] if recipe_mixture is None else [recipe_mixture]
@@ -225,6 +227,16 @@ def _mixture_of(
     chosen_names = [None if choice is None else name_of(choice) for choice in chosen_formats]
     numbers = [names.index(name) for name in chosen_names if name in names]
     return tuple(numbers) if len(numbers) == len(chosen_names) else None
+
+
+def _bytes_of(recipe: Recipe, mixture: Mixture | None, sizes: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of the matrices in the formats of the recipe."""
+    if mixture is None:
+        raise InputError(
+            f"the bytes of the recipe {recipe.name} are not known: it has formats that are not among the choices",
+            remedy="say how many bytes there are with --bytes, or add its formats with --format",
+        )
+    return sum(map(getitem, sizes, mixture))
 
 
 def _roles(graph: ir.Graph, matrices: Mapping[str, ir.Node]) -> list[list[int]]:

@@ -37,7 +37,7 @@ def recipe(*options: str) -> Recipe:
     return load_recipe("small", options=options).model_copy(update={"calibration": CALIBRATION})
 
 
-def run(model: Path, size: int, work: Path, **given: Any) -> SearchResult:
+def run(model: Path, size: int | None, work: Path, **given: Any) -> SearchResult:
     settings = {"recipe": recipe(), "choices": FORMATS, "tokens": 64, "mixtures": MixtureSearch(candidates=0)}
     return search(model, size, work, **{**settings, **given})
 
@@ -97,11 +97,11 @@ def test_a_mixture_is_judged_as_the_artifact_that_it_will_be(
     work: Path, shipped_artifact: Path, tmp_path: Path
 ) -> None:
     """A mixture's matrices are those that the recipe makes, also in the embedding that is tied to the lm_head."""
-    options = ("activations=float32", "linear.format=nl3", "linear.group=64", "lm_head.format=nl4", "lm_head.group=64")
+    options = ("activations=float32", "linear.format=nl4", "linear.group=64", "lm_head.format=nl3", "lm_head.group=64")
     floats = recipe(*(f"quantize_weights.{option}" for option in options))
-    result = run(shipped_artifact, SIZES[0], work, recipe=floats, mixtures=MIXTURES)
+    result = run(shipped_artifact, None, work, recipe=floats, mixtures=MIXTURES)
     assert 2 < result.judged_mixtures <= 2 + MIXTURES.candidates
-    # what the recipe has fits, and the lm_head is not what the bytes are best spent on
+    # the lm_head, which is the embedding too, deserves more bits
     assert result.recipe_loss is not None
     assert result.held_out_loss is not None
     assert result.recipe_held_out_loss is not None
@@ -131,6 +131,8 @@ def test_mixtures_that_were_judged_are_not_judged_again(work: Path, shipped_arti
 def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, found: list[SearchResult]) -> None:
     with pytest.raises(InputError, match="in the smallest formats"):
         run(shipped_artifact, 1_000_000, work)
+    with pytest.raises(InputError, match="the bytes of the recipe small are not known"):
+        search(shipped_artifact, None, work, recipe=recipe(), choices=FORMATS, tokens=64)
     with pytest.raises(InputError, match="has no step quantize_weights"):
         run(shipped_artifact, 2_000_000, work, recipe="rotate")
     with pytest.raises(InputError, match="is no format with a group"):
@@ -172,8 +174,8 @@ def test_the_command_writes_a_recipe(
     formats = [name_of(choice) for choice in FORMATS]
     COMMANDS["search"](
         shipped_artifact,
-        "2.4MB",
         tmp_path / "out.yaml",
+        "2.4MB",
         recipe=str(mine),
         formats=formats,
         tokens=64,
