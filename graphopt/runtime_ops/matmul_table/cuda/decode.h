@@ -18,6 +18,7 @@ template <int Words>
 struct Plain {
   static constexpr int kWords = Words, kPairWords = Words;
   static constexpr bool kTrellis = false;
+  static constexpr size_t kTableBytes = 0;  // in shared memory, of what the streamed kernel decodes
 
   GRAPHOPT_DEVICE static void prepare(unsigned, const uint32_t (&words)[Words], uint32_t (&pair_words)[Words]) {
     GRAPHOPT_UNROLL

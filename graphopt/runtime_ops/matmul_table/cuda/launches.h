@@ -21,7 +21,7 @@ template <typename Kind, typename Decode, int RowTiles>
 const char* launch_rows(const Product& p, void* stream) {
   const Index3 grid = {(p.tiles + kStreamedTiles - 1) / kStreamedTiles, p.splits, 1};
   const auto kernel = multiply_streamed<Kind, Decode, RowTiles>;
-  return launch_early(kernel, grid, kStreamedThreads, kStreamedShared<Kind, RowTiles>, stream, p);
+  return launch_early(kernel, grid, kStreamedThreads, kStreamedShared<Kind, Decode, RowTiles>, stream, p);
 }
 
 template <typename Kind, typename Decode>

@@ -16,8 +16,8 @@ template <typename Kind>
 constexpr unsigned kStreamedPitch = kChunkBlocks * kBytesOfBlock<Kind> + 32;  // 8 bytes each of 4 rows: all banks once
 template <typename Kind, int RowTiles>
 constexpr unsigned kStreamedStage = 8 * RowTiles * kStreamedPitch<Kind>;
-template <typename Kind, int RowTiles>
-constexpr size_t kStreamedShared = 2 * kStreamedStage<Kind, RowTiles>;
+template <typename Kind, typename Decode, int RowTiles>
+constexpr size_t kStreamedShared = Decode::kTableBytes + 2 * kStreamedStage<Kind, RowTiles>;  // the table comes first
 
 // What a warp has of two tiles of columns.
 template <typename Kind, typename Decode, int RowTiles>
@@ -54,8 +54,8 @@ struct StreamedTiles {
     }
   }
 
-  // Adds the products of a block with the operand: `x` is where the lane's bytes begin.
-  GRAPHOPT_DEVICE void multiply(const Product& p, unsigned slot, unsigned block, const char* x) {
+  // Adds the products of a block with the operand: `x` is where the lane's bytes begin. `table` is the decoder's.
+  GRAPHOPT_DEVICE void multiply(const Product& p, unsigned slot, unsigned block, const char* table, const char* x) {
     typename Kind::Sum sums[2][RowTiles][4] = {};
     float of_x[RowTiles][2];
     if constexpr (Kind::kBytes) {
@@ -84,10 +84,10 @@ struct StreamedTiles {
       } else {
         uint32_t a[2][4];
         GRAPHOPT_UNROLL
-        for (int n = 0; n < 2; ++n) Decode::template decode<0>(p, nullptr, of_pair[n], a[n]);
+        for (int n = 0; n < 2; ++n) decode<0>(p, table, of_pair[n], a[n]);
         multiply_step(sums, a, x + 32 * (2 * pair));
         GRAPHOPT_UNROLL
-        for (int n = 0; n < 2; ++n) Decode::template decode<1>(p, nullptr, of_pair[n], a[n]);
+        for (int n = 0; n < 2; ++n) decode<1>(p, table, of_pair[n], a[n]);
         multiply_step(sums, a, x + 32 * (2 * pair + 1));
       }
     }
@@ -107,6 +107,16 @@ struct StreamedTiles {
           totals[n][m][i] = multiply_add(value, of_columns[n][i / 2], totals[n][m][i]);
         }
       }
+    }
+  }
+
+  template <int H>
+  GRAPHOPT_DEVICE static void decode(const Product& p, const char* table,
+                                     const uint32_t (&words)[Decode::kPairWords], uint32_t (&a)[4]) {
+    if constexpr (Decode::kTableBytes > 0) {
+      Decode::template decode<H>(p, table, words, a);
+    } else {
+      Decode::template decode<H>(p, nullptr, words, a);
     }
   }
 
@@ -168,9 +178,11 @@ void multiply_streamed(Product p) {
     const unsigned block = first + part + slot * kStreamedParts;
     if (block < end) of_warp.load(p, slot, block);
   }
+  char* const table = shared_memory();
+  if constexpr (Decode::kTableBytes > 0) Decode::fill(p, table);  // the first chunk's barrier is this one's too
   // Weights do not change; all else may be what the kernel before writes or reads.
   wait_for_previous();
-  char* const stages = shared_memory();
+  char* const stages = table + Decode::kTableBytes;
   copy_chunk<Kind, RowTiles>(p, stages, first, end);
   commit_copies();
   unsigned block = first + part;
@@ -188,7 +200,7 @@ void multiply_streamed(Product p) {
       GRAPHOPT_UNROLL
       for (unsigned slot = 0; slot < Warp::kDepth; ++slot) {
         if (block >= last) continue;
-        of_warp.multiply(p, slot, block, x + (block - begin) * kBytesOfBlock<Kind>);
+        of_warp.multiply(p, slot, block, table, x + (block - begin) * kBytesOfBlock<Kind>);
         const unsigned ahead = block + Warp::kDepth * kStreamedParts;
         if (ahead < end) of_warp.load(p, slot, ahead);
         block += kStreamedParts;

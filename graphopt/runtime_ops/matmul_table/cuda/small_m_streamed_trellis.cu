@@ -9,13 +9,13 @@ const char* start_streamed_of_trellis(const Product& p, Operands operands, Decod
   switch (decoder) {
     case Decoder::kTrellis2:
       return bytes ? launch_streamed<ByteKind, TrellisToByte<2>>(p, stream)
-                   : launch_streamed<Float16Kind, TrellisToHalf<2>>(p, stream);
+                   : launch_streamed<Float16Kind, TrellisFromShared<2>>(p, stream);
     case Decoder::kTrellis3:
       return bytes ? launch_streamed<ByteKind, TrellisToByte<3>>(p, stream)
-                   : launch_streamed<Float16Kind, TrellisToHalf<3>>(p, stream);
+                   : launch_streamed<Float16Kind, TrellisFromShared<3>>(p, stream);
     default:
       return bytes ? launch_streamed<ByteKind, TrellisToByte<4>>(p, stream)
-                   : launch_streamed<Float16Kind, TrellisToHalf<4>>(p, stream);
+                   : launch_streamed<Float16Kind, TrellisFromShared<4>>(p, stream);
   }
 }
 

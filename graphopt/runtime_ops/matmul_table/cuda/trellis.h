@@ -108,6 +108,7 @@ template <int Bits>
 struct Trellis : TrellisWords<Bits> {
   static constexpr int kPairWords = 4;
   static constexpr bool kTrellis = true;
+  static constexpr size_t kTableBytes = 0;
 
   // The bytes of rows 4 t to 4 t + 3 of both columns.
   template <int H>
@@ -136,6 +137,46 @@ struct TrellisToHalf : Trellis<Bits> {
     for (int half = 0; half < 2; ++half) {
       a[half] = half2_add(byte_permute(bytes[half], 0x64646464u, 0x4140u), kBias);
       a[half + 2] = half2_add(byte_permute(bytes[half], 0x64646464u, 0x4342u), kBias);
+    }
+  }
+};
+
+// The same from tables in shared memory: entry `e` holds, for two digits that are a byte `e` of a word, both numbers of the
+// head as float16, once for each lane, then those of the tail. A lane reads a bank of its own, and a byte permutation
+// makes an address of a byte and of the lane. This moves work from the units for integers, which limit TrellisToHalf,
+// to those for loads.
+template <int Bits>
+struct TrellisFromShared : TrellisToHalf<Bits> {
+  static constexpr size_t kTableBytes = size_t{256} * 2 * kWarp * 4;
+
+  // The threads of a block fill the table, an entry each at a time; a barrier has to follow.
+  GRAPHOPT_DEVICE static void fill(const Product& p, char* table) {
+    for (unsigned entry = thread_index().x; entry < 256; entry += thread_count()) {
+      const uint32_t choice = Table4::choice_of(entry), others = entry ^ 0x88888888u;
+      const uint32_t head = Table4::look_up(p.lookup, entry & 0x77777777u, choice);
+      const uint32_t tail = byte_permute(p.lookup[4], p.lookup[5], entry) + byte_permute(p.lookup[6], p.lookup[7], others);
+      const uint32_t of_head = half2_add(byte_permute(head, 0x64646464u, 0x4140u), 0xe480e480u);  // -1024 - 128
+      const uint32_t of_tail = half2_add(byte_permute(tail, 0x64646464u, 0x4140u), 0xe400e400u);  // -1024
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < 8; ++i) {
+        // threads side by side write different banks
+        char* const to = table + entry * 2 * kWarp * 4 + (entry + i) % 8 * 16;
+        store16(to, Word4{{of_head, of_head, of_head, of_head}});
+        store16(to + kWarp * 4, Word4{{of_tail, of_tail, of_tail, of_tail}});
+      }
+    }
+  }
+
+  template <int H>
+  GRAPHOPT_DEVICE static void decode(const Product&, const char* table, const uint32_t (&pair_words)[4],
+                                     uint32_t (&a)[4]) {
+    const uint32_t of_lane = static_cast<uint32_t>(lane()) * 4;
+    GRAPHOPT_UNROLL
+    for (unsigned i = 0; i < 4; ++i) {
+      const uint32_t selector = 0x7704u + 0x10u * i;  // byte i above the lane's
+      const char* const head = table + byte_permute(pair_words[H], of_lane, selector);
+      const char* const tail = table + kWarp * 4 + byte_permute(pair_words[2 + H], of_lane, selector);
+      a[i / 2 + i % 2 * 2] = half2_add(*reinterpret_cast<const uint32_t*>(head), *reinterpret_cast<const uint32_t*>(tail));
     }
   }
 };
