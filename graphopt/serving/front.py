@@ -65,8 +65,9 @@ def main() -> None:
     parser.add_argument("--discovery", default="file")
     parser.add_argument("--routing", choices=ROUTINGS, default=ROUTINGS[0])
     end_with_parent()
-    watch_connections()
-    asyncio.run(_serve(parser.parse_args()))
+    options = parser.parse_args()
+    watch_connections(options.port)
+    asyncio.run(_serve(options))
 
 
 if __name__ == "__main__":

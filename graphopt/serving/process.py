@@ -27,18 +27,21 @@ def end_with_parent() -> None:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def watch_connections() -> None:
+def watch_connections(port_of_clients: int = 0) -> None:
     """Let this process lose a connection when nothing came back for :data:`SILENCE` seconds.
+
+    Clients at a port may take longer: one that reads nothing for a while is there, and TCP_USER_TIMEOUT would end it.
 
     A host whose link is down says nothing, and Dynamo waits for it for ever: it sets no option of its sockets. The
     kernel asks the other side each second (tcp(7): TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_USER_TIMEOUT) and ends a connection
     that is not answered, which Dynamo understands: it moves the requests. On Linux only.
     """
     if sys.platform == "linux":
-        threading.Thread(target=_set_options_of_new_sockets, name="connections", daemon=True).start()
+        arguments = (port_of_clients,)
+        threading.Thread(target=_set_options_of_new_sockets, args=arguments, name="connections", daemon=True).start()
 
 
-def _set_options_of_new_sockets() -> None:
+def _set_options_of_new_sockets(port_of_clients: int) -> None:
     old_sockets: set[str] = set()
     while True:
         sockets = set()
@@ -48,15 +51,16 @@ def _set_options_of_new_sockets() -> None:
                 if name.startswith("socket:"):
                     sockets.add(name)
                     if name not in old_sockets:
-                        _set_options(int(number))
+                        _set_options(int(number), port_of_clients)
         old_sockets = sockets
         time.sleep(0.5)
 
 
-def _set_options(number: int) -> None:
+def _set_options(number: int, port_of_clients: int) -> None:
     # What a listening socket is told is inherited by what it accepts.
     with socket.socket(fileno=os.dup(number)) as connection:
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+        is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+        if is_tcp and connection.getsockname()[1] != port_of_clients:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (
                 (socket.TCP_KEEPIDLE, 1),
