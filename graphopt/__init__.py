@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from graphopt.inference.generation import Completion as Completion
     from graphopt.inference.generation import generate as generate
     from graphopt.inference.generation import stream as stream
+    from graphopt.inference.images import load_vision_language as load_vision_language
     from graphopt.inference.seq2seq import load_seq2seq as load_seq2seq
     from graphopt.inference.session import Session as Session
     from graphopt.inference.session import load as load
@@ -77,6 +78,7 @@ _HOMES = {
     "load_encoder": "graphopt.inference.embeddings",
     "load_recipe": "graphopt.passes.recipe",
     "load_seq2seq": "graphopt.inference.seq2seq",
+    "load_vision_language": "graphopt.inference.images",
     "optimize": "graphopt.compile.pipeline",
     "presets": "graphopt.passes.recipe",
     "read": "graphopt.artifact.artifact",

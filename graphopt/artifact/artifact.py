@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from graphopt.analysis.structure.contrib import state_caches
 from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.analysis.structure.ports import HIDDEN, POOL
-from graphopt.artifact.genai import GENAI_CONFIG, genai_config, genai_speech_config
+from graphopt.artifact.genai import GENAI_CONFIG, genai_config, genai_images_config, genai_speech_config
 from graphopt.artifact.hf_config import DENSE_FILES, PREPROCESSOR, PROCESSOR, facts_of
 from graphopt.artifact.manifest import MANIFEST, FileRecord, Manifest, Source, read_manifest
 from graphopt.errors import InputError
@@ -326,8 +326,20 @@ def _genai_config(artifact: Artifact, folder: Path) -> dict[str, Any] | Fact:
         "eos_token_ids": facts.eos_token_ids,
         "session": {**artifact.manifest.session, **_library_beside(artifact.model, folder)},
     }
+    files = {name: f"{name}/{MODEL}" for name in artifact.parts}
+    if "vision" in artifact.parts:
+        vision = artifact.parts["vision"].model.graph
+        return genai_images_config(
+            interface,
+            MODEL,
+            vision,
+            files,
+            image_token_id=facts.image_token_id,
+            start_token_id=facts.vision_start_token_id,
+            **options,
+        )
     for name, part in artifact.parts.items():  # there is one, the encoder
-        return genai_speech_config(interface, MODEL, part.model.graph, f"{name}/{MODEL}", **options)
+        return genai_speech_config(interface, MODEL, part.model.graph, files[name], **options)
     return genai_config(interface, MODEL, pool=json.loads(artifact.model.metadata_props.get(POOL, "null")), **options)
 
 

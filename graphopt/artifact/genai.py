@@ -9,11 +9,15 @@ from graphopt.analysis.structure.ports import (
     BLOCK_TABLE,
     ENCODER_STATES,
     GROWING,
+    IMAGE_FEATURES,
+    IMAGE_GRID,
     INDEXER,
     INPUT_FEATURES,
     INPUT_IDS,
+    INPUTS_EMBEDS,
     LOGITS,
     PAST_LENGTHS,
+    PIXEL_VALUES,
     POSITION_IDS,
     RECURRENT,
     SCALES,
@@ -59,6 +63,10 @@ UNEVEN = Rule(
     "genai.layers-differ", "its layers differ in KV heads or head size, or are not numbered from 0", also=["layers"]
 )
 INDEXERS = Rule("genai.indexers", "its layers have keys of trained indexers, and onnxruntime-genai has no such cache")
+OTHER_IMAGES = Rule(
+    "genai.other-images",
+    "its images come as {images}, its positions have {axes} axes, and onnxruntime-genai runs no model of both",
+)
 UNKNOWN = Rule(
     "genai.facts-unknown", "the number of positions, the token that ends a text or the vocabulary is not known"
 )
@@ -217,6 +225,63 @@ def genai_speech_config(
     return {"model": model, "search": search}
 
 
+def genai_images_config(
+    interface: Interface,
+    model_file: str,
+    vision: ir.Graph,
+    files: Mapping[str, str],
+    *,
+    image_token_id: int | None,
+    start_token_id: int | None,
+    **options: Any,
+) -> dict[str, Any] | Fact:
+    """Return the configuration of a vision-language model, or why onnxruntime-genai cannot run its graphs.
+
+    Its type says how positions are counted and how often the vision tower runs: ``qwen2_5_vl`` along three axes, and
+    once for each image; ``gemma3`` along one axis, and once for all tiles.
+
+    Args:
+        interface: names and shapes of the decoder.
+        model_file: name of its ``.onnx`` file in the folder.
+        vision: the graph that makes features of images.
+        files: the files of the graphs ``vision`` and ``embedding``, relative to the folder.
+        image_token_id: the token whose places features of images take.
+        start_token_id: the token in front of those, by which images are found where positions have three axes.
+        options: as for :func:`genai_config`.
+    """
+    config = genai_config(interface, model_file, **options)
+    if isinstance(config, Fact):
+        return config
+    has_axes = len(interface.inputs[POSITION_IDS].shape if POSITION_IDS in interface.inputs else ()) == 3
+    inputs = [value.name for value in vision.inputs]
+    if image_token_id is None or (has_axes and start_token_id is None):
+        return UNKNOWN()
+    if has_axes != (IMAGE_GRID in inputs):
+        return OTHER_IMAGES(images="patches" if IMAGE_GRID in inputs else "tiles", axes=3 if has_axes else 1)
+    model = config["model"]
+    options_of_session = {"session_options": model["decoder"]["session_options"]}
+    model |= {
+        "type": "qwen2_5_vl" if has_axes else "gemma3",
+        "image_token_id": image_token_id,
+        **({"vision_start_token_id": start_token_id} if has_axes else {}),
+        "embedding": {
+            **options_of_session,
+            "filename": files["embedding"],
+            "inputs": {name: name for name in (INPUT_IDS, IMAGE_FEATURES)},
+            "outputs": {INPUTS_EMBEDS: INPUTS_EMBEDS},
+        },
+        "vision": {
+            **options_of_session,
+            "filename": files["vision"],
+            "config_filename": "processor_config.json",
+            "inputs": {name: name for name in (PIXEL_VALUES, IMAGE_GRID) if name in inputs},
+            "outputs": {IMAGE_FEATURES: IMAGE_FEATURES},
+        },
+    }
+    model["decoder"]["hidden_size"] = interface.inputs[INPUTS_EMBEDS].shape[-1]
+    return config
+
+
 def _is_numbered(ports: Sequence[CachePort], layers: int, *, recurrent: bool = True) -> bool:
     """Return whether each layer has a state, and those that have keys and values have all parts of these.
 
@@ -240,7 +305,7 @@ def _state_groups(ports: Sequence[CachePort]) -> list[dict[str, Any]]:
 def _port_names(interface: Interface, parts: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the names of inputs and outputs, by what onnxruntime-genai calls them."""
     patterns = {part: genai_pattern(part) for part in parts}
-    input_names = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
+    input_names = (INPUT_IDS, INPUTS_EMBEDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
     inputs = {name: name for name in input_names if name in interface.inputs}
     kinds = {part: part.removesuffix("_state") for part in parts}
     inputs |= {f"past_{kinds[part]}_names": pattern[0] for part, pattern in patterns.items()}

@@ -81,6 +81,8 @@ class ModelFacts(BaseModel):
         decoder_start: of an encoder-decoder, the tokens that its texts begin with.
         languages: of an encoder-decoder that finds out the language of its source, the token of each by its name.
         decoder_task: the tokens behind that of the language.
+        image_token_id: of a vision-language model, the token whose places features of images take.
+        vision_start_token_id: the token in front of those, where there is one.
         suppressed_tokens: of an encoder-decoder, tokens that no text has.
         suppressed_at_first: of an encoder-decoder, tokens that are not the first behind the beginning.
         labels: of a classifier, the names of its classes in order.
@@ -101,6 +103,8 @@ class ModelFacts(BaseModel):
     decoder_start: list[int] = []
     languages: dict[str, int] = {}
     decoder_task: list[int] = []
+    image_token_id: int | None = None
+    vision_start_token_id: int | None = None
     suppressed_tokens: list[int] = []
     suppressed_at_first: list[int] = []
     are_labels_independent: bool = False
@@ -300,6 +304,14 @@ def facts_of_seq2seq(folder: Path) -> ModelFacts:
             "suppressed_at_first": settings.get("begin_suppress_tokens") or [],
         }
     )
+
+
+def facts_of_vision_language(folder: Path) -> ModelFacts:
+    """Read what an app must know of a vision-language model: which token stands for an image too."""
+    config = json_object(folder / "config.json")
+    image_token = config.get("image_token_id", config.get("image_token_index"))
+    tokens = {"image_token_id": image_token, "vision_start_token_id": config.get("vision_start_token_id")}
+    return facts_of_config(folder).model_copy(update=tokens)
 
 
 def pooling_of(file: Path) -> list[Pooling]:

@@ -50,7 +50,8 @@ def run(
         list[Path] | None, typer.Option("--audio", help="a WAV file, of a model that reads recordings")
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option("--image", help="a file of an image, of a model that reads images")
+        list[Path] | None,
+        typer.Option("--image", help="a file of an image, of a model that reads images; a prompt may have several"),
     ] = None,
     language: Annotated[
         str | None, typer.Option("--language", help="of --audio, such as en; by default the model finds out")
@@ -115,7 +116,8 @@ def run(
     """Complete one or more prompts, or chat, streaming as the model goes; of an encoder, print cosines of embeddings.
 
     An encoder-decoder reads each prompt, or each recording, and its text is printed. Of a model of images or recordings
-    its classes, boxes, shares of pixels, text or cosines are.
+    its classes, boxes, shares of pixels, text or cosines are. A vision-language model answers each prompt about all
+    images.
 
     Of a graph that reads no text, its outputs for --inputs, or for random inputs, are printed, and written by --save.
 
@@ -138,7 +140,7 @@ def run(
     files = _files(task, folder, {"texts": prompt, "images": image, "recordings": audio})
     if inputs is not None and files:
         raise InputError(f"{task.noun} is fed files or arrays", file=folder, remedy="leave out --inputs, or the files")
-    if (language and not task.parts) or (save and task.reads_text):
+    if (language and "recordings" not in task.takes) or (save and task.reads_text):
         reason = "is told no language" if language else "has no outputs to save"
         raise InputError(f"{task.noun} {reason}", file=folder, remedy="leave out --language and --save")
     if not task.generates:
@@ -157,7 +159,14 @@ def run(
     sampling = _sampling(folder if chat else None, temperature, top_k, top_p, seed)
     grammar = _grammar(json_schema, regex)
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
-    if task.parts:
+    if image:
+        _refuse_beside_images(chat, speculate, cache)
+        from graphopt.cli.images import print_image_texts
+        from graphopt.inference.images import vision_language_of
+
+        with_images = vision_language_of(model, threads=threads, device=device)
+        return print_image_texts(with_images, prompt or [], image, settings, as_json=as_json)
+    if "recordings" in task.takes:
         _refuse_beside_sources(chat, speculate, cache)
         from graphopt.cli.seq2seq import print_texts
         from graphopt.inference.seq2seq import seq2seq_of
@@ -197,7 +206,7 @@ def _files(task: Task, folder: Path, options: Mapping[str, Sequence[object] | No
     Raises:
         InputError: something else is given.
     """
-    takes = ("texts", "recordings") if task.parts else (task.reads,)
+    takes = task.takes or (task.reads,)
     names = {"texts": "--prompt", "images": "--image", "recordings": "--audio", "arrays": "--inputs"}
     wrong = [kind for kind, inputs in options.items() if inputs and kind not in takes]
     if wrong:
@@ -250,6 +259,19 @@ def _refuse_beside_sources(chat: bool, speculate: str | None, cache: Path | None
         raise InputError(
             "an encoder-decoder makes one text of each source, without a chat, drafts and kept prompts",
             remedy="leave out --chat, --speculate and --cache",
+        )
+
+
+def _refuse_beside_images(chat: bool, speculate: str | None, cache: Path | None) -> None:
+    """Refuse options that a prompt with images has not.
+
+    Raises:
+        InputError: one is given.
+    """
+    if chat or speculate is not None or cache is not None:
+        raise InputError(
+            "a prompt with images is answered once, without a chat, drafts and kept prompts",
+            remedy="leave out --chat, --speculate and --cache, or --image",
         )
 
 

@@ -199,9 +199,11 @@ class Compilation:
         return self.recipe_for_target.model_copy(update={"steps": steps})
 
     def _feeds_of_text(self, graph: ir.Graph, ids: IntArray) -> dict[str, Array]:
-        """Return what to feed for a text; an encoder in front of the graph reads the same text."""
+        """Return what to feed for a text; graphs in front that read texts read the same one, and there is no image."""
         feeds = dict(task_of(graph).text_feeds(graph, ids))
         for name, part in self.source.parts.items():
+            if not TASKS[part.manifest.task].reads_text:
+                continue
             if name not in self._part_sessions:
                 with self.context.runner.open_model(part.model) as session:
                     self._part_sessions[name] = session

@@ -12,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.analysis.structure.paged_caches import OPERATOR
+from graphopt.analysis.structure.ports import INPUTS_EMBEDS
 from graphopt.artifact import artifact
 from graphopt.artifact.hf_config import facts_of, with_positions
 from graphopt.artifact.manifest import MANIFEST, Manifest, Source, read_manifest
 from graphopt.artifact.tokens import TOKENIZER, beginning_of, read_tokenizer
 from graphopt.errors import InputError
+from graphopt.inference.token_embedding import TokenEmbedding, embedding_beside
 from graphopt.ort.session import NO_ENTRIES, Entries, native_operators, open_session, run
 from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.instructions import instructions_here
@@ -50,6 +52,7 @@ class Session:
         native: whether graphopt's own kernels take the nodes of its operators, where they were built.
         device: what the session computes on.
         notes: what to know about running it on this machine.
+        embedding: of a graph that reads embeddings, what makes them.
     """
 
     file: Path
@@ -60,6 +63,7 @@ class Session:
     native: bool = True
     device: Device = "cpu"
     notes: tuple[Fact, ...] = ()
+    embedding: TokenEmbedding | None = None
 
     @cached_property
     def in_place(self) -> bool:
@@ -128,7 +132,31 @@ class Session:
         self.check_length(input_ids.shape[-1])
         batch, length = input_ids.shape
         feeds = self.interface.feeds(input_ids, np.ones_like(input_ids), self.interface.empty_past(batch, length))
+        feeds |= self.embeddings(input_ids)
         return self._run(feeds).astype(np.float32, copy=False)
+
+    def embeddings(self, input_ids: IntArray) -> dict[str, Array]:
+        """Return what a graph that reads embeddings is fed of tokens without images; nothing for one that reads tokens.
+
+        Raises:
+            InputError: the graph that makes embeddings is missing.
+        """
+        return {INPUTS_EMBEDS: self.require_embedding().embed(input_ids)} if self.interface.reads_embeddings else {}
+
+    def require_embedding(self) -> TokenEmbedding:
+        """Return what makes embeddings of tokens.
+
+        Raises:
+            InputError: there is nothing.
+        """
+        if self.embedding is None:
+            raise InputError(
+                "the graph reads embeddings, and none lies beside it that makes them of tokens",
+                file=self.file,
+                tensor=INPUTS_EMBEDS,
+                remedy="give the folder of a vision-language model that `graphopt export` wrote",
+            )
+        return self.embedding
 
     def check_tokens(self, ids: npt.ArrayLike) -> None:
         """Refuse tokens that are not in the model's vocabulary.
@@ -263,6 +291,7 @@ class OpenModel:
     manifest: Manifest
     tokenizer: Tokenizer | None
     notes: tuple[Fact, ...] = ()
+    embedding: TokenEmbedding | None = None
 
     def with_prompt(self, name: str | None) -> OpenModel:
         """Return the model with the prompt of this name as its default; as it is for ``None``.
@@ -302,7 +331,8 @@ def open_folder(
     if manifest is None:
         manifest = _manifest_of(path, folder, inference)
     notes = _notes(manifest) if native and device == "cpu" and library_path() is not None else ()
-    return OpenModel(file, inference, manifest, read_tokenizer(folder / TOKENIZER), notes)
+    embedding = embedding_beside(folder, manifest, threads, native)
+    return OpenModel(file, inference, manifest, read_tokenizer(folder / TOKENIZER), notes, embedding)
 
 
 def _manifest_of(path: Path, folder: Path, inference: onnxruntime.InferenceSession) -> Manifest:

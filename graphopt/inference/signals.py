@@ -44,12 +44,18 @@ def image_numbers(source: str | Path, images: Sequence[Any]) -> Mapping[str, Arr
         InputError: the processor cannot be loaded.
         MissingDependencyError: transformers or Pillow is not installed.
     """
-    processor = _image_processor(source)
+    processor = image_processor(source)
     numbers = processor(list(images), return_tensors="np")
     return {name: np.asarray(array) for name, array in numbers.items()}
 
 
-def _image_processor(source: str | Path) -> Any:
+def image_processor(source: str | Path) -> Any:
+    """Return the processor of images of a checkpoint, as transformers has it, on Pillow and NumPy.
+
+    Raises:
+        InputError: it cannot be loaded.
+        MissingDependencyError: transformers or Pillow is not installed.
+    """
     try:
         transformers = importlib.import_module("transformers")
         importlib.import_module("PIL.Image")

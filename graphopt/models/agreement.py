@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from graphopt.analysis.structure.ports import INPUT_IDS
 from graphopt.errors import GraphoptError, MissingDependencyError, VerificationError
 from graphopt.graph.diagnostics import Check, Fact, Rule, Status
 from graphopt.graph.weights.data_file import save_model
@@ -18,8 +17,6 @@ from graphopt.models.checkpoint import import_export_packages, quiet
 from graphopt.ort.runner import Runner
 from graphopt.ort.session import import_onnxruntime, run
 from graphopt.tasks import Probe, Task, task_of
-from graphopt.tasks.seq2seq import SEQ2SEQ
-from graphopt.tasks.seq2seq.encoder import DECODER_INPUT_IDS
 from graphopt.util.memory import available_memory
 from graphopt.verification.equivalence import TOLERANCE
 
@@ -68,23 +65,21 @@ def check_agreement(load: Callable[[], Any], programs: Mapping[str, ir.Model]) -
         return not_covered(NO_MEMORY(size_gb=size / 1e9))
     program = programs[MAIN]
     task = task_of(program.graph)
-    feeds: dict[str, Array] = {}
-    outputs: dict[str, Array] = {}
-    for name, part in programs.items():
-        if name != MAIN:
-            feeds |= task_of(part.graph).probe(part.graph).feeds
-            with _open(part) as session:
-                inputs = {value.name for value in program.graph.inputs}
-                names = [port.name for port in session.get_outputs() if port.name in inputs]
-                outputs |= dict(zip(names, _run(functools.partial(run, session, names, feeds)), strict=True))
-    probe = task.probe(program.graph) if not outputs else SEQ2SEQ.probe_behind(program.graph, feeds, outputs)
+    parts = {name: part.graph for name, part in programs.items() if name != MAIN}
+
+    def run_part(name: str, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        with _open(programs[name]) as session:
+            names = [port.name for port in session.get_outputs()]
+            return dict(zip(names, _run(functools.partial(run, session, names, feeds)), strict=True))
+
+    probe = task.probe_behind(program.graph, parts, run_part)
     with _open(program) as session:
         output = _run(lambda: probe.run(session))
     model = load()
-    reference = _forward(model, task, probe, feeds).reshape(output.shape)
+    reference = _forward(model, task, probe).reshape(output.shape)
     difference = _difference(output, reference)
     if not difference <= TOLERANCE:
-        if task.caches and not feeds and _difference(output, _forward_of_batch(model, task, probe)) <= TOLERANCE:
+        if task.caches and not parts and _difference(output, _forward_of_batch(model, task, probe)) <= TOLERANCE:
             raise VerificationError(
                 f"{type(model).__name__} of transformers gives a text with padding in front of it other logits than "
                 f"the text alone, off by {difference:.1e} of the largest; nothing was written",
@@ -139,14 +134,12 @@ def _check(status: Status, reason: Fact, **figures: float) -> Check:
     return Check(name="agrees with transformers", after="export", status=status, reason=reason, figures=figures)
 
 
-def _forward(model: Any, task: Task, probe: Probe, source: Mapping[str, Array]) -> Floats:
+def _forward(model: Any, task: Task, probe: Probe) -> Floats:
     """Return what torch computes for the real tokens, float64 [tokens, width], without a cache.
 
     A causal language model is given each row alone, without its padding: some recurrences of transformers read it.
     """
-    if source:
-        return _call(model, task, {**source, DECODER_INPUT_IDS: probe.feeds[INPUT_IDS]})[probe.real].astype(np.float64)
-    if not task.caches:
+    if not task.caches or task.parts:
         return _call(model, task, probe.feeds)[probe.real].astype(np.float64)
     rows = []
     for row, columns in enumerate(probe.real):
@@ -160,5 +153,6 @@ def _call(model: Any, task: Task, feeds: Mapping[str, Array]) -> Array:
     torch, _ = import_export_packages()
     options = {"use_cache": False} if task.caches else {}
     with torch.no_grad(), quiet():
-        output = model(**{name: torch.from_numpy(array) for name, array in feeds.items()}, **options)
+        inputs = task.framework_inputs(model, feeds)
+        output = model(**{name: torch.from_numpy(array) for name, array in inputs.items()}, **options)
     return task.framework_output(output)

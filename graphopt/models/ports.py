@@ -19,6 +19,7 @@ from graphopt.analysis.structure.ports import (
     INDEXER,
     INPUT_FEATURES,
     INPUT_IDS,
+    INPUTS_EMBEDS,
     POSITION_IDS,
     TOKEN_TYPE_IDS,
     exported_name,
@@ -40,7 +41,7 @@ BATCH, LENGTH, PAST, KEYS, SOURCE = "batch", "length", "past", "past + length", 
 
 _LAST_STATES = "encoder_last_hidden_state"
 DECODER_INPUT_IDS = "decoder_input_ids"
-_FIRST_INPUTS = (INPUT_FEATURES, INPUT_IDS, ATTENTION_MASK, ENCODER_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
+_FIRST_INPUTS = (INPUT_FEATURES, INPUT_IDS, INPUTS_EMBEDS, ATTENTION_MASK, ENCODER_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
 
 
 def name_ports(graph: ir.Graph, task: Task) -> None:
@@ -201,6 +202,8 @@ def _name_dimensions(graph: ir.Graph) -> None:
         meaning = {0: BATCH} if port else {0: BATCH, 1: columns}
         if is_cross_port(name):
             meaning = {0: BATCH, 2: SOURCE}
+        if name == POSITION_IDS and value.shape is not None and len(value.shape) == 3:
+            meaning = {1: BATCH, 2: LENGTH}
         if port is not None and port.grows:
             meaning[2] = PAST
         for axis, dimension in enumerate(value.shape or ()):

@@ -7,7 +7,13 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, POSITION_IDS, present_port
+from graphopt.analysis.structure.ports import (
+    ATTENTION_MASK,
+    INPUT_IDS,
+    INPUTS_EMBEDS,
+    POSITION_IDS,
+    present_port,
+)
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of, task_of_config
 from graphopt.models.naming import name_parts
@@ -103,7 +109,8 @@ def export_graph(model: Any, source: str, task: Task) -> ir.Model:
                     inputs = _with_longer_text(torch, inputs)
                 shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
                 vary = torch.export.Dim.AUTO
-                shapes |= {name: dict.fromkeys(axes, vary) for name, axes in task.varying_axes(part, source).items()}
+                axes_by_name = task.varying_axes(part, source).items()
+                shapes |= {name: dict.fromkeys(axes, vary) for name, axes in axes_by_name if name in shapes}
                 config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
                 program: ir.Model = exporter.export(part, inputs, config=config).program
                 confirm_convolved(calls)
@@ -128,10 +135,11 @@ def _with_longer_text(torch: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     of its tokens would hold for two of them only.
     """
     longer = dict(inputs)
-    for name in (INPUT_IDS, POSITION_IDS, ATTENTION_MASK):
+    for name in (INPUT_IDS, INPUTS_EMBEDS, POSITION_IDS, ATTENTION_MASK):
         if isinstance(inputs.get(name), torch.Tensor):
-            last = inputs[name][:, -1:]
-            longer[name] = torch.cat([inputs[name], last + 1 if name == POSITION_IDS else last], dim=1)
+            axis = -1 if name == POSITION_IDS else 1
+            last = inputs[name].narrow(axis, inputs[name].shape[axis] - 1, 1)
+            longer[name] = torch.cat([inputs[name], last + 1 if name == POSITION_IDS else last], dim=axis)
     return longer
 
 
@@ -143,12 +151,13 @@ def confirm_length(graph: ir.Graph, model: Any, source: str) -> None:
     """
     for value in graph.inputs:
         # A length that was symbolic and is fixed is the symbol of its digits.
-        length = str(value.shape[1]) if value.name == INPUT_IDS and value.shape is not None else ""
+        is_tokens = value.name in (INPUT_IDS, INPUTS_EMBEDS)
+        length = str(value.shape[1]) if is_tokens and value.shape is not None else ""
         if length.isdigit():
             raise InputError(
                 f"the trace of this {type(model).__name__} holds for {length} new tokens at a time only",
                 file=source,
-                tensor=INPUT_IDS,
+                tensor=value.name,
                 remedy="something in the model decides by the number of its tokens; please report it",
             )
 

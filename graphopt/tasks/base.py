@@ -15,7 +15,7 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Rule
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
     import onnx_ir as ir
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from graphopt.graph.diagnostics import Fact
     from graphopt.ort.runner import Runner
     from graphopt.tasks.ports import Array, IntArray
+
+    RunPart = Callable[[str, Mapping[str, Array]], dict[str, Array]]
+    """Runs a graph of a model of several, by name, and returns its outputs by name."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -108,6 +111,7 @@ class Task(abc.ABC):
         auto_class: the class of transformers that loads a checkpoint.
         framework_names: what transformers calls outputs that have another name in the graph, by that name.
         reads: what ``graphopt run`` gives it: texts, images, recordings, or arrays of numbers.
+        takes: what ``graphopt run`` may give it, where that is not :attr:`reads` alone.
         unrolls: whether a model may be traced by a few of its layers, see :mod:`graphopt.models.unrolling`.
         dimensions: of inputs that are no tokens, masks or caches, the names of their dimensions, by the name of each.
         files: the files of a checkpoint that an artifact carries along beside those that all do, where they exist.
@@ -125,6 +129,7 @@ class Task(abc.ABC):
     auto_class: ClassVar[str] = "AutoModel"
     framework_names: ClassVar[Mapping[str, str]] = {}
     reads: ClassVar[Literal["texts", "images", "recordings", "arrays"]] = "texts"
+    takes: ClassVar[tuple[str, ...]] = ()
     unrolls: ClassVar[bool] = True
     dimensions: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     files: ClassVar[tuple[str, ...]] = ()
@@ -163,6 +168,17 @@ class Task(abc.ABC):
         Raises:
             InputError: see :meth:`check`.
         """
+
+    def probe_behind(self, graph: ir.Graph, parts: Mapping[str, ir.Graph], run: RunPart) -> Probe:
+        """Draw a probe that fits ``graph``, fed with what the other graphs of the model really make.
+
+        Args:
+            graph: the graph that makes the result.
+            parts: the other graphs, by name.
+            run: runs one of them, and returns its outputs by name.
+        """
+        del parts, run
+        return self.probe(graph)
 
     def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:
         """Return what to feed for whole texts at once: int64 [batch, length], no padding, empty caches.
@@ -251,6 +267,11 @@ class Task(abc.ABC):
     def remaining_outputs(self, outputs: Collection[str]) -> Collection[str]:
         """Return which outputs of a traced model its graph has; all by default."""
         return outputs
+
+    def framework_inputs(self, model: Any, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return what a model of transformers takes where the graphs take ``feeds``."""
+        del model
+        return feeds
 
     def framework_output(self, output: Any) -> Array:
         """Return what is compared of the output of a model of transformers; several stand side by side in a last axis.

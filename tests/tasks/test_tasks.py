@@ -35,6 +35,9 @@ INT64, FLOAT = np.dtype(np.int64), np.dtype(np.float32)
         (["input_ids", "past_key_values.0.key"], ["last_hidden_state", "present.0.key"], "causal_lm"),
         (["input_ids", "cross_key_values.0.key"], ["logits", "present.0.key"], "seq2seq"),
         (["input_features"], ["cross_key_values.0.key", "cross_key_values.0.value"], "seq2seq_encoder"),
+        (["inputs_embeds", "past_key_values.0.key"], ["logits", "present.0.key"], "vision_language"),
+        (["input_ids", "image_features"], ["inputs_embeds"], "token_embedding"),
+        (["pixel_values", "image_grid_thw"], ["image_features"], "vision_tower"),
         (["pixels"], ["boxes"], "graph"),
         (["input_ids", "pixels"], ["logits_per_image"], "graph"),
     ],
@@ -128,4 +131,7 @@ def test_names_of_caches_are_read_back_as_they_are_written() -> None:
         "seq2seq",
         "seq2seq_encoder",
         "token_classifier",
+        "token_embedding",
+        "vision_language",
+        "vision_tower",
     }

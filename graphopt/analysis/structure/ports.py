@@ -24,6 +24,7 @@ PAST_LENGTH, NEW_LENGTH = "past_length", "new_length"
 STARTS, PAST_LENGTHS, BLOCK_TABLE = "cumulative_sequence_lengths", "past_sequence_lengths", "block_table"
 ENCODER_MASK, INPUT_FEATURES, ENCODER_STATES = "encoder_attention_mask", "input_features", "encoder_hidden_states"
 PIXEL_VALUES, PIXEL_MASK, INPUT_VALUES = "pixel_values", "pixel_mask", "input_values"
+INPUTS_EMBEDS, IMAGE_FEATURES, IMAGE_GRID = "inputs_embeds", "image_features", "image_grid_thw"
 LOGITS, HIDDEN, POOLER_OUTPUT = "logits", "last_hidden_state", "pooler_output"
 
 POOL = "ai.graphopt.pool"
@@ -92,6 +93,11 @@ class CachePort:
     def is_recurrent(self) -> bool:
         """Whether the state has a size of its own, however many tokens it was made of."""
         return re.fullmatch(_RECURRENT, self.part) is not None
+
+
+def token_port(graph: ir.Graph) -> ir.Value | None:
+    """Return the input that has a place for each new token: ``input_ids``, or their embeddings; ``None`` without."""
+    return next((value for value in graph.inputs if value.name in (INPUT_IDS, INPUTS_EMBEDS)), None)
 
 
 def past_port(value: ir.Value | str | None) -> CachePort | None:

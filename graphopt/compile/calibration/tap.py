@@ -129,6 +129,7 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
                 remedy="give the model as it was before the step sparse_kv",
             )
     interface = Interface.of_graph(model.graph)
+    interface.check_tokens()
     layers = tuple(_tap_layer(node) for node in nodes)
     ports = [port(node, name) for node in nodes for name in ("query", "key")]
     values = {value.name: value for value in ports if value is not None}

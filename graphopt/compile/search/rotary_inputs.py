@@ -43,6 +43,7 @@ class Turnable:
         self.model = model.clone()
         graph = self.model.graph
         self._interface = Interface.of_graph(graph)
+        self._interface.check_tokens()
         rotary = rotary_angles(graph)
         if isinstance(rotary, Skip):
             raise InputError(f"there are no rotary factors to search: {rotary.reason}", node=rotary.where)

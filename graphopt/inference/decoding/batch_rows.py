@@ -161,11 +161,13 @@ class CountedRows:
         """See :class:`Rows`."""
         batch, length = input_ids.shape
         new = np.full(batch, length, np.int64) if mask is None else new_lengths(mask)
-        feeds: dict[str, Array] = {"input_ids": input_ids, "past_length": self.tokens, "new_length": new}
+        feeds: dict[str, Array] = {"past_length": self.tokens, "new_length": new}
+        if not self._interface.reads_embeddings:
+            feeds["input_ids"] = input_ids
         self._next, self._new_columns = self.tokens + new, length
         if self._has_positions:
             positions = (self._next - length)[:, None] + np.arange(length)
-            feeds["position_ids"] = np.maximum(positions, 0)
+            feeds["position_ids"] = self._interface.position_ids(np.maximum(positions, 0))
         return Step(feeds, self.tokens, self._next)
 
     def finish(self) -> None:

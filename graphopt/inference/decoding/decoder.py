@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from graphopt.analysis.structure.ports import HIDDEN, LOGITS
 from graphopt.errors import InputError
-from graphopt.inference.decoding.batch_rows import CountedRows, MaskedRows, Rows
+from graphopt.inference.decoding.batch_rows import CountedRows, MaskedRows, Rows, Step
 from graphopt.inference.decoding.feeds import Feeds
 from graphopt.inference.decoding.unpadded_prefill import feed_rows, is_faster_unpadded
 from graphopt.inference.states.device_memory import memory_of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from graphopt.inference.session import Session
     from graphopt.inference.states.store import Ability, Mark, StateStore
-    from graphopt.tasks.ports import IntArray
+    from graphopt.tasks.ports import Array, IntArray
 
 Logits = npt.NDArray[np.floating]
 Hidden = npt.NDArray[np.floating]
@@ -120,7 +120,7 @@ class Decoder:
         lengths = mask.sum(axis=1)
         self._session.check_length(int(lengths.max()))
         self.states.reserve(self.tokens, lengths, min(_PIECE, length))
-        decoders = (Decoder(self._session, 1, states=self.states.row(row)) for row in range(batch))
+        decoders = (self.row(row) for row in range(batch))
         for prefill in feed_rows(decoders, input_ids, mask):
             self._rows, self.hidden = CountedRows(self._session.interface, prefill.tokens, length), prefill.hidden
             yield length - 1, prefill.logits
@@ -163,7 +163,7 @@ class Decoder:
         session.check_length(int(step.total.max()))
         self.states.reserve(step.past, step.total, input_ids.shape[1])
         binding = self._binding
-        self._feeds.bind(step.feeds)
+        self._feeds.bind(self._inputs(step, input_ids, mask))
         # Binding a name again replaces the earlier binding: the logits stay the first output.
         binding.bind_output(LOGITS, "cpu")
         gives_hidden = session.interface.gives_hidden
@@ -181,6 +181,15 @@ class Decoder:
         self.hidden = outputs[1].numpy() if gives_hidden else None
         logits: Logits = outputs[0].numpy()
         return logits
+
+    def _inputs(self, step: Step, input_ids: IntArray, mask: IntArray | None) -> dict[str, Array]:
+        """Return what the graph is fed for new tokens, beside its states."""
+        del mask
+        return {**step.feeds, **self._session.embeddings(input_ids)}
+
+    def row(self, row: int) -> Decoder:
+        """Return a decoder of one row without tokens, whose states are a part of these."""
+        return Decoder(self._session, 1, states=self.states.row(row))
 
     @property
     def tokens(self) -> IntArray:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, past_port
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUTS_EMBEDS, past_port
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import bypass
@@ -125,6 +125,8 @@ class MaskEvaluator:
             if past_port(port) is not None:
                 # Only the length of a cache matters: with other sizes free, a long one is fed as [batch, 1, past, 1].
                 port.shape = ir.Shape(["batch", "heads", "past", "size"])
+            if port.name == INPUTS_EMBEDS:
+                port.shape = ir.Shape(["batch", "length", "width"])  # likewise, fed as [batch, length, 1]
         lengths_around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
         calls = list(task.calls(graph, _INSTANCES + lengths_around))
         if not calls:  # every meaning would agree with nothing

@@ -25,6 +25,11 @@ vocabulary].
 A decoder with cross-attention, see :mod:`graphopt.tasks.seq2seq`, has besides what its encoder made of the source:
 ``cross_key_values.N.key`` and ``.value`` [batch, heads, source, head size] and ``encoder_attention_mask`` [batch,
 source]. They are inputs only.
+
+The decoder of a vision-language model, see :mod:`graphopt.tasks.vision_language`, has ``inputs_embeds`` float [batch,
+length, width] in the place of ``input_ids``: another graph looks tokens up, and puts images among them. Where
+``position_ids`` are [3, batch, length], a token has a position in time, one in height and one in width (M-RoPE,
+Qwen2-VL, Wang et al. 2024, arXiv:2409.12191); those of text are the same.
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from graphopt.analysis.structure.ports import (
     ENCODER_MASK,
     HIDDEN,
     INPUT_IDS,
+    INPUTS_EMBEDS,
     LOGITS,
     NEW_LENGTH,
     PAST_LENGTH,
@@ -64,7 +70,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 _LENGTHS = (PAST_LENGTH, NEW_LENGTH)
-_INPUTS = {INPUT_IDS, ATTENTION_MASK, POSITION_IDS, *_LENGTHS, STARTS, PAST_LENGTHS, BLOCK_TABLE}
+_INPUTS = {INPUT_IDS, INPUTS_EMBEDS, ATTENTION_MASK, POSITION_IDS, *_LENGTHS, STARTS, PAST_LENGTHS, BLOCK_TABLE}
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,31 @@ class Interface:
     def source(self) -> tuple[str, ...]:
         """The inputs that hold what an encoder made of the source; none of a model without one."""
         return tuple(name for name in self.inputs if is_source_port(name))
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether the graph reads embeddings of tokens, which another graph makes."""
+        return INPUTS_EMBEDS in self.inputs
+
+    def check_tokens(self) -> None:
+        """Refuse a graph that reads embeddings, where only tokens are at hand.
+
+        Raises:
+            InputError: it does.
+        """
+        if self.reads_embeddings:
+            raise InputError(
+                "the graph reads embeddings, which another graph makes of tokens, and this feeds it tokens alone",
+                tensor=INPUTS_EMBEDS,
+                remedy="give a model that reads tokens",
+            )
+
+    def position_ids(self, positions: IntArray) -> IntArray:
+        """Return positions of text [batch, length] as the graph takes them: for each axis, where it has several."""
+        port = self.inputs.get(POSITION_IDS)
+        if port is None or len(port.shape) != 3:
+            return positions
+        return np.broadcast_to(positions, (port.shape[0] or 1, *positions.shape))
 
     @property
     def takes_padding(self) -> bool:
@@ -230,7 +261,7 @@ class Interface:
     def feeds(
         self, input_ids: IntArray, attention_mask: IntArray, past: Mapping[str, Array], *, needs_mask: bool = True
     ) -> dict[str, Array]:
-        """Return what to feed for one step.
+        """Return what to feed for one step, but for the embeddings of a graph that reads them.
 
         Args:
             input_ids: the new tokens, [batch, length].
@@ -251,7 +282,7 @@ class Interface:
         feeds: dict[str, Array] = {
             INPUT_IDS: input_ids,
             ATTENTION_MASK: attention_mask,
-            POSITION_IDS: positions,
+            POSITION_IDS: self.position_ids(positions),
             **past,
         }
         if self.has_pages:
@@ -316,7 +347,8 @@ def _check_names(
     inputs: Mapping[str, Port], outputs: Mapping[str, Port], past: Sequence[str], present: Sequence[str]
 ) -> None:
     """Refuse a graph that lacks a port of a language model, or has an input that none has."""
-    for name, ports in ((INPUT_IDS, inputs), (LOGITS, outputs), *((name, outputs) for name in present)):
+    tokens = INPUTS_EMBEDS if INPUTS_EMBEDS in inputs else INPUT_IDS
+    for name, ports in ((tokens, inputs), (LOGITS, outputs), *((name, outputs) for name in present)):
         if name not in ports:
             raise InputError(
                 f"the graph has no {'input' if ports is inputs else 'output'} of this name",

@@ -55,7 +55,9 @@ class CausalProbe:
     @property
     def tokens(self) -> Fact:
         """See :class:`graphopt.tasks.base.Probe`."""
-        return TOKENS(batch=BATCH, length=LENGTH, behind=BEHIND_CONTEXT(tokens=self.context) if self.context else None)
+        return TOKENS(
+            batch=BATCH, length=self.length, behind=BEHIND_CONTEXT(tokens=self.context) if self.context else None
+        )
 
     @property
     def feeds(self) -> dict[str, Array]:
@@ -71,8 +73,13 @@ class CausalProbe:
         return self.attention_mask.astype(bool)
 
     @property
+    def length(self) -> int:
+        """Columns behind the context, which are compared: :data:`graphopt.tasks.base.LENGTH` of a random text."""
+        return int(self.input_ids.shape[1]) - self.context
+
+    @property
     def comparison_mask(self) -> npt.NDArray[np.bool_]:
-        """[batch, 12]: which of the columns behind the context are tokens."""
+        """[batch, :attr:`length`]: which of the columns behind the context are tokens."""
         return self.real[:, self.context :]
 
     @property
@@ -80,7 +87,8 @@ class CausalProbe:
         """First column and the one behind the last of each call, and whether its logits are compared."""
         begins = range(0, self.context, _PIECE)
         filling = [(begin, min(begin + _PIECE, self.context), False) for begin in begins]
-        middle, end = self.context + PREFILL, self.context + LENGTH
+        end = self.context + self.length
+        middle = end - (LENGTH - PREFILL)
         return [*filling, (self.context, middle, True), (middle, end, True)]
 
     def run(self, session: onnxruntime.InferenceSession) -> Floats:
@@ -92,12 +100,12 @@ class CausalProbe:
         # What cannot have padding may take several new tokens onto a cache in one row only (GroupQueryAttention).
         rows = [slice(None)] if interface.pads else [slice(row, row + 1) for row in range(BATCH)]
         logits = np.concatenate([self._run_rows(session, interface, part) for part in rows])
-        token_logits: npt.NDArray[Any] = logits[self.comparison_mask] if logits.shape[1] == LENGTH else logits
+        token_logits: npt.NDArray[Any] = logits[self.comparison_mask] if logits.shape[1] == self.length else logits
         return token_logits.reshape(-1, logits.shape[-1]).astype(np.float64)
 
-    def constant_feeds(self, rows: slice) -> dict[str, Array]:
-        """Return inputs of some rows that are the same in all calls: none."""
-        del rows
+    def other_feeds(self, rows: slice, columns: slice) -> dict[str, Array]:
+        """Return what else a call is fed, for some rows and columns of new tokens: nothing."""
+        del rows, columns
         return {}
 
     def _run_rows(self, session: onnxruntime.InferenceSession, interface: Interface, rows: slice) -> npt.NDArray[Any]:
@@ -105,13 +113,13 @@ class CausalProbe:
         ids, mask = self.input_ids[rows], self.attention_mask[rows]
         past, outputs = interface.empty_past(len(ids), ids.shape[1]), []
         for start, end, is_compared in self.calls:
-            feeds = interface.feeds(ids[:, start:end], mask[:, :end], past) | self.constant_feeds(rows)
+            feeds = interface.feeds(ids[:, start:end], mask[:, :end], past) | self.other_feeds(rows, slice(start, end))
             logits, *present = run(session, [LOGITS, *interface.present], feeds)
             past = dict(zip(interface.past, present, strict=True))
             if is_compared:
                 logits = logits[:, None] if interface.has_shared_pool else logits
                 count = interface.last_logits
-                outputs.append(logits if count is None or count >= LENGTH else logits[:, -1:])
+                outputs.append(logits if count is None or count >= self.length else logits[:, -1:])
         return np.concatenate(outputs, axis=1)
 
     def matching_rows(self, before: Floats, after: Floats) -> Floats:
@@ -119,7 +127,7 @@ class CausalProbe:
         if len(after) >= len(before):
             return before
         ends = np.zeros(self.comparison_mask.shape, bool)
-        ends[:, [PREFILL - 1, LENGTH - 1]] = True
+        ends[:, [PREFILL - LENGTH - 1, -1]] = True
         last_rows: Floats = before[ends[self.comparison_mask]]
         return last_rows
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, LOGITS, is_cross_port, past_port
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, INPUTS_EMBEDS, LOGITS, is_cross_port, past_port
 from graphopt.tasks.base import Call, Task, classes_of, random_padding, upper
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
+from graphopt.tasks.image_inputs import images_of_class
 from graphopt.tasks.ports import class_rank
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class CausalLM(Task):
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`Task`."""
         is_alone = class_rank(inputs, outputs) is None and not any(map(is_cross_port, inputs))
+        is_alone = is_alone and INPUTS_EMBEDS not in inputs
         has_cache = any(past_port(name) is not None for name in inputs)
         return is_alone and (has_cache or (INPUT_IDS in inputs and LOGITS in outputs))
 
@@ -74,6 +76,10 @@ class CausalLM(Task):
         names = getattr(config, "architectures", None)
         if not names:
             return bool(causal) and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING
+        with_images = classes_of(type(config), transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING).intersection(names)
+        # Those that have graphs for images are of another kind; of others the text alone is taken.
+        if any(images_of_class(getattr(transformers, name, None)) is not None for name in with_images):
+            return False
         return bool(causal.intersection(names))
 
     def export_parts(self, model: Any, source: str) -> tuple[Any, dict[str, Any]]:

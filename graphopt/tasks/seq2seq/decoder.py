@@ -18,7 +18,7 @@ from graphopt.tasks.base import BATCH, PADDING, Call, classes_of, random_padding
 from graphopt.tasks.causal_lm import CausalLM
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
-from graphopt.tasks.seq2seq.encoder import DECODER_INPUT_IDS, sample_sources
+from graphopt.tasks.seq2seq.encoder import DECODER_INPUT_IDS, SEQ2SEQ_ENCODER, sample_sources
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from graphopt.graph.diagnostics import Fact
+    from graphopt.tasks.base import RunPart
     from graphopt.tasks.ports import Array, IntArray
 
 _SOURCE = 7
@@ -39,12 +40,20 @@ class Seq2SeqProbe(CausalProbe):
 
     Attributes:
         source: what an encoder made of the source, by input name.
+        encoder_feeds: what it was made of; empty where it is random.
     """
 
     source: Mapping[str, Array] = field(default_factory=dict)
+    encoder_feeds: Mapping[str, Array] = field(default_factory=dict)
 
-    def constant_feeds(self, rows: slice) -> dict[str, Array]:
-        """See :class:`CausalProbe`."""
+    @property
+    def feeds(self) -> dict[str, Array]:
+        """See :class:`CausalProbe`: the source, and the tokens of the text."""
+        return {**self.encoder_feeds, DECODER_INPUT_IDS: self.input_ids}
+
+    def other_feeds(self, rows: slice, columns: slice) -> dict[str, Array]:
+        """See :class:`CausalProbe`: the same in all calls."""
+        del columns
         return {name: np.ascontiguousarray(array[rows]) for name, array in self.source.items()}
 
 
@@ -56,6 +65,7 @@ class Seq2Seq(CausalLM):
     is_fallback: ClassVar[bool] = False
     auto_class: ClassVar[str] = "AutoModelForSeq2SeqLM"
     parts: ClassVar[Mapping[str, str]] = {"encoder": "seq2seq_encoder"}
+    takes: ClassVar[tuple[str, ...]] = ("texts", "recordings")
 
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`graphopt.tasks.base.Task`."""
@@ -67,12 +77,15 @@ class Seq2Seq(CausalLM):
         probe = CausalProbe.draw(interface, context=context)
         return Seq2SeqProbe(**vars(probe), source=random_source(interface, BATCH, _SOURCE, np.random.default_rng(0)))
 
-    def probe_behind(self, graph: ir.Graph, feeds: Mapping[str, Array], outputs: Mapping[str, Array]) -> Seq2SeqProbe:
-        """Draw a probe behind what an encoder really made of a source: ``outputs`` of ``feeds``."""
-        source = dict(outputs)
-        if any(value.name == ENCODER_MASK for value in graph.inputs):
+    def probe_behind(self, graph: ir.Graph, parts: Mapping[str, ir.Graph], run: RunPart) -> Seq2SeqProbe:
+        """Draw a probe behind what the encoder really makes of a source."""
+        (name,) = parts
+        feeds = SEQ2SEQ_ENCODER.probe(parts[name]).feeds
+        inputs = {value.name for value in graph.inputs}
+        source = {port: array for port, array in run(name, feeds).items() if port in inputs}
+        if ENCODER_MASK in inputs:
             source[ENCODER_MASK] = feeds[ATTENTION_MASK]
-        return dataclasses.replace(self.probe(graph), source=source)
+        return dataclasses.replace(self.probe(graph), source=source, encoder_feeds=feeds)
 
     def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:
         """Return what to feed for whole texts, but for what the encoder makes of the source: the same texts."""

@@ -78,7 +78,7 @@ def _plain_values(
     graph: ir.Graph, inside: dict[str, int], makers: set[str], writing: set[ir.Node]
 ) -> dict[str, ir.Value]:
     """Return the tensors of the basis that get their coordinates from its makers alone, in graph order."""
-    values: dict[str, ir.Value] = {}
+    values = {name: value for value in graph.inputs if (name := value.name or "") in makers}
     for node in graph:
         sources = [value.name for value in node.inputs if value is not None and value.name in inside]
         is_carried = bool(sources) and node not in writing and all(name in values for name in sources)
@@ -120,6 +120,9 @@ def insert(
 ) -> ir.Node:
     """Put a ``Hadamard`` behind ``value``, for all that uses it or for ``readers`` only; blocks of its last axis."""
     name = free_name(graph, f"{value.name}.hadamard")
+    if value.is_graph_input():
+        # What reads its size alone goes on to read it of the input: masks are then computed of inputs only.
+        readers = readers or {use.node for use in value.uses() if use.node.op_type not in _BLIND}
     node = OPERATORS["Hadamard"].node([value, *matrices(graph, rotation)], name=name)
     insert_behind(value, node, readers)
     ledger.changed(node, ONLINE(tensor=value.name, rotation=rotation.kind), [value])

@@ -46,7 +46,8 @@ class Work:
             assert output.shape is not None
             if site.node.op_type in ("MatMul", "Gather"):
                 self._claim(output, len(output.shape) - 1, name, site.starts)
-        inputs = {value.name: value for value in self.graph.inputs}
+        makers = {pin.tensor for pin in basis.pins}
+        inputs = {value.name: value for value in self.graph.inputs if value.name not in makers}
         for axis in basis.axes:
             if axis.tensor in inputs and not axis.part:
                 self._claim(inputs[axis.tensor], axis.index, name, (0,))

@@ -54,7 +54,8 @@ class Rotate(Pass):
     Which bases are rotated and how; ``None`` leaves them.
 
     Attributes:
-        residual: bases between weights, the residual stream above all. Costs nothing at run time.
+        residual: bases between weights, the residual stream above all. Costs nothing at run time; where the graph reads
+            embeddings and no tokens, a Hadamard at run time behind that input, which stays in its own coordinates.
         online_residual: also where a norm with a gain behind it makes the residual (Gemma 2 and 3, OLMo 2): a Hadamard
             at run time behind each such norm.
         value: what attention passes on, per head, between value and output projection. Costs nothing at run time.
@@ -112,7 +113,8 @@ class Rotate(Pass):
             return (work.rotate_readers(other_readers, rotation) if readers else None) or LM_HEAD()
         reason = next((pin.reason for pin in basis.pins if pin.side == "observed"), None)
         if reason is None:
-            values = places_behind_makers(work.graph, basis) if self._is_online(basis, kind) else basis.pins[0].reason
+            is_online = self._is_online(basis, kind, work.graph)
+            values = places_behind_makers(work.graph, basis) if is_online else basis.pins[0].reason
             if not isinstance(values, Fact):
                 work.rotate_online(basis, rotation, values)
                 return None
@@ -124,9 +126,11 @@ class Rotate(Pass):
             return reason if reason_left is None and basis.role != "weight_input" else reason_left
         return reason
 
-    def _is_online(self, basis: Basis, kind: Kind | None) -> bool:
-        """Return whether the recipe enables online Hadamards behind the nodes that make ``basis``."""
-        return kind is not None and {"residual": self.online_residual, "value": False}.get(basis.role, True)
+    def _is_online(self, basis: Basis, kind: Kind | None, graph: ir.Graph) -> bool:
+        """Return whether the recipe enables online Hadamards behind what makes ``basis``."""
+        inputs = {value.name for value in graph.inputs}
+        is_entry = all(pin.tensor in inputs for pin in basis.pins)
+        return kind is not None and {"residual": self.online_residual or is_entry, "value": False}.get(basis.role, True)
 
     def _kind(self, basis: Basis) -> Kind | None:
         options = self

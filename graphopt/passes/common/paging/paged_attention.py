@@ -8,14 +8,14 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, kv_nodes
-from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, past_port
+from graphopt.analysis.structure.ports import ATTENTION_MASK, NEW_LENGTH, PAST_LENGTH, past_port, token_port
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, inherit, remove
 from graphopt.passes.common.masks import MaskEvaluator, drop_guard
 from graphopt.passes.common.nodes import attentions
 from graphopt.passes.common.paging.attention import Latent, Meaning, latent_of, meaning_of
 from graphopt.passes.common.paging.rows import as_rows, read_rows
-from graphopt.passes.common.paging.states import connect, graph_input
+from graphopt.passes.common.paging.states import connect
 from graphopt.passes.common.paging.token_masks import mask_by_lengths, masked_recurrences, why_not_by_lengths
 from graphopt.passes.common.sinks import by_head, no_sinks, sinks_of
 from graphopt.runtime_ops import OPERATORS, bodies_aside, port
@@ -71,7 +71,7 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
         return
     lengths = [ir.val(name, ir.DataType.INT64, [_rows(graph)]) for name in (PAST_LENGTH, NEW_LENGTH)]
     graph.inputs.extend(lengths)
-    mask_by_lengths(graph, recurrences, graph_input(graph, INPUT_IDS), lengths[1], ledger)
+    mask_by_lengths(graph, recurrences, _tokens(graph), lengths[1], ledger)
     for node, meaning in meanings.items():
         assert isinstance(meaning, Meaning)
         _rewrite(graph, node, meaning, lengths, page, ledger)
@@ -166,15 +166,22 @@ def _drop_guards(evaluator: MaskEvaluator, node: ir.Node, ledger: Ledger) -> Non
         drop_guard(evaluator, node, mask, ledger)
 
 
+def _tokens(graph: ir.Graph) -> ir.Value:
+    """Return the input with a place for each new token."""
+    tokens = token_port(graph)
+    assert tokens is not None
+    return tokens
+
+
 def _rows(graph: ir.Graph) -> str | int:
-    shape = graph_input(graph, INPUT_IDS).shape
+    shape = _tokens(graph).shape
     assert shape is not None
     return shape[0] if isinstance(shape[0], int) else str(shape[0].value)
 
 
 def _batch_from_tokens(graph: ir.Graph) -> None:
     """Let what reads the batch size from a cache or the mask read it from the tokens."""
-    tokens = graph_input(graph, INPUT_IDS)
+    tokens = _tokens(graph)
     for node in graph:
         x = node.inputs[0] if node.inputs else None
         if node.op_type == "Shape" and x is not None and x.is_graph_input() and x is not tokens:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.structure.paged_caches import PagedLayer, layer_of
-from graphopt.analysis.structure.ports import INPUT_IDS, STATES, CachePort
+from graphopt.analysis.structure.ports import STATES, CachePort, token_port
 from graphopt.graph.editing import shared_constant
 from graphopt.runtime_ops import schema_of
 
@@ -25,8 +25,9 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
     """
     for name, value in layer.attributes.for_node().items():
         node.attributes[name] = ir.convenience.convert_attribute(name, value)
-    batch = graph_input(graph, INPUT_IDS).shape
-    assert batch is not None
+    tokens = token_port(graph)
+    assert tokens is not None and tokens.shape is not None
+    batch = tokens.shape
     rows = batch[0] if isinstance(batch[0], int) else str(batch[0].value)
     used = layer.states(rows, f"pages.{layer.number}")
     schema = schema_of(node)

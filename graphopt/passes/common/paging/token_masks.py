@@ -57,14 +57,14 @@ def mask_by_lengths(
     Args:
         graph: of the nodes.
         nodes: from :func:`masked_recurrences`.
-        tokens: int64 [batch, length].
+        tokens: the input with a place for each new token, [batch, length, ...].
         new_length: how many of the columns, the last ones, are tokens of each row, int64 [batch].
         ledger: what is told of each.
     """
     if not nodes:
         return
     assert tokens.shape is not None
-    rows, columns = tokens.shape
+    rows, columns = list(tokens.shape)[:2]
     start, step, axis = (
         shared_constant(graph, f"token_mask.{name}", np.array(number, np.int64))
         for name, number in (("start", 0), ("step", 1), ("axis", [1]))

@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter
 
 from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
-from graphopt.analysis.structure.ports import ATTENTION_MASK, LOGITS, NEW_LENGTH, PAST_LENGTH, POOL
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, LOGITS, NEW_LENGTH, PAST_LENGTH, POOL
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import Inserter, name_output, shared_constant
 from graphopt.passes.base import Pass
@@ -44,6 +44,7 @@ LAST_OF_EACH = Rule("serve.last-of-each", "logits of the last token of each requ
 TOKEN_SCALES = Rule("serve.rounded", "each token is stored as {storage} with scales of its own")
 NO_BLOCKS = Rule("serve.no-blocks", "a block of all layers takes {block} bytes, and the memory for caches is {memory}")
 OTHER_LAYER = Rule("serve.other-layer", "{node} has to stay, and a graph has one kind of cache")
+NO_TOKENS = Rule("serve.no-tokens", "it reads embeddings, and an engine feeds tokens")
 NO_STATE = Rule(
     "serve.no-state", "it has neither attention over a cache nor a recurrent state that requests could have"
 )
@@ -110,7 +111,7 @@ class Serve(Pass):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Rewrite all states of the graph, or none."""
         graph, ledger = model.graph, context.ledger
-        recurrent = recurrent_nodes(graph)
+        recurrent = recurrent_nodes(graph) if _reads_tokens(graph) else NO_TOKENS()
         if isinstance(recurrent, Fact):
             ledger.skipped("graph", recurrent)
             return
@@ -162,6 +163,10 @@ class Serve(Pass):
         if isinstance(path, Fact):
             return NO_LAST_LOGITS(why=path)
         return NO_BLOCKS(block=size, memory=int(self.memory)) if size > self.memory else None
+
+
+def _reads_tokens(graph: ir.Graph) -> bool:
+    return any(value.name == INPUT_IDS for value in graph.inputs)
 
 
 def _last_of_each(graph: ir.Graph, path: list[ir.Node], starts: ir.Value) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.analysis.structure.ports import token_port
 from graphopt.graph.editing import Inserter, shared_constant
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value:
         return mask
     source, axis = query, 2
     for tokens in insert.graph.inputs:
-        is_length = tokens.shape is not None and query.shape is not None and list(tokens.shape)[1:] == [query.shape[2]]
-        if tokens.name == "input_ids" and is_length:
+        is_length = tokens.shape is not None and query.shape is not None and list(tokens.shape)[1:2] == [query.shape[2]]
+        if tokens is token_port(insert.graph) and is_length:
             # So that what the mask means can be found out without running what makes the queries.
             source, axis = tokens, 1
     length = insert.op("Shape", [source], [1], ir.DataType.INT64, "length", start=axis, end=axis + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphopt.analysis.structure.ports import token_port
 from graphopt.graph.editing import Dims, Inserter
 
 _PADDING, _WINDOW = "padding_mask", "window_mask"
@@ -13,7 +14,7 @@ def padding_mask(model: ir.Model, window: int = 0) -> ir.Value:
     """Return the boolean mask [batch, 1, length, past + length] that ``attention_mask`` makes.
 
     Args:
-        model: a graph with the inputs ``input_ids`` and ``attention_mask``.
+        model: a graph with an input for tokens or their embeddings, and ``attention_mask``.
         window: hide the keys that stand this many tokens before a query, or more; 0: none. It counts columns, which
             differ from positions by one number a row where padding stands in front.
     """
@@ -23,7 +24,8 @@ def padding_mask(model: ir.Model, window: int = 0) -> ir.Value:
         if node.outputs[0].name == name:
             return node.outputs[0]
     ports = {value.name: value for value in graph.inputs}
-    tokens, real = ports["input_ids"], ports["attention_mask"]
+    tokens, real = token_port(graph), ports["attention_mask"]
+    assert tokens is not None
     dims: Dims = [None] * 4
     if tokens.shape is not None and real.shape is not None:
         dims = [tokens.shape[0], 1, tokens.shape[1], real.shape[1]]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import MICROSOFT
+from graphopt.analysis.structure.ports import token_port
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, replace, shared_constant
 
@@ -41,7 +42,7 @@ POSITIONS_SHAPE = Rule(
     "canonicalize.positions-shape", "its positions {positions} are no input [batch, length] of the graph"
 )
 TABLES_SHAPE = Rule("canonicalize.tables-shape", "{cos} and {sin} are no tables [positions, pairs]")
-NO_TOKENS = Rule("canonicalize.no-tokens", "the graph has no input_ids [batch, length]")
+NO_TOKENS = Rule("canonicalize.no-tokens", "the graph has no input_ids or inputs_embeds [batch, length]")
 BATCH_IN_ONE_ROW = Rule("canonicalize.packed-batch", "its batch is packed into one row")
 SCALES = Rule("canonicalize.rotary-scales", "it scales what it turns")
 HEADS_UNKNOWN = Rule("canonicalize.head-count-unknown", "the graph does not state the number of its heads")
@@ -149,12 +150,12 @@ def position_ids(model: ir.Model, ledger: Ledger) -> ir.Value | Fact:
     inputs_by_name = {value.name: value for value in graph.inputs}
     if _POSITIONS in inputs_by_name:
         return inputs_by_name[_POSITIONS]
-    tokens = inputs_by_name.get("input_ids")
-    if tokens is None or tokens.shape is None or len(tokens.shape) != 2:
+    tokens = token_port(graph)
+    if tokens is None or tokens.shape is None or len(tokens.shape) < 2:
         return NO_TOKENS()
-    output = ir.val(_POSITIONS, ir.DataType.INT64, tokens.shape.copy())
+    output = ir.val(_POSITIONS, ir.DataType.INT64, ir.Shape(list(tokens.shape)[:2]))
     graph.inputs.insert(
-        1 + max(list(inputs_by_name).index(name) for name in ("input_ids", "attention_mask") if name in inputs_by_name),
+        1 + max(list(inputs_by_name).index(name) for name in (tokens.name, "attention_mask") if name in inputs_by_name),
         output,
     )
     ledger.report_change(_POSITIONS, POSITIONS_ADDED())

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.optimizer import fold_constants
 
+from graphopt.analysis.structure.ports import token_port
 from graphopt.errors import MissingDependencyError
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import Inserter, bypass, shared_constant
@@ -69,9 +70,8 @@ def _pick_sizes(model: ir.Model) -> None:
 
     A node that reads batch and length off the residual stream would keep it from being rotated.
     """
-    tokens = next(
-        (value for value in model.graph.inputs if value.name == "input_ids" and value.shape is not None), None
-    )
+    tokens = token_port(model.graph)
+    tokens = None if tokens is None or tokens.shape is None else tokens
     for node in list(model.graph):
         shape = node.inputs[0].producer() if node.op_type == "Gather" and node.inputs[0] is not None else None
         index = weight_of(node, 1)
@@ -95,7 +95,7 @@ def _pick_sizes(model: ir.Model) -> None:
 
 def _pick_from_tokens(graph: ir.Graph, node: ir.Node, size: ir.SymbolicDim, tokens: ir.Value, *, scalar: bool) -> None:
     assert tokens.shape is not None
-    dims = list(tokens.shape)
+    dims = list(tokens.shape)[:2]
     if size.value is None or size not in dims:
         return
     axis, insert = dims.index(size), Inserter(graph, node, node.name or "size")

@@ -1,0 +1,196 @@
+"""The part of a vision-language model that makes features of images, as one function of tensors.
+
+What transformers does around its vision tower holds for traced tensors only in part: it cuts features apart by sizes
+that are data, and drops images that are padding. Here all images are real, and features stay one behind the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+
+from graphopt.analysis.structure.ports import IMAGE_FEATURES, IMAGE_GRID, PIXEL_VALUES
+from graphopt.errors import InputError
+from graphopt.inference.recordings import has_processor
+from graphopt.inference.signals import image_numbers
+from graphopt.models.checkpoint import quiet, reason_of
+from graphopt.tasks.base import SAMPLE_BATCH
+from graphopt.tasks.image_inputs import MASK, images_of_class
+from graphopt.tasks.signals import random_signals
+from graphopt.tasks.vision_language.vision import GRID
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_IMAGES = ((480, 640), (640, 512))
+"""Heights and widths in pixels of images in front of the processor."""
+
+
+def vision_part(model: Any, source: str) -> tuple[Any, dict[str, Any]]:
+    """Return a model whose forward makes ``image_features`` [image tokens, width], and images to trace it with.
+
+    Args:
+        model: a vision-language model of transformers.
+        source: the folder of its checkpoint, or its id on the hub.
+
+    Raises:
+        InputError: nothing says how large its images are, or their size varies.
+    """
+    names = images_of_class(type(model))
+    assert names is not None
+    part = copy.copy(model)
+    if IMAGE_GRID in names:
+        part.forward = _patches_forward(model)
+        return part, _sample_patches(model)
+    part.forward = _masked_forward(model) if MASK in names else _tiles_forward(model)
+    return part, {PIXEL_VALUES: _sample_tiles(model, source)}
+
+
+def _tiles_forward(model: Any) -> Callable[[Any], dict[str, Any]]:
+    """Return what makes features of tiles that have no mask."""
+    module = sys.modules[type(model).__module__]
+
+    def forward(pixel_values: Any) -> dict[str, Any]:
+        # LLaVA makes a list of the features of each image, which would hold for one number of images only.
+        with mock.patch.object(module, "list", lambda features: features, create=True):
+            features = model.get_image_features(pixel_values, return_dict=True).pooler_output
+        return {IMAGE_FEATURES: features.flatten(0, -2)}
+
+    return forward
+
+
+def _masked_forward(model: Any) -> Callable[[Any], dict[str, Any]]:
+    """Return what makes features of tiles whose mask hides nothing (Idefics3, SmolVLM)."""
+    base = model.base_model
+
+    def forward(pixel_values: Any) -> dict[str, Any]:
+        states = base.vision_model(pixel_values=pixel_values, return_dict=True).last_hidden_state
+        return {IMAGE_FEATURES: base.connector(states).flatten(0, -2)}
+
+    return forward
+
+
+def _patches_forward(model: Any) -> Callable[[Any, Any], dict[str, Any]]:
+    """Return what makes features of the patches of one image, with their places computed of its grid (Qwen2-VL)."""
+    torch = importlib.import_module("torch")
+    tower = model.get_encoder(modality="image")
+    side = tower.spatial_merge_size
+
+    def forward(pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
+        count = pixel_values.shape[0]
+        height, width = image_grid_thw[0, 1], image_grid_thw[0, 2]
+        patch = torch.arange(count, dtype=torch.int64)
+        # Patches come in squares that are merged to one token, row by row of squares, image after image in time.
+        square, inside = patch // side**2 % (height // side * (width // side)), patch % side**2
+        row = square // (width // side) * side + inside // side
+        column = square % (width // side) * side + inside % side
+        ends = torch.stack([torch.zeros_like(patch[0]), torch.full_like(patch[0], count)]).to(torch.int32)
+        options = {
+            "position_ids": torch.stack([row, column], dim=-1),
+            "cu_seqlens": ends,
+            "max_seqlen": count,
+        }
+        with contextlib.ExitStack() as stack:
+            if hasattr(tower, "fullatt_block_indexes"):
+                # Patches stay in their order, and a mask says which share a window.
+                options |= {
+                    "window_index": torch.arange(count // side**2, dtype=torch.int64),
+                    "cu_window_seqlens": ends,
+                    "max_window_seqlen": count,
+                }
+                patches = tower.window_size // side // tower.patch_size * side
+                window = row // patches * (width // patches + 1) + column // patches
+                _hide_other_windows(tower, window[:, None] == window[None, :], stack)
+            output = tower(pixel_values, grid_thw=image_grid_thw, return_dict=True, **options)
+        return {IMAGE_FEATURES: output.pooler_output}
+
+    return forward
+
+
+def _hide_other_windows(tower: Any, is_same: Any, stack: contextlib.ExitStack) -> None:
+    """Let layers with windows attend within the window alone, by a mask (Qwen2.5-VL, arXiv:2502.13923, section 2.1.1).
+
+    transformers sorts patches by window, and attends window by window, whose number is data.
+
+    Args:
+        tower: its layers know which attend to all patches.
+        is_same: whether two patches share a window, bool [patches, patches].
+        stack: ends it.
+    """
+    functional = importlib.import_module("torch.nn.functional")
+    attend = functional.scaled_dot_product_attention
+
+    def attend_within(*tensors: Any, **options: Any) -> Any:
+        return attend(*tensors, **{**options, "attn_mask": is_same})
+
+    def forward_of(attention: Any) -> Callable[..., Any]:
+        def forward(*arguments: Any, **options: Any) -> Any:
+            with mock.patch.object(functional, "scaled_dot_product_attention", attend_within):
+                return type(attention).forward(attention, *arguments, **options)
+
+        return forward
+
+    for number, block in enumerate(tower.blocks):
+        if number not in tower.fullatt_block_indexes:
+            stack.enter_context(mock.patch.object(block.attn, "forward", forward_of(block.attn)))
+
+
+def _sample_patches(model: Any) -> dict[str, Any]:
+    torch = importlib.import_module("torch")
+    config = model.config.vision_config
+    channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))
+    numbers = channels * config.temporal_patch_size * config.patch_size**2
+    patches = np.random.default_rng(0).standard_normal((int(np.prod(GRID)), numbers)).astype(np.float32)
+    return {PIXEL_VALUES: torch.from_numpy(patches), IMAGE_GRID: torch.tensor([GRID])}
+
+
+def _sample_tiles(model: Any, source: str) -> Any:
+    """Return two random tiles of the size that the processor makes, a tensor of torch.
+
+    Raises:
+        InputError: nothing says how large tiles are, or their size varies from image to image.
+    """
+    torch = importlib.import_module("torch")
+    shapes = _tile_shapes(model, source)
+    if len(set(shapes)) > 1:
+        raise InputError(
+            f"the processor makes tiles of {list(shapes[0])} numbers of one image, and of {list(shapes[1])} of another",
+            file=source,
+            tensor=PIXEL_VALUES,
+            remedy="graphopt takes vision-language models whose tiles all have one size",
+        )
+    return torch.from_numpy(random_signals((SAMPLE_BATCH, *shapes[0]), np.random.default_rng(0)))
+
+
+def _tile_shapes(model: Any, source: str) -> list[tuple[int, ...]]:
+    """Return channels, height and width of the tiles of two images of unlike size."""
+    if has_processor(source):
+        random = np.random.default_rng(0)
+        images = [random.integers(0, 256, (*size, 3), np.uint8) for size in _IMAGES]
+        with quiet():
+            try:
+                return [image_numbers(source, [image])[PIXEL_VALUES].shape[-3:] for image in images]
+            except InputError:
+                raise
+            except Exception as error:
+                raise InputError(
+                    f"the processor of the checkpoint fails on a random image ({reason_of(error)})",
+                    file=source,
+                    remedy="is its preprocessor_config.json that of this model?",
+                ) from error
+    config = model.config.vision_config
+    size = getattr(config, "image_size", None)
+    if not size:
+        raise InputError(
+            f"nothing says how large the images of {type(model).__name__} are",
+            file=source,
+            remedy="put the preprocessor_config.json of the checkpoint there",
+        )
+    height, width = (size, size) if isinstance(size, int) else size
+    return [(getattr(config, "num_channels", 3), height, width)]

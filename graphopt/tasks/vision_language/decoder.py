@@ -1,0 +1,220 @@
+"""The last graph of a vision-language model: a causal language model that reads embeddings in the place of tokens.
+
+Ports are those of :class:`graphopt.tasks.causal_lm.interface.Interface`, with ``inputs_embeds``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from graphopt.analysis.structure.ports import (
+    ATTENTION_MASK,
+    IMAGE_FEATURES,
+    IMAGE_GRID,
+    INPUT_IDS,
+    INPUTS_EMBEDS,
+    LOGITS,
+    PIXEL_VALUES,
+    POSITION_IDS,
+)
+from graphopt.errors import InputError
+from graphopt.tasks.base import BATCH, PADDING, Call, classes_of, upper
+from graphopt.tasks.causal_lm import CausalLM
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.causal_lm.probe import CausalProbe
+from graphopt.tasks.encoder import vocabulary_of
+from graphopt.tasks.image_inputs import MASK, images_of_class
+from graphopt.tasks.vision_language.embedding import TOKEN_EMBEDDING, image_token_of
+from graphopt.tasks.vision_language.positions import positions_of_images
+from graphopt.tasks.vision_language.vision import VISION_TOWER
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    import onnx_ir as ir
+
+    from graphopt.tasks.base import RunPart
+    from graphopt.tasks.ports import Array, IntArray
+
+_TEXT = 6
+"""Tokens of text around the image of a probe."""
+
+
+@dataclass(frozen=True)
+class VisionLanguageProbe(CausalProbe):
+    """Random embeddings, or those of tokens and images.
+
+    Attributes:
+        embeddings: float [batch, length, width].
+        image_positions: int64 [3, batch, length], where images are among the tokens and a position has three axes.
+        framework: what the framework that the model comes from is fed in place of tokens alone.
+    """
+
+    embeddings: Array = dataclasses.field(default_factory=lambda: np.zeros((0, 0, 0)))
+    image_positions: IntArray | None = None
+    framework: Mapping[str, Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def feeds(self) -> dict[str, Array]:
+        """See :class:`CausalProbe`; positions are left to the framework."""
+        return {INPUT_IDS: self.input_ids, ATTENTION_MASK: self.attention_mask, **self.framework}
+
+    def other_feeds(self, rows: slice, columns: slice) -> dict[str, Array]:
+        """See :class:`CausalProbe`."""
+        feeds: dict[str, Array] = {INPUTS_EMBEDS: np.ascontiguousarray(self.embeddings[rows, columns])}
+        if self.image_positions is not None:
+            feeds[POSITION_IDS] = np.ascontiguousarray(self.image_positions[:, rows, columns])
+        return feeds
+
+
+class VisionLanguage(CausalLM):
+    """See the module for the ports."""
+
+    name: ClassVar[str] = "vision_language"
+    noun: ClassVar[str] = "a vision-language model"
+    auto_class: ClassVar[str] = "AutoModelForImageTextToText"
+    parts: ClassVar[Mapping[str, str]] = {"vision": VISION_TOWER.name, "embedding": TOKEN_EMBEDDING.name}
+    takes: ClassVar[tuple[str, ...]] = ("texts", "images")
+    unrolls: ClassVar[bool] = False
+    files: ClassVar[tuple[str, ...]] = ("chat_template.json", "video_preprocessor_config.json")
+
+    def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
+        """See :class:`graphopt.tasks.base.Task`."""
+        return INPUTS_EMBEDS in inputs and LOGITS in outputs
+
+    def probe(self, graph: ir.Graph, *, context: int = 0) -> VisionLanguageProbe:
+        """Draw a probe with random embeddings, as small as those of tokens are."""
+        interface = Interface.of_graph(graph)
+        probe = CausalProbe.draw(interface, context=context)
+        width = _width(interface)
+        numbers = np.random.default_rng(1).standard_normal((*probe.input_ids.shape, width)) / np.sqrt(width)
+        embeddings = numbers.astype(interface.inputs[INPUTS_EMBEDS].dtype or np.float32)
+        return VisionLanguageProbe(**vars(probe), embeddings=embeddings)
+
+    def probe_behind(self, graph: ir.Graph, parts: Mapping[str, ir.Graph], run: RunPart) -> VisionLanguageProbe:
+        """Draw a probe of a text with an image in each row."""
+        ids, mask, feeds, sizes = _prompts(parts, run)
+        features = feeds.pop(IMAGE_FEATURES)
+        text = TOKEN_EMBEDDING.feeds_of(parts["embedding"], ids, features)
+        embeddings = run("embedding", text)[INPUTS_EMBEDS]
+        interface, positions = Interface.of_graph(graph), None
+        if len(interface.inputs[POSITION_IDS].shape if POSITION_IDS in interface.inputs else ()) == 3:
+            positions = np.zeros((3, *ids.shape), np.int64)
+            is_image = ids == image_token_of(parts["embedding"])
+            for row, size in enumerate(sizes):
+                real = mask[row] == 1
+                positions[:, row, real] = positions_of_images(is_image[row, real], [size])
+            feeds["mm_token_type_ids"] = is_image.astype(np.int32)
+        has_positions = POSITION_IDS in interface.inputs
+        return VisionLanguageProbe(
+            ids, mask, 0, has_positions, embeddings=embeddings, image_positions=positions, framework=feeds
+        )
+
+    def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
+        """See :class:`graphopt.tasks.base.Task`; embeddings are of one number, since no mask can depend on more."""
+        dtype = Interface.of_graph(graph).inputs[INPUTS_EMBEDS].dtype
+        sizes = list(sizes)
+        for call, (batch, length, _) in zip(super().calls(graph, sizes), sizes, strict=True):
+            yield dataclasses.replace(call, feeds={**call.feeds, INPUTS_EMBEDS: np.zeros((batch, length, 1), dtype)})
+
+    def takes_config(self, config: Any, transformers: Any) -> bool:
+        """Take models of images and texts whose images become rows of features, which take the places of tokens."""
+        return images_of_class(self._named_class(config, transformers)) is not None
+
+    def class_of(self, config: Any, transformers: Any) -> Any:
+        """Return the class that the configuration names."""
+        return self._named_class(config, transformers)
+
+    def _named_class(self, config: Any, transformers: Any) -> Any:
+        candidates = classes_of(type(config), transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+        names = candidates.intersection(getattr(config, "architectures", None) or ())
+        return getattr(transformers, min(names), None) if names else None
+
+    def export_parts(self, model: Any, source: str) -> tuple[Any, dict[str, Any]]:
+        """Return the model as it runs behind a past, with embeddings of several new tokens.
+
+        Raises:
+            InputError: a state of the model is neither a key-value cache nor a recurrent state.
+        """
+        torch = importlib.import_module("torch")
+        transformers = importlib.import_module("transformers")
+        decompose = importlib.import_module("transformers.exporters.utils").decompose_prefill_decode
+        model.generation_config = transformers.GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
+        module, inputs = decompose(model, self.sample(model), multi_token_decode=True)["decode"]
+        with torch.no_grad():
+            embeddings = model.get_input_embeddings()(inputs.pop(INPUT_IDS))
+        names = {*inspect.signature(model.forward).parameters, "use_cache"}
+        feeds = {name: value for name, value in inputs.items() if name in names and value is not None}
+        feeds = {INPUTS_EMBEDS: embeddings, **feeds}
+        if POSITION_IDS in feeds and feeds[POSITION_IDS].dim() == 3:
+            # In front of the three axes stand positions of text, which tell packed texts apart.
+            feeds[POSITION_IDS] = feeds[POSITION_IDS][-3:]
+        upper("graphopt.models.states:confirm_caches")(feeds, source)
+        return module, feeds
+
+    def framework_inputs(self, model: Any, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """See :class:`graphopt.tasks.base.Task`; tiles that may have a mask come as [batch, tiles, ...]."""
+        if MASK not in (images_of_class(type(model)) or ()):
+            return feeds
+        return {**feeds, PIXEL_VALUES: feeds[PIXEL_VALUES][:, None]}
+
+    def facts(self, folder: Path) -> Any:
+        """See :class:`graphopt.tasks.base.Task`; which token stands for an image, too."""
+        return upper("graphopt.artifact.hf_config:facts_of_vision_language")(folder)
+
+
+def _width(interface: Interface) -> int:
+    port = interface.inputs[INPUTS_EMBEDS]
+    width = port.shape[-1] if port.shape else None
+    if width is None:
+        raise InputError("the graph does not say how wide an embedding is", tensor=INPUTS_EMBEDS)
+    return width
+
+
+def _prompts(
+    parts: Mapping[str, ir.Graph], run: RunPart
+) -> tuple[IntArray, IntArray, dict[str, Array], list[tuple[int, int, int]]]:
+    """Return tokens and mask of a prompt with an image in each row, what is fed beside them, and sizes in tokens.
+
+    The first row begins with padding. What is fed has ``image_features`` too.
+    """
+    vision, random = parts["vision"], np.random.default_rng(0)
+    probe = VISION_TOWER.probe(vision)
+    images = dict(probe.feeds)
+    if IMAGE_GRID in images:
+        # One image a call; the second is the first one turned.
+        calls = [images, {**images, PIXEL_VALUES: images[PIXEL_VALUES][::-1].copy(), IMAGE_GRID: _swap_sides(images)}]
+        features = [run("vision", call)[IMAGE_FEATURES] for call in calls]
+        images = {name: np.concatenate([call[name] for call in calls]) for name in images}
+    else:
+        features = np.split(run("vision", images)[IMAGE_FEATURES], len(images[PIXEL_VALUES]))
+    counts = [len(rows) for rows in features]
+    patch_count = len(images[PIXEL_VALUES]) // sum(counts) if IMAGE_GRID in images else 1
+    side = round(np.sqrt(patch_count))
+    sizes = [(int(t), int(h) // side, int(w) // side) for t, h, w in images.get(IMAGE_GRID, np.zeros((0, 3), int))]
+    image_token = image_token_of(parts["embedding"]) or 0
+    vocabulary = vocabulary_of(parts["embedding"]) or 2
+    length = PADDING + max(counts) + _TEXT
+    ids = random.integers(0, vocabulary, (BATCH, length))
+    ids[ids == image_token] = 0 if image_token else 1
+    mask = np.ones_like(ids)
+    for row, count in enumerate(counts):
+        first = PADDING * (row == 0)
+        mask[row, :first] = 0
+        ids[row, first + 2 : first + 2 + count] = image_token
+    return ids, mask, {**images, IMAGE_FEATURES: np.concatenate(features)}, sizes
+
+
+def _swap_sides(images: Mapping[str, Array]) -> Array:
+    grid = images[IMAGE_GRID]
+    return np.ascontiguousarray(grid[:, [0, 2, 1]])
+
+
+VISION_LANGUAGE = VisionLanguage()

@@ -1,0 +1,268 @@
+"""Vision-language models of random weights, end to end: one artifact of three graphs, run, optimized, verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphopt
+from graphopt.artifact.manifest import read_manifest
+from graphopt.compile.replay import verify
+from graphopt.errors import InputError
+from graphopt.inference.decoding.continuation import Settings
+from graphopt.inference.images import (
+    ImageDecoder,
+    ImagePrompt,
+    VisionLanguageSession,
+    complete,
+    load_vision_language,
+    steps,
+)
+from tests.checkpoints import EXPORTS, know_torchlib
+from tests.cli.test_embeddings import call
+from tests.once import once
+from tests.signals import write_image
+from tests.vision_language import IMAGE, IMAGE_ID, write_vision_language_checkpoint
+
+COUNT = 10
+GREEDY = Settings(COUNT)
+# Two layers of decoder and tower in float32, run in another order of sums: seen 3e-6 on logits of up to 4.
+FLOAT32 = 1e-4
+
+
+def folder_of(family: str) -> Path:
+    return once(
+        f"{family}-images-folder",
+        ("tests/vision_language.py",),
+        lambda folder: write_vision_language_checkpoint(family, folder),
+    )
+
+
+def artifact_of(family: str) -> Path:
+    """Export a family once for all tests."""
+
+    def write(folder: Path) -> None:
+        know_torchlib()
+        graphopt.export(folder_of(family), folder)
+
+    sources = ("tests/vision_language.py", "graphopt/tasks/vision_language/*.py", *EXPORTS)
+    return once(f"{family}-images-artifact", sources, write)
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    return [write_image(folder / f"{n}.png", n, size) for n, size in enumerate([(60, 40), (33, 52)])]
+
+
+def opened(files: list[Path]) -> list[Any]:
+    from PIL import Image
+
+    return [Image.open(file).convert("RGB") for file in files]
+
+
+def placeholder(family: str) -> str:
+    return f"<begin>{IMAGE}<end>" if family == "qwen2_5_vl" else IMAGE
+
+
+def prompts_of(family: str, session: VisionLanguageSession, pictures: list[Path]) -> list[tuple[ImagePrompt, Any]]:
+    """Return prompts with one and with two images, and what the processor made of each for transformers."""
+    place = placeholder(family)
+    texts = {f"import {place} os": pictures[:1], f"{place} and {place} def": pictures}
+    return [
+        (
+            session.prompt(text, opened(files)),
+            session.processor(text=[text], images=opened(files), return_tensors="pt"),
+        )
+        for text, files in texts.items()
+    ]
+
+
+def greedy(session: VisionLanguageSession, prompt: ImagePrompt) -> tuple[list[int], np.ndarray]:
+    """Return the likeliest tokens behind a prompt, and the logits that each was chosen by."""
+    decoder, ids, logits = ImageDecoder(session.decoder, [prompt], session.image_token), prompt.tokens, []
+    tokens: list[int] = []
+    while len(tokens) < COUNT:
+        *_, (_, piece) = decoder.feed(np.array([ids], np.int64))
+        logits.append(piece[0, -1].copy())
+        tokens.append(int(logits[-1].argmax()))
+        ids = tokens[-1:]
+    return tokens, np.array(logits)
+
+
+@pytest.mark.parametrize("family", ["llava", "idefics3", "qwen2_5_vl"])
+def test_texts_and_logits_are_those_of_transformers(family: str, pictures: list[Path]) -> None:
+    import transformers
+
+    folder = artifact_of(family)
+    manifest = read_manifest(folder)
+    assert (manifest.task, [*manifest.parts]) == ("vision_language", ["vision", "embedding"])
+    assert [read_manifest(folder / part).task for part in manifest.parts] == ["vision_tower", "token_embedding"]
+    (check,) = manifest.checks
+    assert (check.status, check.figures["largest_change"] <= FLOAT32) == ("measured", True)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder_of(family)).eval()
+    session = load_vision_language(folder)
+    prompts = prompts_of(family, session, pictures)
+    for prompt, numbers in prompts:
+        assert prompt.tokens.count(IMAGE_ID) == len(prompt.features) > 0
+        tokens, logits = greedy(session, prompt)
+        expected = model.generate(
+            **numbers,
+            max_new_tokens=COUNT,
+            min_new_tokens=COUNT,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        assert tokens == expected.sequences[0, len(prompt.tokens) :].tolist()
+        np.testing.assert_allclose(logits, np.concatenate(expected.logits), rtol=0, atol=FLOAT32)
+        assert len(set(tokens)) > 1
+    # A row of a batch, with padding in front, is what it is alone.
+    both = complete(session, [prompt for prompt, _ in prompts], GREEDY)
+    assert [row.tokens for row in both] == [complete(session, [prompt], GREEDY)[0].tokens for prompt, _ in prompts]
+    streamed = "".join(step.texts[0] for step in steps(session, [prompts[0][0]], GREEDY))
+    assert streamed == both[0].text
+
+
+def test_a_text_without_images_is_a_text(pictures: list[Path]) -> None:
+    import torch
+    import transformers
+
+    session = graphopt.load(artifact_of("llava"))
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder_of("llava")).eval()
+    ids = session.encode("import os")
+    expected = model.generate(torch.tensor([ids]), max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False)
+    (completion,) = graphopt.generate(session, [ids], max_new_tokens=COUNT)
+    assert completion.tokens == expected[0, len(ids) :].tolist()
+    # The token of an image is a token like others where there is no image.
+    rows = session.logits(np.array([[5, IMAGE_ID, 7]]))
+    with torch.no_grad():
+        theirs = model(torch.tensor([[5, IMAGE_ID, 7]])).logits.numpy()
+    np.testing.assert_allclose(rows, theirs, rtol=0, atol=FLOAT32)
+    assert len(pictures) == 2
+
+
+def test_the_decoder_is_rotated_behind_its_input_and_proved(pictures: list[Path], tmp_path: Path) -> None:
+    folder = artifact_of("llava")
+    result = graphopt.optimize(folder, "rotate", tmp_path / "out")
+    for part in (result, *result.parts.values()):
+        assert part.manifest.check("certificate", after="rotate").status == "proved"
+    # One Hadamard at run time, behind the embeddings: all else of the residual is in the weights.
+    (hadamard,) = [node for node in result.model.graph if node.op_type == "Hadamard"]
+    assert hadamard.inputs[0] is not None
+    assert hadamard.inputs[0].name == "inputs_embeds"
+    (report,) = [report for report in result.manifest.passes if report.name == "rotate"]
+    assert any("down_proj" in change.where for change in report.changes)
+    before, after = load_vision_language(folder), load_vision_language(tmp_path / "out")
+    for prompt, _ in prompts_of("llava", before, pictures):
+        tokens, logits = greedy(before, prompt)
+        rotated_tokens, rotated_logits = greedy(after, prompt)
+        assert tokens == rotated_tokens
+        np.testing.assert_allclose(logits, rotated_logits, rtol=0, atol=FLOAT32)
+    statuses = {(check.name, check.after): check.status for check in verify(folder, tmp_path / "out").checks}
+    assert {statuses["replay", f"{part}the recipe"] for part in ("", "vision: ", "embedding: ")} == {"proved"}
+    assert statuses["image features", "vision: the recipe"] == "measured"
+
+
+@pytest.mark.parametrize("recipe", ["int4", "small", "rotate-kv4"])
+def test_all_graphs_are_quantized_and_judged(recipe: str, pictures: list[Path], tmp_path: Path) -> None:
+    folder = artifact_of("llava")
+    result = graphopt.optimize(folder, recipe, tmp_path / "out")
+    # Random weights of 64 columns in 4 bits; caches of 4 bits lose less.
+    assert 0 <= result.manifest.check("quality").figures["kl_mean"] < 0.1
+    session = load_vision_language(tmp_path / "out")
+    assert session.decoder.interface.has_pages == (recipe == "rotate-kv4")
+    prompts = [prompt for prompt, _ in prompts_of("llava", session, pictures)]
+    both = complete(session, prompts, GREEDY)
+    assert [row.tokens for row in both] == [complete(session, [prompt], GREEDY)[0].tokens for prompt in prompts]
+    if recipe != "rotate-kv4":
+        for part in ("", "vision", "embedding"):
+            size, before = ((root / part / "model.onnx.data").stat().st_size for root in (tmp_path / "out", folder))
+            assert size < 0.5 * before
+    assert {check.status for check in verify(folder, tmp_path / "out").checks} <= {"measured", "proved"}
+
+
+def test_run_writes_texts_about_images(
+    pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = artifact_of("llava")
+    images = [option for file in pictures for option in ("--image", file)]
+    options = ("run", folder, *images, "--max-new-tokens", COUNT)
+    code, out, _ = call(monkeypatch, capsys, *options, "--prompt", "import os", "--prompt", "def", "--json")
+    assert code == 0
+    rows = json.loads(out)
+    session = load_vision_language(folder)
+    prompts = [session.prompt(text, opened(pictures)) for text in ("import os", "def")]
+    assert prompts[0].tokens[: 2 * 16] == [IMAGE_ID] * 32
+    assert [row["tokens"] for row in rows] == [row.tokens for row in complete(session, prompts, GREEDY)]
+    code, out, _ = call(monkeypatch, capsys, *options, "--prompt", "import os")
+    assert (code, out) == (0, rows[0]["text"] + "\n")
+    for wrong, complaint in (
+        (("--chat", "--prompt", "a"), "a prompt with images is answered once"),
+        (("--audio", "a.wav", "--prompt", "a"), "a vision-language model reads texts or images, and no recordings"),
+        (("--prompt", f"{IMAGE} one"), "the processor refuses the prompt and its images"),
+    ):
+        code, _, complaints = call(monkeypatch, capsys, *options, *wrong)
+        assert code != 0
+        assert complaint in " ".join(complaints.split())
+
+
+def test_a_prompt_is_put_into_the_chat_template(pictures: list[Path], tmp_path: Path) -> None:
+    import shutil
+
+    folder = tmp_path / "chat"
+    shutil.copytree(artifact_of("llava"), folder)
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% for c in m.content %}"
+        "{{ c.text if c.type == 'text' else '" + IMAGE + "' }}{% endfor %}{% endfor %} reply:"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    session = load_vision_language(folder)
+    assert session.with_placeholders("what is it?", 2) == f"user:{IMAGE}{IMAGE}what is it? reply:"
+    assert session.with_placeholders(f"{IMAGE} here", 1) == f"{IMAGE} here"
+
+
+def test_what_does_not_fit_is_refused(pictures: list[Path]) -> None:
+    session = load_vision_language(artifact_of("llava"))
+    with pytest.raises(InputError, match="there is no image"):
+        session.prompt("a", [])
+    numbers = session.processor(text=[f"a {IMAGE}"], images=opened(pictures[:1]), return_tensors="np")
+    with pytest.raises(InputError, match="the prompt has 0 image tokens, and the images have 16 features"):
+        session.prompt_of_numbers(np.array([5, 6]), numbers)
+    with pytest.raises(InputError, match=r"an image comes as \[3, 8, 8\] numbers, and the vision tower takes"):
+        session.prompt_of_numbers(np.array([5]), {"pixel_values": np.zeros((1, 3, 8, 8), np.float32)})
+    with pytest.raises(InputError, match="the processor hides a part of an image"):
+        session.features_of({**numbers, "pixel_attention_mask": np.zeros((1, 1, 32, 32))})
+    with pytest.raises(InputError, match="of the kind vision_tower"):
+        graphopt.load(artifact_of("llava") / "vision")
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_genai_writes_the_same_text(family: str, pictures: list[Path]) -> None:
+    import onnxruntime_genai as og
+
+    folder = artifact_of(family)
+    session = load_vision_language(folder)
+    place = placeholder(family)
+    numbers = session.processor(text=[f"import {place} os"], images=opened(pictures[:1]), return_tensors="np")
+    prompt = session.prompt_of_numbers(numbers["input_ids"][0], numbers)
+    tensors = og.NamedTensors()
+    tensors["input_ids"] = np.array([prompt.tokens], np.int32)
+    tensors["num_image_tokens"] = np.array([len(prompt.features)], np.int64)
+    for name in ("pixel_values", "image_grid_thw"):
+        if name in numbers:
+            tensors[name] = np.ascontiguousarray(numbers[name])
+    model = og.Model(str(folder))
+    parameters = og.GeneratorParams(model)
+    parameters.set_search_options(max_length=len(prompt.tokens) + COUNT, do_sample=False)
+    generator = og.Generator(model, parameters)
+    generator.set_inputs(tensors)
+    tokens: list[int] = []
+    while len(tokens) < COUNT:
+        generator.generate_next_token()
+        tokens.append(int(generator.get_next_tokens()[0]))
+    assert tokens == greedy(session, prompt)[0]

@@ -1,0 +1,180 @@
+"""Small vision-language models with random weights, and folders of checkpoints of them with a processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from graphopt.util.stdlib_text import held_out_text
+
+SIDE, PATCH, VOCABULARY, POSITIONS = 32, 8, 320, 512
+IMAGE, IMAGES_BEGIN, IMAGES_END, VIDEO = "<image>", "<begin>", "<end>", "<video>"
+END_OF_TEXT = "<|endoftext|>"
+IMAGE_ID = 300
+
+_TEXT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_TOWER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+NAMES = {
+    "llava": "Llava",
+    "idefics3": "Idefics3",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen2_vl": "Qwen2VL",
+    "internvl": "InternVL",
+}
+"""What the classes of each family begin with."""
+
+_IDS = {"image_token_id": IMAGE_ID}
+_PATCHES = {"depth": 2, "num_heads": 4, "patch_size": 4}
+_AXES = {
+    "text_config": {
+        **_TEXT,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+    },
+    "vision_start_token_id": IMAGE_ID + 1,
+    "vision_end_token_id": IMAGE_ID + 2,
+    "video_token_id": IMAGE_ID + 3,
+}
+
+
+def _config(family: str) -> tuple[Any, Any]:
+    import transformers
+
+    sections: dict[str, Any] = {
+        "llava": {
+            "vision_config": {"model_type": "clip_vision_model", **_TOWER},
+            "text_config": {"model_type": "llama", **_TEXT},
+            "image_token_index": IMAGE_ID,
+        },
+        "idefics3": {
+            "vision_config": {**_TOWER, "patch_size": 4},
+            "text_config": {"model_type": "llama", **_TEXT},
+            "scale_factor": 2,
+        },
+        "internvl": {
+            "vision_config": {**_TOWER, "image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH], "use_qk_norm": True},
+            "text_config": {"model_type": "qwen2", **_TEXT},
+        },
+        "qwen2_vl": {
+            "vision_config": {**_PATCHES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+            **_AXES,
+        },
+        "qwen2_5_vl": {
+            # Windows of 2 x 2 tokens in the first layer.
+            "vision_config": {
+                **_PATCHES,
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 64,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
+            **_AXES,
+        },
+    }
+    config = getattr(transformers, f"{NAMES[family]}Config")(**sections[family], **_IDS)
+    return config, getattr(transformers, f"{NAMES[family]}ForConditionalGeneration")
+
+
+def make_vision_language_model(family: str) -> Any:
+    """Return a model of random weights that is ready to run, larger than transformers draws them: texts vary."""
+    import torch
+
+    config, model_class = _config(family)
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() > 1:
+                tensor.normal_(std=tensor[0].numel() ** -0.5)
+        model.get_input_embeddings().weight.normal_()
+    return model
+
+
+def write_vision_language_checkpoint(family: str, folder: Path) -> None:
+    """Write the Hugging Face folder of a family, with its processor, on Pillow, and its tokenizer."""
+    import transformers
+
+    make_vision_language_model(family).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    size = {"height": SIDE, "width": SIDE}
+    processors: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+        "llava": (
+            "CLIPImageProcessorPil",
+            {"size": {"shortest_edge": SIDE}, "crop_size": size},
+            {
+                "image_token": IMAGE,
+                "patch_size": PATCH,
+                "vision_feature_select_strategy": "default",
+                "num_additional_image_tokens": 1,
+            },
+        ),
+        "idefics3": (
+            "Idefics3ImageProcessorPil",
+            {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}},
+            {"image_seq_len": 16},
+        ),
+        "internvl": (
+            "GotOcr2ImageProcessorPil",
+            {"size": size, "crop_to_patches": True, "max_patches": 2},
+            {"image_seq_length": 4},
+        ),
+        "qwen2_vl": (
+            "Qwen2VLImageProcessorPil",
+            {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 1600}},
+            {},
+        ),
+    }
+    processors["qwen2_5_vl"] = processors["qwen2_vl"]
+    name, options, settings = processors[family]
+    getattr(transformers, name)(**options).save_pretrained(folder)
+    settings["processor_class"] = f"{NAMES[family]}Processor"
+    (folder / "processor_config.json").write_text(json.dumps(settings))
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=IMAGE_ID,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([held_out_text()[:20_000]], trainer)
+    tokenizer.add_special_tokens([IMAGE, IMAGES_BEGIN, IMAGES_END, VIDEO])
+    names = {"image_token": IMAGE, "video_token": VIDEO, "context_image_token": IMAGE}
+    names |= dict.fromkeys(("start_image_token", "vision_start_token"), IMAGES_BEGIN)
+    names |= dict.fromkeys(("end_image_token", "vision_end_token"), IMAGES_END)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=POSITIONS,
+        extra_special_tokens=names,
+    )
+    assert fast.convert_tokens_to_ids(IMAGE) == IMAGE_ID
+    return fast
