@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from graphopt.inference.decoding.speculation import Speculation
     from graphopt.inference.prompt_cache import PromptCache
     from graphopt.inference.session import Session
+    from graphopt.inference.states.eviction import Eviction
     from graphopt.tasks import Task
 
 _GENERATION = (
@@ -104,6 +105,12 @@ def run(
         Path | None,
         typer.Option("--cache", help="a file of `graphopt cache make`: prompts come behind its text"),
     ] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="tokens of a prompt, and of what comes behind it, that the cache keeps: others are evicted"
+        ),
+    ] = None,
     inputs: Inputs = None,
     save: Annotated[
         Path | None, typer.Option("--save", help="of a model that reads no text: an .npz file for its outputs")
@@ -131,6 +138,7 @@ def run(
     from graphopt.inference.decoding.continuation import Settings
     from graphopt.inference.decoding.proposers.registry import open_speculation
     from graphopt.inference.session import open_folder, session_from
+    from graphopt.inference.states.eviction import Eviction
     from graphopt.tasks import TASKS
 
     model = open_folder(folder, threads=threads, device=device)
@@ -144,7 +152,7 @@ def run(
         reason = "is told no language" if language else "has no outputs to save"
         raise InputError(f"{task.noun} {reason}", file=folder, remedy="leave out --language and --save")
     if not task.generates:
-        decoding = (max_new_tokens, temperature, top_k, top_p, logprobs, speculate, cache)
+        decoding = (max_new_tokens, temperature, top_k, top_p, logprobs, speculate, cache, keep)
         options = (*decoding, stop or None, json_schema, regex)
         if chat or seed or any(option is not None for option in options):
             remedy = f"leave out the options of generating: {_GENERATION}"
@@ -173,6 +181,10 @@ def run(
 
         encoder_decoder = seq2seq_of(model, threads=threads, device=device)
         return print_texts(encoder_decoder, prompt or [], audio or [], settings, language=language, as_json=as_json)
+    if chat and keep is not None:
+        raise InputError(
+            "a chat goes back to earlier turns, which may be evicted", remedy="leave out --chat, or --keep"
+        )
     session = session_from(model, device=device)
     speculation = None if speculate is None else open_speculation(session, speculate, draft_tokens)
     prompt_cache = None if cache is None else _load_cache(session, cache, chat, system)
@@ -188,7 +200,8 @@ def run(
         )
     else:
         texts = [("" if prompt_cache is None else prompt_cache.prompt.text) + text for text in prompt or []]
-        completions = _complete(session, texts, settings, as_json, speculation, prompt_cache)
+        eviction = None if keep is None else Eviction(keep)
+        completions = _complete(session, texts, settings, as_json, speculation, prompt_cache, eviction)
     _print_results(completions, speculation, stats, as_json)
     return None
 
@@ -328,14 +341,15 @@ def _complete(
     as_json: bool,
     proposer: Speculation | None,
     cache: PromptCache | None,
+    eviction: Eviction | None,
 ) -> list[dict[str, Any]]:
     from graphopt.inference.generation import complete, steps
 
     if as_json:
-        completions = complete(session, prompts, settings, proposer, cache)
+        completions = complete(session, prompts, settings, proposer, cache, eviction)
         return [{"prompt_text": t, **c.model_dump()} for t, c in zip(prompts, completions, strict=True)]
     if len(prompts) == 1:
-        parts = steps(session, prompts, settings, proposer, cache)
+        parts = steps(session, prompts, settings, proposer, cache, eviction)
         sys.stdout.write(prompts[0])
         for step in parts:
             sys.stdout.write(step.texts[0])
@@ -344,7 +358,7 @@ def _complete(
         return []
     with progress() as say:
         say("generating")
-        completions = complete(session, prompts, settings, proposer, cache)
+        completions = complete(session, prompts, settings, proposer, cache, eviction)
     for number, (text, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
         out.rule(f"{number} ({completion.stopped})")
         out.print(text + (completion.text or ""), markup=False, highlight=False)

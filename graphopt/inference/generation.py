@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphopt.inference.prefix_cache import PrefixCache
     from graphopt.inference.prompt_cache import PromptCache
     from graphopt.inference.session import Session
+    from graphopt.inference.states.eviction import Eviction
     from graphopt.tasks.ports import IntArray
 
 Prompt = str | Sequence[int]
@@ -101,10 +102,11 @@ def generate(
     logprobs: int | None = None,
     proposer: Proposer | Speculation | None = None,
     cache: PromptCache | PrefixCache | None = None,
+    eviction: Eviction | None = None,
 ) -> list[Completion]:
     """Complete each prompt; see :func:`stream` for the arguments and errors."""
     settings = Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs)
-    return complete(session, prompts, settings, proposer, cache)
+    return complete(session, prompts, settings, proposer, cache, eviction)
 
 
 def stream(
@@ -118,6 +120,7 @@ def stream(
     logprobs: int | None = None,
     proposer: Proposer | Speculation | None = None,
     cache: PromptCache | PrefixCache | None = None,
+    eviction: Eviction | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step; arguments are checked at once, the model runs as the steps are consumed.
 
@@ -133,6 +136,7 @@ def stream(
             :class:`graphopt.inference.decoding.speculation.Speculation` also says how long drafts are, and counts.
         cache: a beginning that the model has read already, or one for the beginnings of all prompts that were run with
             it: what prompts share with it is not fed again.
+        eviction: how many tokens states keep behind the prompts, and which; goes with neither a proposer nor a cache.
 
     Raises:
         InputError: a prompt is empty, longer than the model's positions or holds an unknown token; ``max_new_tokens``
@@ -142,7 +146,7 @@ def stream(
         MissingDependencyError: there is a grammar, and llguidance is not installed.
     """
     settings = Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs)
-    return steps(session, prompts, settings, proposer, cache)
+    return steps(session, prompts, settings, proposer, cache, eviction)
 
 
 def complete(
@@ -151,10 +155,11 @@ def complete(
     settings: Settings,
     proposer: Proposer | Speculation | None = None,
     cache: PromptCache | PrefixCache | None = None,
+    eviction: Eviction | None = None,
 ) -> list[Completion]:
     """Complete each prompt, as :func:`generate` does."""
     rows = _rows(session, prompts, settings)
-    for _ in _generate(session, rows, proposer, cache):
+    for _ in _generate(session, rows, proposer, cache, eviction):
         pass
     return [Completion.from_row(row) for row in rows]
 
@@ -165,9 +170,10 @@ def steps(
     settings: Settings,
     proposer: Proposer | Speculation | None = None,
     cache: PromptCache | PrefixCache | None = None,
+    eviction: Eviction | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step, as :func:`stream` does."""
-    return _generate(session, _rows(session, prompts, settings), proposer, cache)
+    return _generate(session, _rows(session, prompts, settings), proposer, cache, eviction)
 
 
 def run(
@@ -177,6 +183,7 @@ def run(
     mask: IntArray | None = None,
     is_halted: Callable[[], bool] = lambda: False,
     drafts: Drafting | None = None,
+    eviction: Eviction | None = None,
 ) -> Generator[Step, None, None]:
     """Continue rows until all of them have ended.
 
@@ -189,6 +196,7 @@ def run(
             where they are, and the decoder tells what it was fed.
         drafts: guesses at the tokens behind the prompt. Whenever the caller stops, the decoder's cache holds what it
             would without them.
+        eviction: how many tokens the states keep behind the prompt, and which; not beside drafts.
     """
     columns = Columns(ids, mask, [()] * len(rows))
     is_prompt = True
@@ -212,6 +220,8 @@ def run(
                 drafts.learn(verdict, columns.ids.shape[1], seconds)
         if all(row.stop_reason is not None for row in rows):
             return
+        if eviction is not None and (is_prompt or (decoder.tokens > eviction.keep + eviction.slack).any()):
+            decoder.evict(eviction)
         new = [row.tokens[length:] for row, length in zip(rows, lengths, strict=True)]
         columns = _plain_columns(rows, new) if drafts is None else drafts.next(new, decoder)
         is_prompt = False
@@ -276,12 +286,18 @@ def _generate(
     rows: Sequence[Continuation],
     proposer: Proposer | Speculation | None,
     cache: PromptCache | PrefixCache | None,
+    eviction: Eviction | None,
 ) -> Iterator[Step]:
+    if eviction is not None and (proposer is not None or cache is not None):
+        raise InputError(
+            "tokens that are evicted cannot come back, as drafts and caches of prompts ask",
+            remedy="leave the proposer and the cache out, or eviction",
+        )
     drafts = None if proposer is None else as_speculation(proposer).start(session, rows)
     prompts = [row.prompt for row in rows]
     decoder, prefix = (Decoder(session, len(rows), room=room_for(rows)), 0) if cache is None else cache.fork(prompts)
     ids, mask = _padded_left([prompt[prefix:] for prompt in prompts])
-    return _remember(run(decoder, rows, ids, mask, drafts=drafts), decoder, rows, cache)
+    return _remember(run(decoder, rows, ids, mask, drafts=drafts, eviction=eviction), decoder, rows, cache)
 
 
 def _remember(

@@ -143,6 +143,7 @@ def test_passes_and_recipes_are_listed(run) -> None:
         (("optimize", "{model}", "-o", "{model}"), "output exists"),
         (("export", "{missing}/nothing.onnx", "-o", "{out}"), "nothing.onnx"),
         (("run", "{model}", "--prompt", ""), "empty"),
+        (("run", "{model}", "--prompt", "x", "--keep", "10"), "has no room for the 64 first and the 256 newest"),
         (("run", "{model}", "--prompt", "{long}"), "128 positions"),
         (("run", "{model}", "--prompt", "x", "--temperature", "-1"), "temperature"),
         (("eval", "{model}", "--text", "{missing}"), "cannot be read"),

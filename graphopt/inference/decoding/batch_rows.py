@@ -27,11 +27,13 @@ class Step(NamedTuple):
         feeds: all inputs except caches, by name.
         past: tokens that each row has, int64 [batch].
         total: tokens that each row will have then, int64 [batch].
+        end: the position behind the last of them, int64 [batch]: more than ``total`` where tokens were evicted.
     """
 
     feeds: Mapping[str, Array]
     past: IntArray
     total: IntArray
+    end: IntArray
 
 
 class Rows(Protocol):
@@ -126,7 +128,8 @@ class MaskedRows:
         self._next = np.concatenate((self._mask, np.ones_like(input_ids) if mask is None else mask), axis=1)
         # Later, a 0 marks columns after the end of a row. They are never read, so a graph without a mask may ignore it.
         feeds = self._interface.feeds(input_ids, self._next, {}, needs_mask=self.columns == 0)
-        return Step(feeds, self._mask.sum(axis=1), self._next.sum(axis=1))
+        total = self._next.sum(axis=1)
+        return Step(feeds, self._mask.sum(axis=1), total, total)
 
     def finish(self) -> None:
         """See :class:`Rows`."""
@@ -146,6 +149,8 @@ class CountedRows:
         self._interface, self._has_positions = interface, "position_ids" in interface.inputs
         self._tokens = tokens
         self._next, self._columns, self._new_columns = tokens, columns, 0
+        self._evicted_tokens = np.zeros_like(tokens)  # of each row
+        self._least_tokens = self._evicted_tokens  # the tokens that each row had after that
 
     @property
     def columns(self) -> int:
@@ -167,8 +172,9 @@ class CountedRows:
         self._next, self._new_columns = self.tokens + new, length
         if self._has_positions:
             positions = (self._next - length)[:, None] + np.arange(length)
-            feeds["position_ids"] = self._interface.position_ids(np.maximum(positions, 0))
-        return Step(feeds, self.tokens, self._next)
+            text_positions = np.maximum(positions, 0) + self._evicted_tokens[:, None]
+            feeds["position_ids"] = self._interface.position_ids(text_positions)
+        return Step(feeds, self.tokens, self._next, self._next + self._evicted_tokens)
 
     def finish(self) -> None:
         """See :class:`Rows`."""
@@ -177,15 +183,39 @@ class CountedRows:
     def rewind(self, lengths: IntArray) -> CountedRows:
         """See :class:`Rows`."""
         _check_lengths(self._tokens, lengths)
+        if (lengths < self._least_tokens).any():
+            raise InputError(
+                "tokens were evicted, so rows cannot go back to before that",
+                remedy=f"keep {self._least_tokens.tolist()} tokens or more, or feed the text again",
+            )
         return self.at_length(lengths, self._columns)
 
     def fork(self, rows: Sequence[int]) -> CountedRows:
         """See :class:`Rows`."""
-        return self.at_length(self._tokens[list(rows)], self._columns)
+        copied_rows = self.at_length(self._tokens[list(rows)], self._columns)
+        copied_rows._evicted_tokens, copied_rows._least_tokens = (
+            self._evicted_tokens[list(rows)],
+            self._least_tokens[list(rows)],
+        )
+        return copied_rows
 
     def at_length(self, tokens: IntArray, columns: int) -> CountedRows:
         """See :class:`Rows`."""
-        return CountedRows(self._interface, tokens, columns)
+        rows = CountedRows(self._interface, tokens, columns)
+        if len(tokens) == len(self._evicted_tokens):
+            rows._evicted_tokens, rows._least_tokens = self._evicted_tokens, self._least_tokens
+        return rows
+
+    @property
+    def evicted_tokens(self) -> IntArray:
+        """Tokens of each row that were evicted, int64 [batch]."""
+        return self._evicted_tokens
+
+    def evict(self, lengths: IntArray) -> CountedRows:
+        """Return the rows with ``lengths`` tokens, int64 [batch]; the positions of those to come stay."""
+        rows = self.at_length(lengths, self._columns)
+        rows._evicted_tokens, rows._least_tokens = self._evicted_tokens + self._tokens - lengths, lengths
+        return rows
 
 
 def _check_lengths(tokens: IntArray, lengths: IntArray) -> None:

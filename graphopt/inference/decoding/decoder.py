@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from graphopt.inference.session import Session
+    from graphopt.inference.states.eviction import Eviction
     from graphopt.inference.states.store import Ability, Mark, StateStore
     from graphopt.tasks.ports import Array, IntArray
 
@@ -160,7 +161,7 @@ class Decoder:
                 remedy="export the model with a KV cache: `graphopt export`",
             )
         step = self._rows.begin(input_ids, mask)
-        session.check_length(int(step.total.max()))
+        session.check_length(int(step.end.max()))
         self.states.reserve(step.past, step.total, input_ids.shape[1])
         binding = self._binding
         self._feeds.bind(self._inputs(step, input_ids, mask))
@@ -255,6 +256,25 @@ class Decoder:
         decoder._rows = self._rows.fork(rows)
         return decoder
 
+    def evict(self, eviction: Eviction) -> None:
+        """Let rows keep ``eviction.keep`` tokens at most; those that come get the positions that they would have had.
+
+        Rows cannot be rewound to before that, and are not saved.
+
+        Raises:
+            InputError: the graph makes positions by itself, its states cannot do this, or there is no memory for it.
+        """
+        self._require("evict")
+        rows = self._rows
+        if not isinstance(rows, CountedRows) or "position_ids" not in self._session.interface.inputs:
+            raise InputError(
+                "the graph has no input position_ids, so tokens behind evicted ones would get other positions",
+                file=self._session.file,
+                remedy="leave eviction out",
+            )
+        if (rows.tokens > eviction.keep).any():
+            self._rows = rows.evict(self.states.evict(rows.tokens, eviction))
+
     def save(self, file: str | Path, prompt: SavedPrompt | None = None) -> None:
         """Write the states to a file, from which :meth:`restore` continues.
 
@@ -266,6 +286,8 @@ class Decoder:
             InputError: the states of the graph cannot be saved.
         """
         self._require("save")
+        if isinstance(self._rows, CountedRows) and self._rows.evicted_tokens.any():
+            raise InputError("tokens were evicted, and a file does not say which", remedy="save before that")
         states, tokens = self.states, self._rows.tokens
         if not self._session.interface.has_pages and (tokens != self._rows.columns).any():
             raise InputError(

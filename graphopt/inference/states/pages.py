@@ -20,6 +20,7 @@ import numpy as np
 from graphopt.analysis.structure.paged_caches import to_json
 from graphopt.errors import InputError
 from graphopt.inference.states.buffers import Buffer, HostBuffer, HostMemory, Memory, Row
+from graphopt.inference.states.eviction import Eviction, check_layers, evict
 from graphopt.inference.states.rewinding import check_length, group_layers, is_rewind_free, rewind_row
 from graphopt.inference.states.rollback import (
     PageSummary,
@@ -122,7 +123,7 @@ class PagedStates(StateStore):
         self._roomy = 0  # tokens for which no layer has to reuse pages
         self.reserve(np.zeros(batch, np.int64), np.ones(batch, np.int64), 1)
         splits = self._sets == 1 and all(isinstance(buffer, HostBuffer) for buffer in self._buffers())
-        self.abilities = frozenset(("fork", "save", "split") if splits else ("fork", "save"))
+        self.abilities = frozenset(("fork", "save", "evict", "split") if splits else ("fork", "save", "evict"))
 
     @property
     def bytes(self) -> int:
@@ -279,6 +280,23 @@ class PagedStates(StateStore):
     def save(self, tokens: IntArray) -> SavedStates:
         """See :class:`StateStore`: pages in use only."""
         return SavedStates(self.contents(tokens), json.dumps([pages.tolist() for pages in self.oldest]))
+
+    def evict(self, tokens: IntArray, eviction: Eviction) -> IntArray:
+        """See :class:`StateStore`: the pages have room for what stays, and for what may come before the next eviction.
+
+        Raises:
+            InputError: a layer knows its tokens by their places, or there is no memory for both the old and new pages.
+        """
+        check_layers(self.layers)
+        contents, room = self.contents(tokens), eviction.keep + eviction.slack + 1
+        arrays: dict[str, Array] = {}
+        for layer, tensors in zip(self.layers, self.tensors, strict=True):
+            state = {name: contents[tensor.past] for name, tensor in tensors.items()}
+            after = evict(layer, state, tokens, eviction, layer.pages(min(room, self._max_tokens or room), 1))
+            arrays |= {tensors[name].past: array for name, array in after.items()}
+        self._room = 0
+        self.restore(SavedStates(arrays, json.dumps([[0] * self.batch] * len(self.layers))))
+        return np.minimum(tokens, eviction.keep)
 
     def restore(self, states: SavedStates) -> None:
         """See :class:`StateStore`; the store has as many pages then as the saved one had in use."""

@@ -1,9 +1,10 @@
-"""What decoding, drafts and serving see of states, whatever they are inside: a step, and three abilities.
+"""What decoding, drafts and serving see of states, whatever they are inside: a step, and abilities.
 
     a step     reserve -> bind -> the run -> advance
     rewind     forget the newest tokens of a row; to roll back is to forget those of the last step without a trace
     fork       rows that continue copies of rows
     save       arrays that a store of the same layout continues from
+    evict      tokens in the middle of a row go, and their memory
 
 A kind of states is a store:
 
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
 
     import onnxruntime
 
+    from graphopt.inference.states.eviction import Eviction
     from graphopt.tasks.ports import IntArray
 
 Array = npt.NDArray[Any]
-Ability = Literal["fork", "save", "split"]
+Ability = Literal["fork", "save", "split", "evict"]
 
 _NO_LIMIT = 1 << 30
 
@@ -69,7 +71,7 @@ class StateStore(ABC):
     """The states of a batch of sequences: where they live between steps.
 
     A kind of states implements a step and :meth:`rewind`. The others are abilities, which it names: ``fork``, ``save``
-    (with :meth:`restore` and :attr:`layout`), and ``split`` for :meth:`row`.
+    (with :meth:`restore` and :attr:`layout`), ``split`` for :meth:`row`, and ``evict``.
 
     Attributes:
         batch: number of sequences.
@@ -166,6 +168,21 @@ class StateStore(ABC):
 
     def save(self, tokens: IntArray) -> SavedStates:
         """Return the states of rows that have so many tokens, int64 [batch], without copies where possible."""
+        raise NotImplementedError
+
+    def evict(self, tokens: IntArray, eviction: Eviction) -> IntArray:
+        """Drop tokens, and give their memory back.
+
+        Args:
+            tokens: of each row, int64 [batch].
+            eviction: which of them stay.
+
+        Returns:
+            The tokens that each row has now, int64 [batch].
+
+        Raises:
+            InputError: the states know their tokens by their places.
+        """
         raise NotImplementedError
 
     def restore(self, states: SavedStates) -> None:
