@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphopt.inference.session import Session
     from graphopt.inference.states.eviction import Eviction
     from graphopt.tasks import Task
+    from graphopt.util.targets import Device
 
 _GENERATION = (
     "--max-new-tokens, --temperature, --top-k, --top-p, --seed, --stop, --json-schema, --regex, --logprobs, "
@@ -168,14 +169,10 @@ def run(
     grammar = _grammar(json_schema, regex)
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
     if image:
-        _refuse_beside_images(chat, speculate, cache)
-        from graphopt.cli.images import print_image_texts
-        from graphopt.inference.images import vision_language_of
-
-        with_images = vision_language_of(model, threads=threads, device=device)
-        return print_image_texts(with_images, prompt or [], image, settings, as_json=as_json)
+        _refuse_beside_images(chat, speculate, cache, keep)
+        return _print_about_images(model, prompt or [], image, settings, threads, device, as_json)
     if "recordings" in task.takes:
-        _refuse_beside_sources(chat, speculate, cache)
+        _refuse_beside_sources(chat, speculate, cache, keep)
         from graphopt.cli.seq2seq import print_texts
         from graphopt.inference.seq2seq import seq2seq_of
 
@@ -204,6 +201,23 @@ def run(
         completions = _complete(session, texts, settings, as_json, speculation, prompt_cache, eviction)
     _print_results(completions, speculation, stats, as_json)
     return None
+
+
+def _print_about_images(
+    model: Any,
+    prompts: Sequence[str],
+    images: Sequence[Path],
+    settings: Settings,
+    threads: int,
+    device: Device,
+    as_json: bool,
+) -> None:
+    """Print the answer of a vision-language model to each prompt about all images."""
+    from graphopt.cli.images import print_image_texts
+    from graphopt.inference.images import vision_language_of
+
+    with_images = vision_language_of(model, threads=threads, device=device)
+    return print_image_texts(with_images, prompts, images, settings, as_json=as_json)
 
 
 def _print_outputs(task: Any, model: Any, save: Path | None, as_json: bool) -> None:
@@ -262,29 +276,29 @@ def _check_options(chat: bool, prompt: object, system: str | None, logprobs: int
         raise InputError("--logprobs are part of the JSON report", remedy="add --json")
 
 
-def _refuse_beside_sources(chat: bool, speculate: str | None, cache: Path | None) -> None:
+def _refuse_beside_sources(chat: bool, speculate: str | None, cache: Path | None, keep: int | None) -> None:
     """Refuse options that an encoder-decoder has not.
 
     Raises:
         InputError: one is given.
     """
-    if chat or speculate is not None or cache is not None:
+    if chat or speculate is not None or cache is not None or keep is not None:
         raise InputError(
-            "an encoder-decoder makes one text of each source, without a chat, drafts and kept prompts",
-            remedy="leave out --chat, --speculate and --cache",
+            "an encoder-decoder makes one text of each source, without a chat, drafts, kept prompts and eviction",
+            remedy="leave out --chat, --speculate, --cache and --keep",
         )
 
 
-def _refuse_beside_images(chat: bool, speculate: str | None, cache: Path | None) -> None:
+def _refuse_beside_images(chat: bool, speculate: str | None, cache: Path | None, keep: int | None) -> None:
     """Refuse options that a prompt with images has not.
 
     Raises:
         InputError: one is given.
     """
-    if chat or speculate is not None or cache is not None:
+    if chat or speculate is not None or cache is not None or keep is not None:
         raise InputError(
-            "a prompt with images is answered once, without a chat, drafts and kept prompts",
-            remedy="leave out --chat, --speculate and --cache, or --image",
+            "a prompt with images is answered once, without a chat, drafts, kept prompts and eviction",
+            remedy="leave out --chat, --speculate, --cache and --keep, or --image",
         )
 
 

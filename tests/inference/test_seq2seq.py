@@ -154,7 +154,7 @@ def test_run_and_eval_write_texts(
     code, out, _ = call(monkeypatch, capsys, "run", folder, "--prompt", TEXTS[0], "--max-new-tokens", 12)
     assert (code, out.strip()) == (0, rows[0]["text"].strip())
     code, _, err = call(monkeypatch, capsys, "run", folder, *prompts, "--speculate", "lookup")
-    assert (code, "without a chat, drafts and kept prompts" in err) == (2, True)
+    assert (code, "without a chat, drafts, kept prompts and eviction" in err) == (2, True)
     text = tmp_path / "text.txt"
     text.write_text("import os\nclass Stack:\n")
     code, out, _ = call(monkeypatch, capsys, "eval", folder, "--reference", folder, "--text", text, "--json")
