@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from graphopt.inference.seq2seq import load_seq2seq as load_seq2seq
     from graphopt.inference.session import Session as Session
     from graphopt.inference.session import load as load
+    from graphopt.inference.signals import SignalSession as SignalSession
+    from graphopt.inference.signals import load_signals as load_signals
     from graphopt.models.export import export as export
     from graphopt.passes.recipe import Recipe as Recipe
     from graphopt.passes.recipe import load_recipe as load_recipe
@@ -66,6 +68,7 @@ _HOMES = {
     "Sampling": "graphopt.inference.decoding.sampling",
     "Session": "graphopt.inference.session",
     "Settings": "graphopt.inference.decoding.continuation",
+    "SignalSession": "graphopt.inference.signals",
     "VerificationError": "graphopt.errors",
     "chat": "graphopt.inference.conversation.conversation",
     "evaluate": "graphopt.quality.evaluation",
@@ -77,6 +80,7 @@ _HOMES = {
     "load_encoder": "graphopt.inference.embeddings",
     "load_recipe": "graphopt.passes.recipe",
     "load_seq2seq": "graphopt.inference.seq2seq",
+    "load_signals": "graphopt.inference.signals",
     "optimize": "graphopt.compile.pipeline",
     "presets": "graphopt.passes.recipe",
     "read": "graphopt.artifact.artifact",

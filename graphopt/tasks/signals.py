@@ -9,7 +9,6 @@ transformers, as in files of other exporters: each kind says which.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -59,21 +58,31 @@ _SIZES = {"height": 96, "width": 128, "samples": 4000, "frames": 64}
 _WAVES, _TURNS = 6, {1: 100, 2: 3}
 
 
-@dataclass(frozen=True)
 class SignalProbe:
     """Random images or recordings.
 
-    Attributes:
+    Outputs of the graph beside those that its kind names, as files of other exporters have them, are compared too: each
+    in units in which its largest number in the first run is that of the outputs that are named.
+
+    Args:
         feeds: all inputs; see :class:`graphopt.tasks.base.Probe`.
-        outputs: the graph outputs that are compared.
+        outputs: the outputs that the kind names.
         classes: how many of the first numbers of a row are logits of classes.
         kind: what is fed, for reports.
+        extra_names: all others of floats; one that has no row for each signal is left out.
     """
 
-    feeds: Mapping[str, Array]
-    outputs: tuple[str, ...]
-    classes: int
-    kind: Rule
+    def __init__(
+        self,
+        feeds: Mapping[str, Array],
+        outputs: Sequence[str],
+        classes: int,
+        kind: Rule,
+        extra_names: Sequence[str] = (),
+    ) -> None:
+        self.feeds, self.outputs, self.classes, self.kind = feeds, tuple(outputs), classes, kind
+        self._extra_names, self._factors, self._width = tuple(extra_names), dict[str, float](), 0
+        self._sizes: list[int] = []
 
     @property
     def tokens(self) -> Fact:
@@ -86,8 +95,22 @@ class SignalProbe:
         return np.ones(len(next(iter(self.feeds.values()))), bool)
 
     def run(self, session: onnxruntime.InferenceSession) -> Floats:
-        """Return the outputs, see :func:`rows_of`."""
-        return rows_of(run(session, list(self.outputs), self.feeds))
+        """Return the outputs, see :func:`rows_of`; with others beside them a row is a signal with all its places."""
+        results = dict(zip(names := [*self.outputs, *self._extra_names], run(session, names, self.feeds), strict=True))
+        rows, batch = rows_of([results[name] for name in self.outputs]), len(self.real)
+        if not self._factors:
+            for name in self._extra_names:
+                array = results[name]
+                if array.ndim and len(array) == batch:  # else no row is of a signal
+                    largest = float(np.abs(array.astype(np.float64)).max(initial=0))
+                    self._factors[name] = float(np.abs(rows).max(initial=0)) / largest if largest else 1.0
+        if not self._factors:
+            return rows
+        self._width, parts = rows.shape[-1], [rows.reshape(batch, -1)]
+        for name, factor in self._factors.items():
+            parts.append(results[name].astype(np.float64).reshape(batch, -1) * factor)
+        self._sizes = [part.shape[-1] for part in parts]
+        return np.concatenate(parts, axis=-1)
 
     def matching_rows(self, before: Floats, after: Floats) -> Floats:
         """Return ``before``: everything stays where it is."""
@@ -96,13 +119,20 @@ class SignalProbe:
 
     def figures(self, first: Floats, after: Floats) -> dict[str, float]:
         """Return cosines with the outputs before any pass, and the share of rows with the same likeliest class."""
-        similarities = cosines(first, after)
+        pairs = [(first, after)]
+        if self._factors:
+            bounds = np.cumsum(self._sizes)[:-1]
+            pairs = list(zip(*(np.split(row, bounds, axis=-1) for row in (first, after)), strict=True))
+        old, new = (rows.reshape(-1, self._width or rows.shape[-1]) for rows in pairs[0])
+        similarities = cosines(old, new)
+        of_others = {name: cosines(*pair) for name, pair in zip(self._factors, pairs[1:], strict=True)}
         figures = {
             "cosine_with_start_mean": float(similarities.mean()),
-            "cosine_with_start_smallest": float(similarities.min()),
+            "cosine_with_start_smallest": float(min(values.min() for values in (similarities, *of_others.values()))),
         }
+        figures |= {f"cosine of {name}": float(values.mean()) for name, values in of_others.items()}
         if self.classes > 1:
-            matches = first[:, : self.classes].argmax(-1) == after[:, : self.classes].argmax(-1)
+            matches = old[:, : self.classes].argmax(-1) == new[:, : self.classes].argmax(-1)
             figures["same_class_share"] = float(matches.mean())
         return figures
 
@@ -112,6 +142,10 @@ def _is_signal(port: Port) -> bool:
     rank, names = len(port.shape), DIMENSIONS[port.name]
     is_float = port.dtype is not None and port.dtype.kind == "f"
     return is_float and (rank == len(names) if port.name == PIXEL_VALUES else 2 <= rank <= len(names))
+
+
+def _is_float(port: Port) -> bool:
+    return port.dtype is not None and port.dtype.kind == "f"
 
 
 def rows_of(arrays: Sequence[Array]) -> Floats:
@@ -274,7 +308,8 @@ class Signals(GraphTask):
         names = self.compared_outputs(outputs)
         feeds = self.random_feeds([port_of_value(value) for value in graph.inputs], BATCH, np.random.default_rng(0))
         kind = IMAGES if self.reads == "images" else RECORDINGS
-        return SignalProbe(feeds, names, self.class_count(outputs[names[0]]) or 0, kind)
+        extra_names = [name for name, port in outputs.items() if name not in names and _is_float(port)]
+        return SignalProbe(feeds, names, self.class_count(outputs[names[0]]) or 0, kind, extra_names)
 
     def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
         """Yield a call for each number of rows in ``sizes``; how many keys there are only the graph knows.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
+from onnx import helper, numpy_helper
 
 from graphopt.tasks import task_of_ports
 from graphopt.tasks.image_classifier import IMAGE_CLASSIFIER
 from graphopt.tasks.ports import Port
-from graphopt.tasks.signals import random_signals, rows_of
+from graphopt.tasks.signals import IMAGES, SignalProbe, random_signals, rows_of
 
 IMAGE, SOUND = (None, 3, 8, 8), (None, None)
 
@@ -61,3 +64,36 @@ def test_masks_hide_nothing() -> None:
     feeds = IMAGE_CLASSIFIER.random_feeds(inputs, 2, np.random.default_rng(0))
     assert feeds["pixel_mask"].shape == (2, *feeds["pixel_values"].shape[2:])
     assert feeds["pixel_mask"].all()
+
+
+def with_two_outputs(factor: float) -> onnxruntime.InferenceSession:
+    """Logits, and features that are a hundredth as large, times ``factor``."""
+    weight = np.random.default_rng(0).standard_normal((192, 5)).astype(np.float32)
+    nodes = [
+        helper.make_node("Flatten", ["pixel_values"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "weight"], ["logits"]),
+        helper.make_node("Mul", ["logits", "factor"], ["features"]),
+    ]
+    float32 = onnx.TensorProto.FLOAT
+    ports_in = [helper.make_tensor_value_info("pixel_values", float32, ["batch", 3, 8, 8])]
+    ports_out = [helper.make_tensor_value_info(name, float32, ["batch", 5]) for name in ("logits", "features")]
+    weights = [
+        numpy_helper.from_array(weight, "weight"),
+        numpy_helper.from_array(np.array(0.01 * factor, np.float32), "factor"),
+    ]
+    graph = helper.make_graph(nodes, "two", ports_in, ports_out, weights)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def test_outputs_that_the_kind_does_not_name_are_compared_in_units_of_their_own() -> None:
+    sessions = with_two_outputs(1), with_two_outputs(1.01)
+    images = random_signals((2, 3, 8, 8), np.random.default_rng(0))
+    probe = SignalProbe({"pixel_values": images}, ["logits"], 5, IMAGES, ["features"])
+    before, after = (probe.run(each) for each in sessions)
+    figures = probe.figures(before, after)
+    # features of 1% more: against the largest logit as they are, 1e-4
+    np.testing.assert_allclose(np.abs(after - before).max() / np.abs(before).max(), 0.01, rtol=1e-3)
+    np.testing.assert_allclose([figures["cosine of features"], figures["same_class_share"]], 1, rtol=1e-6)
+    assert before.shape == (2, 10)
+    assert SignalProbe({"pixel_values": images}, ["logits"], 5, IMAGES).run(sessions[0]).shape == (2, 5)

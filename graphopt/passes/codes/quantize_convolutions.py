@@ -50,6 +50,10 @@ TAPS = Rule(
     "quantize_convolutions.taps", "one channel each: its few weights stay in floats unless its inputs become codes"
 )
 OF_TEXT = Rule("quantize_convolutions.of-text", "taps over tokens of a model that reads text: errors would add up")
+FLOATS_IN_BRANCHES = Rule(
+    "quantize_convolutions.branches",
+    "{nodes} convolutions in branches read floats, since tensors inside have no ranges; their weights are codes",
+)
 BIAS_COMPUTED = Rule("quantize_convolutions.bias-computed", "its bias is computed, so it reads floats")
 BIAS_TOO_LARGE = Rule(
     "quantize_convolutions.bias-too-large", "{bias} exceeds 32 bits in such steps, so it stays in floats"
@@ -98,6 +102,10 @@ class QuantizeConvolutions(Pass):
     (q_x - z_x) q_w + round(b / (s_x s_w))) up to rounding, and of ``Add``, ``Mul``, ``Concat``, ``MaxPool``, averages
     and what moves numbers between convolutions operators of codes (Jacob et al., CVPR 2018, section 2). A ``Relu`` or
     ``Clip`` behind becomes the low end of the range. Tensors that lead to no convolution stay in floats.
+
+    Convolutions in branches and loops (the bodies of ``If``, ``Loop`` and ``Scan``) read floats: their weights alone
+    become codes, which lie in the graph itself and are decoded where they are read. Weights of ``LSTM``, ``GRU`` and
+    ``ConvTranspose`` stay.
 
     Ranges are found by running the model on the inputs of the recipe (``--inputs``). The manifest holds them, so the
     same model is made again from it. Without inputs only weights become codes: onnxruntime decodes them in each run,
@@ -167,26 +175,34 @@ class QuantizeConvolutions(Pass):
             InputError: the recipe names a weight that no convolution has, or states no range of a tensor.
         """
         graph, ledger = model.graph, context.ledger
-        nodes = [node for node in graph if (node.domain, node.op_type) == ("", "Conv")]
+        nodes = [node for node in graph.all_nodes() if (node.domain, node.op_type) == ("", "Conv")]
+        in_branches = [node for node in nodes if node.graph is not graph]
+        for node in in_branches:
+            _lift_weight(graph, node)
         self._check_names(nodes)
         is_static = self._is_static(context)
         if self.format is None or (self.format == "int7" and not is_static):
             self.model_copy(update={"format": "int8"}).rewrite(model, context)
             return
-        targets = []
+        targets, branch_targets = [], []
         for node in nodes:
-            reason = self._why_not(node, context, is_static)
-            if reason is None:
-                targets.append(node)
-            else:
+            is_inside = node.graph is not graph
+            reason = self._why_not(node, context, is_static and not is_inside)
+            if reason is not None:
                 ledger.skipped(node, reason)
+            elif is_inside:
+                branch_targets.append(node)
+            else:
+                targets.append(node)
         if targets and is_static:
             targets = self._make_integers(model, targets, context)
         elif targets and self.activations == "auto" and self._multiplies_integers:
             ledger.skipped("activations", WEIGHTS_ALONE())
-        readers: dict[ir.Value, ir.Node] = {}
-        for node in targets:
-            self._store(graph, node, readers, ledger)
+        if branch_targets and is_static:
+            ledger.skipped("branches", FLOATS_IN_BRANCHES(nodes=len(branch_targets)))
+        stores: dict[ir.Value, _Store] = {}
+        for node in (*targets, *branch_targets):
+            self._store(graph, node, stores, ledger)
 
     def _is_static(self, context: Context) -> bool:
         if self.activations != "auto":
@@ -220,12 +236,12 @@ class QuantizeConvolutions(Pass):
             return TAPS()
         return NO_BLOCKS(channels=channels, group=self.group) if self.group and channels % self.group else None
 
-    def _store(self, graph: ir.Graph, node: ir.Node, readers: dict[ir.Value, ir.Node], ledger: Ledger) -> None:
+    def _store(self, graph: ir.Graph, node: ir.Node, stores: dict[ir.Value, _Store], ledger: Ledger) -> None:
         """Put codes in the place of the weight of ``node``; those that another reads already serve this one too."""
         weight = weight_of(node, 1)
         assert weight is not None and weight.const_value is not None
-        if weight in readers:
-            node.replace_input_with(1, readers[weight].outputs[0])
+        if weight in stores:
+            stores[weight].serve(node)
             drop(graph, weight)
             return
         shape = tuple(map(int, weight.const_value.shape.numpy()))
@@ -252,8 +268,8 @@ class QuantizeConvolutions(Pass):
             format=self._bits.name,
             scales=f"one scale for {self.group} input channels" if self.group else "one scale for an output channel",
         )
-        readers[weight] = _decode(graph, node, 1, values, attributes)
-        ledger.changed(readers[weight], fact, [weight])
+        stores[weight] = _Store(values, attributes, {})
+        ledger.changed(stores[weight].serve(node), fact, [weight])
         drop(graph, weight)
 
     def _codes_and_scales(self, expression: Expression, rows: int, columns: int) -> dict[str, Expression]:
@@ -353,19 +369,61 @@ def _store_bias(graph: ir.Graph, node: ir.Node, content: _BiasCodes, ledger: Led
     assert bias is not None
     parts = (("codes", content.codes.astype(np.int32)), ("steps", content.steps))
     values = [new_weight(graph, f"{bias.name}.{part}", ir.tensor(array)) for part, array in parts]
-    ledger.changed(_decode(graph, node, 2, values, {"axis": 0}), BIAS(bias=bias.name), [bias])
+    ledger.changed(_decode(node, 2, values, {"axis": 0}), BIAS(bias=bias.name), [bias])
     drop(graph, bias)
 
 
-def _decode(
-    graph: ir.Graph, node: ir.Node, index: int, values: Sequence[ir.Value], attributes: Mapping[str, Any]
-) -> ir.Node:
+class _Store(NamedTuple):
+    """A weight as codes.
+
+    Attributes:
+        values: codes and scales.
+        attributes: of the node that decodes them.
+        readers: that node, in the graph and in each branch that reads the weight.
+    """
+
+    values: list[ir.Value]
+    attributes: dict[str, Any]
+    readers: dict[ir.Graph | ir.Function, ir.Node]
+
+    def serve(self, node: ir.Node) -> ir.Node:
+        """Let a convolution read what the codes mean; return the node that decodes them where it lies."""
+        assert node.graph is not None
+        if node.graph in self.readers:
+            node.replace_input_with(1, self.readers[node.graph].outputs[0])
+        else:
+            reader = self.readers[node.graph] = _decode(node, 1, self.values, self.attributes)
+            if len(self.readers) > 1:  # names are unique in nested branches too
+                reader.outputs[0].name = f"{reader.outputs[0].name}.{len(self.readers)}"
+        return self.readers[node.graph]
+
+
+def _lift_weight(graph: ir.Graph, node: ir.Node) -> None:
+    """Let a convolution in a branch read its weight from the graph itself, where it is a constant of the branch."""
+    value = node.inputs[1]
+    if value is None or value.is_graph_input():
+        return
+    producer, tensor = value.producer(), value.const_value
+    if producer is not None:
+        attribute = producer.attributes.get("value") if producer.op_type == "Constant" else None
+        tensor = None if attribute is None else attribute.as_tensor()
+    elif not value.is_initializer() or value.name in graph.initializers:
+        return
+    if tensor is None:
+        return
+    weight = new_weight(graph, f"{value.name}.of_branch", tensor)
+    value.replace_all_uses_with(weight)
+    if producer is not None and producer.graph is not None:
+        drop(producer.graph, value)
+
+
+def _decode(node: ir.Node, index: int, values: Sequence[ir.Value], attributes: Mapping[str, Any]) -> ir.Node:
     """Let a convolution read what codes mean as its input ``index``; return the node that decodes them."""
     before = node.inputs[index]
-    assert before is not None
+    assert before is not None and node.graph is not None
     reader = ir.node("DequantizeLinear", values, attributes, name=f"{node.name}.dequantize.{index}")
     output = reader.outputs[0]
     output.name, output.type, output.shape = f"{values[0].name}.dequantized", before.type, before.shape
-    graph.insert_before(node, reader)
+    node.graph.insert_before(node, reader)
     node.replace_input_with(index, output)
     return reader

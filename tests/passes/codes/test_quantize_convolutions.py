@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from onnx import helper, numpy_helper
 
 import graphopt
 from graphopt.compile.replay import verify
@@ -175,3 +177,47 @@ def test_a_weight_that_is_computed_and_ranges_that_are_missing_are_named(file: P
     known = {"samples": 1, "digest": "", "is_random": False, "ranges": {"images": (0, 1)}}
     with pytest.raises(InputError, match="states no range of a tensor"):
         run_pass(ir.load(file), "quantize_convolutions", known_ranges=known)
+
+
+def branches(path: Path) -> Path:
+    """Two convolutions in each branch of an If: one of a constant in it, one whose weight both branches read."""
+    random = np.random.default_rng(5)
+
+    def branch(name: str) -> onnx.GraphProto:
+        weight = numpy_helper.from_array((random.standard_normal((8, 3, 3, 3)) / 5).astype(np.float32), "own")
+        nodes = [
+            helper.make_node("Constant", [], [f"{name}.own"], value=weight),
+            helper.make_node("Conv", ["images", f"{name}.own"], [f"{name}.first"], name=f"{name}.conv"),
+            helper.make_node("Conv", [f"{name}.first", "both"], [f"{name}.second"], name=f"{name}.conv2"),
+        ]
+        output = helper.make_tensor_value_info(f"{name}.second", onnx.TensorProto.FLOAT, None)
+        return helper.make_graph(nodes, name, [], [output])
+
+    nodes = [
+        helper.make_node(
+            "If", ["is_large"], ["maps"], name="if", then_branch=branch("then"), else_branch=branch("else")
+        ),
+        helper.make_node("GlobalAveragePool", ["maps"], ["means"]),
+        helper.make_node("Flatten", ["means"], ["logits"]),
+    ]
+    both = numpy_helper.from_array((random.standard_normal((10, 8, 3, 3)) / 8).astype(np.float32), "both")
+    images = helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, ["batch", 3, 16, 16])
+    is_large = helper.make_tensor_value_info("is_large", onnx.TensorProto.BOOL, [])
+    logits = helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["batch", 10])
+    return graphs.saved(path, helper.make_graph(nodes, "branches", [images, is_large], [logits], [both]), opset=23)
+
+
+def test_convolutions_in_branches_get_codes_of_weights(tmp_path: Path) -> None:
+    model = ir.load(branches(tmp_path / "model.onnx"))
+    feeds = [{"images": IMAGES, "is_large": np.array(is_large)} for is_large in (True, False)]
+    before = [session(model, tmp_path / "before").run(["logits"], each)[0] for each in feeds]
+    report = run_pass(model, "quantize_convolutions")
+    opened = session(model, tmp_path / "after")
+    for each, expected in zip(feeds, before, strict=True):
+        # two roundings to 8 bits in a row
+        assert cosines(opened.run(["logits"], each)[0], expected).min() > 0.999
+    assert sum("int8" in str(change.what) for change in report.changes) == 3
+    dtypes = {name: value.dtype for name, value in model.graph.initializers.items() if name.endswith(".codes")}
+    assert list(dtypes.values()) == [ir.DataType.INT8] * 3
+    assert [node.op_type for node in model.graph.all_nodes()].count("DequantizeLinear") == 4
+    assert "Constant" not in [node.op_type for node in model.graph.all_nodes()]
