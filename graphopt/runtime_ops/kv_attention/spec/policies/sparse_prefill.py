@@ -51,7 +51,7 @@ class SparsePrefill(Policy):
     has_kernel: ClassVar[bool] = True
     reads_all: ClassVar[bool] = True
     in_blocks: ClassVar[bool] = True
-    prefill_mass: float = parameter(0.0, option=0.95, most=1)
+    prefill_mass: float = parameter(0.0, option=0.98, most=1)
     query_block: int = parameter(0, option=64, most=MOST_BLOCK)
     query_stride: int = parameter(0, option=16, most=MOST_BLOCK)
 
