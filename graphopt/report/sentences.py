@@ -19,6 +19,7 @@ from graphopt.models.unrolling import refusals
 from graphopt.passes import PASSES
 from graphopt.quality import answers, classes, losses, seq2seq
 from graphopt.tasks import signals
+from graphopt.tasks.vision_language import embedding
 from graphopt.verification import kernels, notes
 from graphopt.verification.certificate import checker
 
@@ -38,6 +39,7 @@ DECLARE_RULES = (
     checker,
     contrib,
     doctor,
+    embedding,
     export,
     genai,
     kernel_choice,
