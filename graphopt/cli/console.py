@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from graphopt.graph.diagnostics import Fact
+    from graphopt.inference.generation import Completion, Step
     from graphopt.util.progress import Progress
 
 out, err = Console(), Console(stderr=True)
@@ -127,6 +129,34 @@ def print_json(value: BaseModel | Sequence[Any] | Mapping[str, Any]) -> None:
     contents = [entry.model_dump(mode="json") if isinstance(entry, BaseModel) else entry for entry in values]
     content = contents[0] if single else contents
     print(json.dumps(content, indent=2))
+
+
+def print_stream(steps: Iterable[Step]) -> None:
+    """Print the text of the only row as it is made."""
+    for step in steps:
+        sys.stdout.write(step.texts[0])
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def print_completions(kind: str, names: Sequence[str], completions: Sequence[Completion], *, as_json: bool) -> None:
+    """Print texts, each below the name of what it was made of.
+
+    Args:
+        kind: what JSON calls these names.
+        names: of the rows.
+        completions: a text of each.
+        as_json: whether to print JSON.
+    """
+    rows: list[dict[str, Any]] = [
+        {kind: name, **completion.model_dump()} for name, completion in zip(names, completions, strict=True)
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        out.rule(f"{row[kind]} ({row['stopped']})")
+        out.print(row["text"] or "", markup=False, highlight=False)
 
 
 def chosen_text(text: Path | None, held_out: bool, usage: str) -> str:

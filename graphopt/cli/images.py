@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from graphopt.cli.console import out, print_json
+from graphopt.cli.console import print_completions, print_stream
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,18 +43,6 @@ def print_image_texts(
     images = [read_image(file) for file in files]
     prompts = [session.prompt(text, images) for text in texts]
     if not as_json and len(prompts) == 1:
-        for step in steps(session, prompts, settings):
-            sys.stdout.write(step.texts[0])
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        return None
+        return print_stream(steps(session, prompts, settings))
     completions = complete(session, prompts, settings)
-    rows: list[dict[str, Any]] = [
-        {"prompt_text": text, **completion.model_dump()} for text, completion in zip(texts, completions, strict=True)
-    ]
-    if as_json:
-        return print_json(rows)
-    for row in rows:
-        out.rule(f"{row['prompt_text']} ({row['stopped']})")
-        out.print(row["text"] or "", markup=False, highlight=False)
-    return None
+    return print_completions("prompt_text", texts, completions, as_json=as_json)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graphopt.cli.classes import print_table
-from graphopt.cli.console import out, print_json
+from graphopt.cli.console import print_completions, print_json, print_stream
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
@@ -59,21 +58,9 @@ def print_texts(
     else:
         source = session.source_of_texts(*session.encode(texts))
     if not as_json and len(names) == 1:
-        for step in steps(session, source, settings, language):
-            sys.stdout.write(step.texts[0])
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        return None
+        return print_stream(steps(session, source, settings, language))
     completions = complete(session, source, settings, language)
-    rows: list[dict[str, Any]] = [
-        {"source": name, **completion.model_dump()} for name, completion in zip(names, completions, strict=True)
-    ]
-    if as_json:
-        return print_json(rows)
-    for row in rows:
-        out.rule(f"{row['source']} ({row['stopped']})")
-        out.print(row["text"] or "", markup=False, highlight=False)
-    return None
+    return print_completions("source", names, completions, as_json=as_json)
 
 
 def print_text_agreement(model: OpenModel, reference: Path | None, text: str, threads: int, as_json: bool) -> None:

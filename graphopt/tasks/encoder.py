@@ -179,11 +179,7 @@ class EncoderProbe:
 
     def figures(self, first: Floats, after: Floats) -> dict[str, float]:
         """Return the cosines of hidden states with those of the model before any pass: their mean and the smallest."""
-        similarities = cosines(first, after)
-        return {
-            "cosine_with_start_mean": float(similarities.mean()),
-            "cosine_with_start_smallest": float(similarities.min()),
-        }
+        return cosines_with_start(first, after)
 
 
 class Encoder(Task):
@@ -307,6 +303,15 @@ def vocabulary_of(graph: ir.Graph) -> int | None:
     tables = (node.inputs[0] for node in token_lookups(graph))
     rows = (table.shape[0] for table in tables if table is not None and table.shape is not None)
     return next((row for row in rows if isinstance(row, int)), None)
+
+
+def cosines_with_start(first: Floats, after: Floats) -> dict[str, float]:
+    """Return the mean and the smallest cosine of rows with those of the model before any pass, [rows, width] each."""
+    similarities = cosines(first, after)
+    return {
+        "cosine_with_start_mean": float(similarities.mean()),
+        "cosine_with_start_smallest": float(similarities.min()),
+    }
 
 
 def cosines(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating]) -> Floats:

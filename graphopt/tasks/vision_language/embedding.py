@@ -20,7 +20,7 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.ort.session import run
 from graphopt.tasks.base import BATCH, LENGTH, Floats, Probe, Task, sample_tokens
-from graphopt.tasks.encoder import cosines, vocabulary_of
+from graphopt.tasks.encoder import cosines_with_start, vocabulary_of
 from graphopt.tasks.ports import Array, IntArray, port_of_value
 
 if TYPE_CHECKING:
@@ -68,11 +68,7 @@ class EmbeddingProbe:
 
     def figures(self, first: Floats, after: Floats) -> dict[str, float]:
         """Return cosines with the embeddings before any pass."""
-        similarities = cosines(first, after)
-        return {
-            "cosine_with_start_mean": float(similarities.mean()),
-            "cosine_with_start_smallest": float(similarities.min()),
-        }
+        return cosines_with_start(first, after)
 
 
 class TokenEmbedding(Task):
