@@ -125,10 +125,21 @@ def test_kernels(instructions: str, storage: str, others: dict[str, Any]) -> Non
 
 @needs_library
 def test_lists_of_several_runs(instructions: str) -> None:
-    """More than 2048 tokens in a list, which tasks share; with one task for each block of many, too."""
+    """More than 2048 tokens in a list, which tasks share; with one task for each block of many, too.
+
+    The reference reads the last blocks only, since calls of whole blocks are one call: all 2700 queries take it 24 s.
+    """
     kv = attributes_of(scale=0.2, kv_heads=1, page=64, **{**BLOCKS, "query_block": 64, "query_stride": 16})
     tokens = tokens_of(kv, 2700, group=2)
-    assert compare(kv, tokens, 43, [2560, 140], Native(threads=2)) > 0.7
+    found, bounded, firm = Fed(kv, tokens, 43, Native(threads=2)), Bounded(), []
+    wanted = Fed(kv, tokens, 43, Native(threads=2))
+    wanted.call(2496)
+    wanted.run = bounded
+    for columns, last in ((2560, 64), (140, 140)):
+        y, expected = found.call(columns)[:, -last:], wanted.call(last)
+        assert (np.abs(expected - y) <= bounded.most).all()
+        firm.append(np.isfinite(bounded.most).mean())
+    assert np.mean(firm) > 0.7
 
 
 @needs_library

@@ -97,7 +97,7 @@ def test_the_real_file_is_decoded_as_transformers_decodes_it() -> None:
     for name, tensor in list(file.tensors.items())[:8]:
         assert isinstance(tensor, Ggml)
         if tensor.kind != "F32":
-            block = np.ascontiguousarray(tensor.stored()[:4])
+            block = np.ascontiguousarray(tensor.stored_bytes()[:4])
             expected = ggufs.decoded_by_transformers(block, tensor.kind)
             assert np.array_equal(tensor.evaluate((slice(0, 4), slice(0, tensor.shape[1]))), expected), name
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
