@@ -192,7 +192,7 @@ class Wrong:
 
 
 @pytest.mark.parametrize("honest", [0.3, 0.9])
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "granitemoehybrid", "gemma3n"])
 def test_states_of_recurrences_are_taken_back(family: str, honest: float, make_artifact: Callable[[str], Path]) -> None:
     session = load(make_artifact(family), threads=1)
     plain = generate(session, PROMPTS[:1], max_new_tokens=40)

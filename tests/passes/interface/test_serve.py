@@ -248,7 +248,9 @@ def test_options_that_make_no_sense_are_refused() -> None:
     assert Serve.model_validate({"memory": "4GB"}).memory == 4_000_000_000
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "rwkv", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "mamba", "rwkv", "deepseek_v3", "granitemoehybrid", "gpt_oss", "gemma3n"]
+)
 def test_states_of_requests_give_the_texts_of_requests_alone(
     family: str, make_artifact: MakeArtifact, tmp_path: Path
 ) -> None:
