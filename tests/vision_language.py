@@ -38,13 +38,14 @@ NAMES = {
     "idefics3": "Idefics3",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen2_vl": "Qwen2VL",
+    "qwen3_vl": "Qwen3VL",
     "internvl": "InternVL",
 }
 """What the classes of each family begin with."""
 
 _IDS = {"image_token_id": IMAGE_ID}
 _PATCHES = {"depth": 2, "num_heads": 4, "patch_size": 4}
-_AXES = {
+_AXES: dict[str, Any] = {
     "text_config": {
         **_TEXT,
         "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
@@ -88,6 +89,23 @@ def _config(family: str) -> tuple[Any, Any]:
                 "fullatt_block_indexes": [1],
             },
             **_AXES,
+        },
+        "qwen3_vl": {
+            # The decoder reads features of the first layer of the tower, too.
+            "vision_config": {
+                **_PATCHES,
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 64,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0],
+            },
+            **_AXES,
+            "text_config": {
+                **_AXES["text_config"],
+                "head_dim": 16,
+                "rope_parameters": {**_AXES["text_config"]["rope_parameters"], "mrope_interleaved": True},
+            },
         },
     }
     config = getattr(transformers, f"{NAMES[family]}Config")(**sections[family], **_IDS)
@@ -143,7 +161,7 @@ def write_vision_language_checkpoint(family: str, folder: Path) -> None:
             {},
         ),
     }
-    processors["qwen2_5_vl"] = processors["qwen2_vl"]
+    processors["qwen2_5_vl"] = processors["qwen3_vl"] = processors["qwen2_vl"]
     name, options, settings = processors[family]
     getattr(transformers, name)(**options).save_pretrained(folder)
     settings["processor_class"] = f"{NAMES[family]}Processor"

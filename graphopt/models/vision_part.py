@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from graphopt.analysis.structure.ports import IMAGE_FEATURES, IMAGE_GRID, PIXEL_VALUES
+from graphopt.analysis.structure.ports import IMAGE_FEATURES, IMAGE_GRID, INPUTS_EMBEDS, PIXEL_VALUES
 from graphopt.errors import InputError
 from graphopt.inference.recordings import has_processor
 from graphopt.inference.signals import image_numbers
@@ -108,9 +109,39 @@ def _patches_forward(model: Any) -> Callable[[Any, Any], dict[str, Any]]:
                 window = row // patches * (width // patches + 1) + column // patches
                 _hide_other_windows(tower, window[:, None] == window[None, :], stack)
             output = tower(pixel_values, grid_thw=image_grid_thw, return_dict=True, **options)
-        return {IMAGE_FEATURES: output.pooler_output}
+        inner = getattr(output, "deepstack_features", None) or ()
+        return {IMAGE_FEATURES: torch.cat([output.pooler_output, *inner], dim=-1)}
 
     return forward
+
+
+def read_stacked_features(model: Any) -> None:
+    """Let the decoder of a model take embeddings with features of inner layers of the tower behind them.
+
+    transformers adds those features at places that are data; behind embeddings, other tokens have zeros there:
+
+        before:  states[is_image] += features[n]         [image tokens, width], behind layer n
+        after:   states + embeddings[..., (n + 1) width : (n + 2) width]
+
+    Embeddings of the usual width are read as before.
+
+    Args:
+        model: a vision-language model of transformers, whose decoder is changed.
+    """
+    decoder = model.get_decoder()
+    width, forward = model.get_input_embeddings().weight.shape[1], decoder.forward
+
+    @functools.wraps(forward)
+    def forward_stacked(*arguments: Any, **options: Any) -> Any:
+        embeddings = options.get(INPUTS_EMBEDS)
+        if embeddings is None or embeddings.shape[-1] == width:
+            return forward(*arguments, **options)
+        first, *features = embeddings.split(width, dim=-1)
+        options |= {INPUTS_EMBEDS: first, "deepstack_visual_embeds": features}
+        with mock.patch.object(decoder, "_deepstack_process", lambda states, _, inner: states + inner):
+            return forward(*arguments, **options)
+
+    decoder.forward = forward_stacked
 
 
 def _hide_other_windows(tower: Any, is_same: Any, stack: contextlib.ExitStack) -> None:

@@ -28,3 +28,16 @@ def images_of_class(model_class: Any) -> frozenset[str] | None:
         return None
     names = set(inspect.signature(make_features).parameters) - _SETTINGS
     return frozenset(names) if names in ({PIXEL_VALUES}, {PIXEL_VALUES, MASK}, {PIXEL_VALUES, IMAGE_GRID}) else None
+
+
+def stacked_features_of(config: Any) -> int:
+    """Return how many features of inner layers of the tower stand behind those of its last one.
+
+    Each is added to what leaves one of the first layers of the decoder, at the places of image tokens (DeepStack,
+    arXiv:2406.04334, section 3; Qwen3-VL). So embeddings are 1 + that many times as wide as the decoder.
+
+    Args:
+        config: of a vision-language model of transformers.
+    """
+    vision = getattr(config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())

@@ -66,7 +66,7 @@ def opened(files: list[Path]) -> list[Any]:
 
 
 def placeholder(family: str) -> str:
-    return f"<begin>{IMAGE}<end>" if family == "qwen2_5_vl" else IMAGE
+    return f"<begin>{IMAGE}<end>" if family.startswith("qwen") else IMAGE
 
 
 def prompts_of(family: str, session: VisionLanguageSession, pictures: list[Path]) -> list[tuple[ImagePrompt, Any]]:
@@ -94,7 +94,7 @@ def greedy(session: VisionLanguageSession, prompt: ImagePrompt) -> tuple[list[in
     return tokens, np.array(logits)
 
 
-@pytest.mark.parametrize("family", ["llava", "idefics3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llava", "idefics3", "qwen2_5_vl", "qwen3_vl"])
 def test_texts_and_logits_are_those_of_transformers(family: str, pictures: list[Path]) -> None:
     import transformers
 

@@ -29,7 +29,7 @@ from graphopt.tasks.causal_lm import CausalLM
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
 from graphopt.tasks.encoder import vocabulary_of
-from graphopt.tasks.image_inputs import MASK, images_of_class
+from graphopt.tasks.image_inputs import MASK, images_of_class, stacked_features_of
 from graphopt.tasks.vision_language.embedding import TOKEN_EMBEDDING, image_token_of
 from graphopt.tasks.vision_language.positions import positions_of_images
 from graphopt.tasks.vision_language.vision import VISION_TOWER
@@ -150,6 +150,10 @@ class VisionLanguage(CausalLM):
         module, inputs = decompose(model, self.sample(model), multi_token_decode=True)["decode"]
         with torch.no_grad():
             embeddings = model.get_input_embeddings()(inputs.pop(INPUT_IDS))
+        inner_width = embeddings.shape[-1] * stacked_features_of(model.config)
+        if inner_width:
+            embeddings = torch.nn.functional.pad(embeddings, (0, inner_width))
+            upper("graphopt.models.vision_part:read_stacked_features")(model)
         names = {*inspect.signature(model.forward).parameters, "use_cache"}
         feeds = {name: value for name, value in inputs.items() if name in names and value is not None}
         feeds = {INPUTS_EMBEDS: embeddings, **feeds}

@@ -2,7 +2,9 @@
 
 Inputs: ``input_ids`` int64 [batch, length], and ``image_features`` float [image tokens, width], of all images one
 behind the other; [0, width] where there is none. Output: ``inputs_embeds`` [batch, length, width]. The n-th image token
-of the batch gets the n-th row of the features; one without a row has the embedding of its token.
+of the batch gets the n-th row of the features; one without a row has the embedding of its token. Where the decoder
+reads features of inner layers of the tower too (see :func:`graphopt.tasks.image_inputs.stacked_features_of`), a row of
+features has them behind the first ``width`` numbers, and an embedding of a token has zeros there.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.ort.session import run
 from graphopt.tasks.base import BATCH, LENGTH, Floats, Probe, Task, sample_tokens
 from graphopt.tasks.encoder import cosines_with_start, vocabulary_of
+from graphopt.tasks.image_inputs import stacked_features_of
 from graphopt.tasks.ports import Array, IntArray, port_of_value
 
 if TYPE_CHECKING:
@@ -121,9 +124,13 @@ class TokenEmbedding(Task):
         ids = sample_tokens(model)[INPUT_IDS]
         ids[0, :2] = image_token
         embed = model.get_input_embeddings()
+        width = embed(ids[:1, :1]).shape[-1]
+        inner_width = width * stacked_features_of(model.config)
 
         def forward(input_ids: Any, image_features: Any) -> dict[str, Any]:
             embeddings = embed(input_ids)
+            if inner_width:
+                embeddings = torch.nn.functional.pad(embeddings, (0, inner_width))
             is_image = input_ids == image_token
             number = is_image.reshape(-1).cumsum(0).reshape(is_image.shape) - 1
             # A row of zeros behind the features, which tokens read that are none of an image: no index is outside.
@@ -135,8 +142,7 @@ class TokenEmbedding(Task):
 
         part = copy.copy(model)
         part.forward = forward
-        width = embed(ids[:1, :1]).shape[-1]
-        return part, {INPUT_IDS: ids, IMAGE_FEATURES: torch.ones(3, width)}
+        return part, {INPUT_IDS: ids, IMAGE_FEATURES: torch.ones(3, width + inner_width)}
 
 
 def image_token_of(graph: ir.Graph) -> int | None:
