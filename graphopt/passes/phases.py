@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import onnx
 
 from graphopt.analysis.structure.convolutions import is_of_convolution
+from graphopt.analysis.structure.decoded_weights import is_decoded_weight
 from graphopt.analysis.structure.product_codes import dequantize_of, feeds_lookups, is_dequantize
 from graphopt.analysis.structure.products import reads_packed
 from graphopt.errors import VerificationError
@@ -153,7 +154,7 @@ def _packed_nodes(model: ir.Model) -> Iterator[ir.Node]:
 
 def _codes_elsewhere(model: ir.Model) -> Iterator[ir.Node]:
     for node in model.graph.all_nodes():
-        if is_dequantize(node) and not _is_looked_up(node) and not is_of_convolution(node):
+        if is_dequantize(node) and not (_is_looked_up(node) or is_of_convolution(node) or is_decoded_weight(node)):
             output = node.outputs[0]
             if output.is_graph_output() or not all(
                 feeds_lookups(use.node) or (use.idx == 1 and dequantize_of(use.node) is node) for use in output.uses()
@@ -217,7 +218,8 @@ INVARIANTS = (
     Invariant(
         "codes are logical",
         "before the phase lower, Dequantize and DequantizeLinear make the right side of a MatMul, a matrix whose "
-        "columns Gather looks up, rows that Gather looked up, weights or biases of Conv, or what was encoded before",
+        "columns Gather looks up, rows that Gather looked up, weights or biases of Conv, weights of recurrences, "
+        "ConvTranspose and Gemm, or what was encoded before",
         BEFORE_LOWER,
         _codes_elsewhere,
     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from graphopt.analysis.structure.decoded_weights import casts_codes
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -32,7 +34,7 @@ def constant_results(graph: ir.Graph) -> list[ConstantResult]:
     """Return what a graph computes of constants alone, outside of branches and loops."""
     constant_nodes: set[ir.Node] = set()
     for node in graph:
-        is_pure = not node.domain and node.op_type not in _STAY
+        is_pure = not node.domain and node.op_type not in _STAY and not casts_codes(node)
         if is_pure and all(_is_constant(value, constant_nodes) for value in node.inputs):
             constant_nodes.add(node)
     results = []

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel
 
+from graphopt.analysis.structure.decoded_weights import holds_cast_codes, scales_cast_codes
 from graphopt.analysis.structure.products import expert_count, reads_packed
 from graphopt.graph.weights import source_of
 from graphopt.numerics.formats import FORMATS
@@ -48,7 +49,7 @@ def weight_totals(model: ir.Model) -> WeightTotals:
         for value, tensor in _distinct_tensors(graph):
             if is_weight(value, tensor):
                 parameters += parameters_in(value, tensor)
-            elif reader_of(value, DECODING) is None:
+            elif reader_of(value, DECODING) is None and not scales_cast_codes(value):
                 continue
             size += tensor.nbytes
     bits = 8 * size / parameters if parameters else 0.0
@@ -67,10 +68,10 @@ def _distinct_tensors(graph: ir.Graph) -> Iterator[tuple[ir.Value, ir.TensorProt
 
 def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     """Return whether an initializer holds numbers of the model, as floats or as codes; scales and shapes are none."""
-    if reader_of(value, _CODES) is not None:
+    if reader_of(value, _CODES) is not None or holds_cast_codes(value):
         return True
-    if tensor.size == 0:
-        return False  # the placeholder of an absent input
+    if tensor.size == 0 or scales_cast_codes(value):
+        return False  # the placeholder of an absent input, or scales
     if any((port := port_at(*use)) is not None and port.placeholder == tensor.size for use in value.uses()):
         return False
     return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and reader_of(value, DECODING) is None

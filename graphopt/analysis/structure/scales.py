@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.analysis.structure.convolutions import is_of_convolution
+from graphopt.analysis.structure.decoded_weights import is_decoded_weight
 from graphopt.graph.weights import expression_of
 
 
@@ -44,7 +45,7 @@ def _kind(value: ir.Value) -> tuple[object, ...]:
 
 
 def _scales(node: ir.Node) -> ir.Value | None:
-    if (node.domain, node.op_type) != ("", "DequantizeLinear") or is_of_convolution(node):
+    if (node.domain, node.op_type) != ("", "DequantizeLinear") or is_of_convolution(node) or is_decoded_weight(node):
         return None
     value = node.inputs[1]
     producer = None if value is None else value.producer()

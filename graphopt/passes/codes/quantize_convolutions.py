@@ -18,6 +18,7 @@ from graphopt.graph.weights import Reshape, SameShape, Transpose, WeightTensor, 
 from graphopt.numerics.formats import format_of
 from graphopt.passes.base import Pass
 from graphopt.passes.common.integer_tensors import integer_tensors, put_codes_between
+from graphopt.passes.common.weight_decoders import StoredWeight, decode, lift_weight
 from graphopt.quantization.rounding.lazy_codes import quantized
 from graphopt.quantization.rounding.scales import Scale
 from graphopt.quantization.statistics.ranges import RangeMethod, TensorRanges, step_and_zero
@@ -104,8 +105,8 @@ class QuantizeConvolutions(Pass):
     ``Clip`` behind becomes the low end of the range. Tensors that lead to no convolution stay in floats.
 
     Convolutions in branches and loops (the bodies of ``If``, ``Loop`` and ``Scan``) read floats: their weights alone
-    become codes, which lie in the graph itself and are decoded where they are read. Weights of ``LSTM``, ``GRU`` and
-    ``ConvTranspose`` stay.
+    become codes, which lie in the graph itself and are decoded where they are read. ``compress_weights`` stores those
+    of ``ConvTranspose`` and of recurrences.
 
     Ranges are found by running the model on the inputs of the recipe (``--inputs``). The manifest holds them, so the
     same model is made again from it. Without inputs only weights become codes: onnxruntime decodes them in each run,
@@ -178,7 +179,7 @@ class QuantizeConvolutions(Pass):
         nodes = [node for node in graph.all_nodes() if (node.domain, node.op_type) == ("", "Conv")]
         in_branches = [node for node in nodes if node.graph is not graph]
         for node in in_branches:
-            _lift_weight(graph, node)
+            lift_weight(graph, node.inputs[1])
         self._check_names(nodes)
         is_static = self._is_static(context)
         if self.format is None or (self.format == "int7" and not is_static):
@@ -200,7 +201,7 @@ class QuantizeConvolutions(Pass):
             ledger.skipped("activations", WEIGHTS_ALONE())
         if branch_targets and is_static:
             ledger.skipped("branches", FLOATS_IN_BRANCHES(nodes=len(branch_targets)))
-        stores: dict[ir.Value, _Store] = {}
+        stores: dict[ir.Value, StoredWeight] = {}
         for node in (*targets, *branch_targets):
             self._store(graph, node, stores, ledger)
 
@@ -236,12 +237,12 @@ class QuantizeConvolutions(Pass):
             return TAPS()
         return NO_BLOCKS(channels=channels, group=self.group) if self.group and channels % self.group else None
 
-    def _store(self, graph: ir.Graph, node: ir.Node, stores: dict[ir.Value, _Store], ledger: Ledger) -> None:
+    def _store(self, graph: ir.Graph, node: ir.Node, stores: dict[ir.Value, StoredWeight], ledger: Ledger) -> None:
         """Put codes in the place of the weight of ``node``; those that another reads already serve this one too."""
         weight = weight_of(node, 1)
         assert weight is not None and weight.const_value is not None
         if weight in stores:
-            stores[weight].serve(node)
+            stores[weight].serve(node, 1)
             drop(graph, weight)
             return
         shape = tuple(map(int, weight.const_value.shape.numpy()))
@@ -268,8 +269,8 @@ class QuantizeConvolutions(Pass):
             format=self._bits.name,
             scales=f"one scale for {self.group} input channels" if self.group else "one scale for an output channel",
         )
-        stores[weight] = _Store(values, attributes, {})
-        ledger.changed(stores[weight].serve(node), fact, [weight])
+        stores[weight] = StoredWeight(values, attributes, {})
+        ledger.changed(stores[weight].serve(node, 1), fact, [weight])
         drop(graph, weight)
 
     def _codes_and_scales(self, expression: Expression, rows: int, columns: int) -> dict[str, Expression]:
@@ -369,61 +370,5 @@ def _store_bias(graph: ir.Graph, node: ir.Node, content: _BiasCodes, ledger: Led
     assert bias is not None
     parts = (("codes", content.codes.astype(np.int32)), ("steps", content.steps))
     values = [new_weight(graph, f"{bias.name}.{part}", ir.tensor(array)) for part, array in parts]
-    ledger.changed(_decode(node, 2, values, {"axis": 0}), BIAS(bias=bias.name), [bias])
+    ledger.changed(decode(node, 2, values, {"axis": 0}), BIAS(bias=bias.name), [bias])
     drop(graph, bias)
-
-
-class _Store(NamedTuple):
-    """A weight as codes.
-
-    Attributes:
-        values: codes and scales.
-        attributes: of the node that decodes them.
-        readers: that node, in the graph and in each branch that reads the weight.
-    """
-
-    values: list[ir.Value]
-    attributes: dict[str, Any]
-    readers: dict[ir.Graph | ir.Function, ir.Node]
-
-    def serve(self, node: ir.Node) -> ir.Node:
-        """Let a convolution read what the codes mean; return the node that decodes them where it lies."""
-        assert node.graph is not None
-        if node.graph in self.readers:
-            node.replace_input_with(1, self.readers[node.graph].outputs[0])
-        else:
-            reader = self.readers[node.graph] = _decode(node, 1, self.values, self.attributes)
-            if len(self.readers) > 1:  # names are unique in nested branches too
-                reader.outputs[0].name = f"{reader.outputs[0].name}.{len(self.readers)}"
-        return self.readers[node.graph]
-
-
-def _lift_weight(graph: ir.Graph, node: ir.Node) -> None:
-    """Let a convolution in a branch read its weight from the graph itself, where it is a constant of the branch."""
-    value = node.inputs[1]
-    if value is None or value.is_graph_input():
-        return
-    producer, tensor = value.producer(), value.const_value
-    if producer is not None:
-        attribute = producer.attributes.get("value") if producer.op_type == "Constant" else None
-        tensor = None if attribute is None else attribute.as_tensor()
-    elif not value.is_initializer() or value.name in graph.initializers:
-        return
-    if tensor is None:
-        return
-    weight = new_weight(graph, f"{value.name}.of_branch", tensor)
-    value.replace_all_uses_with(weight)
-    if producer is not None and producer.graph is not None:
-        drop(producer.graph, value)
-
-
-def _decode(node: ir.Node, index: int, values: Sequence[ir.Value], attributes: Mapping[str, Any]) -> ir.Node:
-    """Let a convolution read what codes mean as its input ``index``; return the node that decodes them."""
-    before = node.inputs[index]
-    assert before is not None and node.graph is not None
-    reader = ir.node("DequantizeLinear", values, attributes, name=f"{node.name}.dequantize.{index}")
-    output = reader.outputs[0]
-    output.name, output.type, output.shape = f"{values[0].name}.dequantized", before.type, before.shape
-    node.graph.insert_before(node, reader)
-    node.replace_input_with(index, output)
-    return reader

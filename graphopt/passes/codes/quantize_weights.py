@@ -195,7 +195,13 @@ class QuantizeWeights(Pass):
 
     name: ClassVar[str] = "quantize_weights"
     effect: ClassVar[Effect] = "lossy"
-    after: ClassVar[tuple[str, ...]] = ("unpack", "keep_codes", "spare_inputs", "quantize_convolutions")
+    after: ClassVar[tuple[str, ...]] = (
+        "unpack",
+        "keep_codes",
+        "spare_inputs",
+        "quantize_convolutions",
+        "compress_weights",
+    )
 
     linear: LinearFormat | None = LinearFormat()
     embedding: EmbeddingFormat | None = EmbeddingFormat()

@@ -1,0 +1,111 @@
+"""Weights that are stored as codes, and that no kernel reads as such: they are decoded to floats, and then read.
+
+W = DequantizeLinear(codes, scales)
+W = Mul(Cast(codes), scales)        the same, which onnxruntime computes when it opens the file
+y = LSTM(x, Unsqueeze(W), R)        Unsqueeze, or what else moves numbers and computes none
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graphopt.analysis.structure.convolutions import is_of_convolution
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import onnx_ir as ir
+
+# Inputs that are weights and that onnxruntime has no codes for, by operator.
+_WEIGHT_INPUTS = {"LSTM": (1, 2), "GRU": (1, 2), "RNN": (1, 2), "ConvTranspose": (1,), "Gemm": (1,)}
+# What moves numbers; of Concat each input is moved, of others the first.
+_MOVES = frozenset(("Identity", "Unsqueeze", "Squeeze", "Slice", "Split", "Concat", "Transpose", "Reshape"))
+
+
+def is_weight_input(node: ir.Node, index: int) -> bool:
+    """Return whether input ``index`` of ``node`` is a weight that onnxruntime reads as floats only."""
+    return not node.domain and index in _WEIGHT_INPUTS.get(node.op_type, ())
+
+
+def moved_inputs(node: ir.Node) -> list[ir.Value]:
+    """Return the inputs whose numbers ``node`` moves and leaves as they are; none where it computes."""
+    if node.domain or node.op_type not in _MOVES:
+        return []
+    inputs = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+    return [value for value in inputs if value is not None]
+
+
+def is_decoded_weight(node: ir.Node) -> bool:
+    """Return whether ``node`` decodes constants that become, moved at most, weights of :func:`is_weight_input`."""
+    codes = node.inputs[0] if (node.domain, node.op_type) == ("", "DequantizeLinear") else None
+    return codes is not None and codes.is_initializer() and all(_ends(node.outputs[0], node.graph))
+
+
+def _ends(value: ir.Value, graph: ir.Graph | ir.Function | None) -> Iterator[bool]:
+    """Yield for each reader, behind what moves numbers, whether it reads a weight; False for an output or none.
+
+    Of ``MatMul`` only those in branches of ``graph`` count: beside the decoder it is a product of codes.
+    """
+    if value.is_graph_output() or not value.uses():
+        yield False
+    for use in value.uses():
+        if value in moved_inputs(use.node):
+            for output in use.node.outputs:
+                yield from _ends(output, graph)
+        else:
+            is_in_branch = use.node.graph is not graph and (use.node.domain, use.node.op_type) == ("", "MatMul")
+            yield is_weight_input(use.node, use.idx) or (is_in_branch and use.idx == 1)
+
+
+def decoders(model: ir.Model) -> list[ir.Node]:
+    """Return every ``DequantizeLinear`` of stored weights that some operator reads as floats.
+
+    Those are of :func:`is_decoded_weight`, and of ``Conv`` that read floats. onnxruntime computes them in each run.
+    """
+    nodes = []
+    for node in model.graph.all_nodes():
+        if node.op_type != "DequantizeLinear" or node.domain or not _is_plain(node):
+            continue
+        is_of_floats = is_of_convolution(node) and all(
+            use.idx == 1 and not _is_decoded(use.node.inputs[0]) for use in node.outputs[0].uses()
+        )
+        if is_of_floats or is_decoded_weight(node):
+            nodes.append(node)
+    return nodes
+
+
+def _is_plain(node: ir.Node) -> bool:
+    """Return whether codes and scales are constants, and there are no zero points."""
+    constants = [value is not None and value.is_initializer() for value in node.inputs[:2]]
+    return all(constants) and (len(node.inputs) < 3 or node.inputs[2] is None)
+
+
+def _is_decoded(value: ir.Value | None) -> bool:
+    producer = None if value is None else value.producer()
+    return producer is not None and (producer.domain, producer.op_type) == ("", "DequantizeLinear")
+
+
+def casts_codes(node: ir.Node) -> bool:
+    """Return whether ``node`` makes floats of stored codes, a ``Cast``, for a ``Mul`` with their scales."""
+    codes = node.inputs[0] if (node.domain, node.op_type) == ("", "Cast") else None
+    if codes is None or not codes.is_initializer() or codes.dtype is None:
+        return False
+    is_code = codes.dtype.is_integer() and codes.dtype.bitwidth <= 8
+    return is_code and all((use.node.domain, use.node.op_type) == ("", "Mul") for use in node.outputs[0].uses())
+
+
+def holds_cast_codes(value: ir.Value) -> bool:
+    """Return whether ``value`` are codes of a weight that is decoded by ``Cast`` and ``Mul``."""
+    return any(casts_codes(use.node) for use in value.uses())
+
+
+def scales_cast_codes(value: ir.Value) -> bool:
+    """Return whether ``value`` are the scales of such codes."""
+    return any(
+        (use.node.domain, use.node.op_type) == ("", "Mul")
+        and any(
+            operand is not None and (producer := operand.producer()) is not None and casts_codes(producer)
+            for operand in use.node.inputs
+        )
+        for use in value.uses()
+    )
