@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Threads, err
+from graphopt.cli.console import Threads, err, out
+from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from graphopt.serving.settings import Settings
 
 
 @command("serve")
@@ -45,14 +49,18 @@ def serve(
         int, typer.Option("--metrics-port", min=0, max=32767, help="/metrics of the first worker, others behind it")
     ] = 0,
     drain: Annotated[float, typer.Option(min=0, help="seconds that requests have to end after SIGTERM")] = 60.0,
+    check: Annotated[
+        bool, typer.Option("--check", help="start nothing; say whether folder, memory, ports, packages and etcd fit")
+    ] = False,
 ) -> None:
     """Answer many clients at an OpenAI-compatible address: models, chat, completions, streaming.
 
     NVIDIA Dynamo's front passes requests to workers, each onnxruntime-genai's Engine on the graph of the step `serve`.
     A worker that dies is started again, and its requests go on in another one. SIGTERM and Ctrl-C let requests end.
+    With --check exits with 2 where something does not fit.
     """
-    from graphopt.serving.replicas import Settings
     from graphopt.serving.replicas import serve as run
+    from graphopt.serving.settings import Settings
 
     settings = Settings(
         name=name or (folder.resolve().name if folder else ""),
@@ -68,4 +76,19 @@ def serve(
         metrics_port=metrics_port,
         patience=drain,
     )
+    if check:
+        return _check(folder, settings)
     run(folder, settings, lambda text: err.print(text, markup=False, highlight=False, soft_wrap=True))
+    return None
+
+
+def _check(folder: Path | None, settings: Settings) -> None:
+    from graphopt.serving.checks import examine
+
+    problems = 0
+    for finding in examine(folder, settings):
+        problems += finding.problem is not None
+        mark, text = ("ok", finding.text) if finding.problem is None else ("no", str(finding.problem))
+        out.print(f"{mark}  {finding.subject}: {text}", markup=False, highlight=False, soft_wrap=True)
+    if problems:
+        raise typer.Exit(InputError.exit_code)

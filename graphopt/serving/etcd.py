@@ -65,6 +65,10 @@ class Etcd:
         """End a lease, with all keys that were put under it."""
         self._call("lease/revoke", {"ID": str(lease)})
 
+    def version(self) -> str:
+        """Return the version of the etcd that answers."""
+        return str(self._call("maintenance/status", {})["version"])
+
     def _call(self, path: str, body: Mapping[str, Any]) -> Any:
         if all(self._user) and not self._token:
             name, password = self._user

@@ -3,67 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from graphopt.errors import InputError, MissingDependencyError
+from graphopt.errors import InputError
+from graphopt.serving.checks import check_command, check_etcd, check_folder, check_packages, check_ports, free_port
 from graphopt.serving.etcd import ENDPOINTS, Etcd
-from graphopt.serving.request import Limits
 from graphopt.serving.worker import instance_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from graphopt.serving.settings import Settings
+
 _LOOK = 0.1  # seconds between two looks at the processes
 _LONG = 30.0  # seconds after which a process counts as one that worked, and between two starts at most
 _OF_REQUESTS = (b"request_span", b"dynamo_llm::http::service", b"monitor_instance_source", b"discovery stream ended")
 _UNUSABLE = 2  # exit code of a process whose input cannot be used: another start would not help
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to serve.
-
-    Attributes:
-        name: what clients call the model.
-        host: address that the front listens on.
-        port: of the front; 0 for a free one.
-        replicas: how many workers there are on this machine.
-        threads: of onnxruntime in each worker; 0 shares the cores among them.
-        discovery: how front and workers find each other: ``file``, ``etcd`` or ``kubernetes``.
-        tool_parser: Dynamo's name for the form in which the model writes calls of tools, such as ``hermes``.
-        front: whether there is a front on this machine.
-        routing: how the front chooses a worker, see :data:`graphopt.serving.front.ROUTINGS`.
-        address: of this machine, as others reach it; Dynamo takes that of the first interface by default.
-        metrics_port: where the first worker says how it is, others behind it; 0 for free ones.
-        patience: seconds that requests have to end after SIGTERM.
-    """
-
-    name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    replicas: int = 1
-    threads: int = 0
-    discovery: str = "file"
-    tool_parser: str | None = None
-    front: bool = True
-    routing: str = "prefix"
-    address: str | None = None
-    metrics_port: int = 0
-    patience: float = 60.0
 
 
 class _Process:
@@ -132,23 +98,17 @@ def serve(folder: Path | None, settings: Settings, say: Callable[[str], None]) -
         say: told when clients can come, and when a process ended and starts again.
 
     Raises:
-        InputError: the folder cannot be served, or the port is taken.
+        InputError: the folder cannot be served, a port is taken, or etcd does not answer.
         MissingDependencyError: the extra ``serve`` is not installed.
     """
-    if not settings.replicas and (
-        not settings.front or (settings.discovery == "file" and "DYN_FILE_KV" not in os.environ)
-    ):
-        raise InputError(
-            "no worker here, and none of another machine could be found",
-            remedy="give --replicas, or a front alone with --discovery etcd or kubernetes",
-        )
-    if settings.replicas:
-        if folder is None:
-            raise InputError("workers need a model", remedy="give the folder that `graphopt optimize --add serve` made")
-        Limits.of_folder(folder)
-    _require("dynamo._core", "ai-dynamo-runtime, which has packages for Linux only")
-    _require("onnxruntime_genai", "onnxruntime-genai")
-    port = _free_port(settings.host, settings.port) if settings.front else 0
+    check_command(folder, settings)
+    check_packages()
+    if folder is not None and settings.replicas:
+        check_folder(folder)
+    check_ports(settings)
+    if settings.discovery == "etcd":
+        check_etcd(dict(os.environ))
+    port = free_port(settings.host, settings.port) if settings.front else 0
     signals: list[int] = []
     with contextlib.ExitStack() as stack:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-serve-")))
@@ -259,26 +219,6 @@ def _stop(processes: list[_Process], patience: float, signals: list[int]) -> Non
 def _signal(processes: list[_Process], number: int) -> None:
     for process in processes:
         process.stop(number)
-
-
-def _require(module: str, package: str) -> None:
-    with contextlib.suppress(ModuleNotFoundError):
-        if importlib.util.find_spec(module) is not None:
-            return
-    raise MissingDependencyError(f"serving needs {package}", remedy='pip install "graphopt[serve]"')
-
-
-def _free_port(host: str, port: int) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind((host, port))
-        except OSError as error:
-            raise InputError(
-                f"{host}:{port} cannot be listened on: {error.strerror}", remedy="choose another --port"
-            ) from error
-        return int(bound.getsockname()[1])
 
 
 def _address(host: str) -> str:

@@ -22,7 +22,7 @@ BLOCKS = 40
 
 @pytest.fixture(scope="session")
 def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model with a pool of 325 blocks, and a chat template."""
+    """The shipped model with a pool of 651 blocks, and a chat template."""
     folder = tmp_path_factory.mktemp("served") / "python"
     steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "64MB", "block": 16}]
     optimize(shipped_artifact, Recipe.model_validate({"name": "served", "steps": steps}), folder, run=False)

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
+import urllib.error
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.test_server import TEXTS
+from tests.serving.test_server import TEXTS, get
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("dynamo"), reason="the extra `serve` is not installed"),
@@ -66,11 +66,6 @@ class Cluster:
     def worker(self, name: str) -> int:
         process = self.processes[name].pid
         return int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
-
-
-def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        return bytes(answer.read()).decode()
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +120,8 @@ def test_a_host_that_joins_gets_requests_and_one_that_ends_ends_them(cluster: Cl
     def end() -> None:
         cluster.processes["b"].send_signal(signal.SIGTERM)
 
+    health = f"http://127.0.0.1:{port}/health"
+    assert '"ready"' in get(health)
     assert read_all(cluster, 200, end) == expected(list(TEXTS), [200] * 8, least=True)
     assert cluster.processes["b"].wait(60) == 0
     assert read_all(cluster, 20, lambda: None) == expected(list(TEXTS), [20] * 8, least=True)
@@ -141,6 +138,16 @@ def free_port() -> int:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError("no port is free")
+
+
+def test_a_front_without_workers_lives_and_is_not_ready(cluster: Cluster) -> None:
+    for name in set(cluster.processes) - {"front"}:
+        cluster.processes[name].terminate()
+    address = cluster.url.removesuffix("/v1")
+    cluster.until(lambda: '"instance_id"' not in get(f"{address}/health"))
+    assert '"live"' in get(f"{address}/live")
+    with pytest.raises(urllib.error.HTTPError, match=r"503|404"):
+        get(f"{cluster.url}/models/python/ready")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,6 +111,11 @@ class Served:
         return self.process.wait(60)
 
 
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return bytes(answer.read()).decode()
+
+
 @pytest.fixture(scope="module")
 def server(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = Served(
@@ -138,6 +145,15 @@ def test_models_chat_and_completions(server: Served, expected: Any) -> None:
     assert len(parts) > 6
     assert parts[-1].usage.completion_tokens == 12
     assert parts[-1].usage.prompt_tokens == reply.usage.prompt_tokens
+
+
+def test_health_and_readiness(server: Served) -> None:
+    base = server.url.removesuffix("/v1")
+    assert json.loads(get(f"{base}/live"))["status"] == "live"
+    assert len(json.loads(get(f"{base}/health"))["instances"]) == 2
+    assert json.loads(get(f"{server.url}/models/python/ready"))["ready"]
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(f"{server.url}/models/other/ready")
 
 
 def test_seeds_stop_strings_and_schemas(server: Served) -> None:

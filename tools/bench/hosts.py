@@ -1,16 +1,17 @@
 """Serving over several hosts, each a network namespace of this machine: what becomes of streams, and of prompts.
 
     python tools/bench/hosts.py streams SERVED      # hosts are killed, cut off, ended and added under 32 streams
+    python tools/bench/hosts.py registry SERVED     # etcd is killed under them, and comes back or not
     python tools/bench/hosts.py prefixes SERVED     # prompt tokens that are computed, by how requests are routed
 
 SERVED is what `graphopt optimize --add serve` made. Run it as root, with etcd (Debian's `etcd-server`) and iproute2.
 The front with etcd is one host, workers are on others, and each has an address and a link to the front's bridge. All
 share this machine's processors. Nothing outside of the namespaces is touched.
 
-``streams`` compares every text with what the same servers make undisturbed: every second one is drawn with a seed, the
-others are greedy. A silence is the time in which a stream got
-nothing, the wait for its first token included. ``prefixes`` asks every front, started anew, the same: 8 prefixes in
-common, as many requests with each, in an order drawn once.
+``streams`` and ``registry`` compare every text with what the same servers make undisturbed: every second one is drawn
+with a seed, the others are greedy. A silence is the time in which a stream got nothing, the wait for its first token
+included. ``prefixes`` asks every front, started anew, the same: 8 prefixes in common, as many requests with each, in an
+order drawn once.
 """
 
 from __future__ import annotations
@@ -109,6 +110,15 @@ class Hosts:
         self._run("etcd", [*command, "--listen-client-urls", ETCD, "--advertise-client-urls", ETCD])
         _wait(lambda: _get(f"{ETCD}/health") is not None, "etcd does not answer")
 
+    def lose_etcd(self) -> None:
+        """Kill etcd, and wait for its end."""
+        self.kill("etcd", signal.SIGKILL)
+        self._processes["etcd"].wait()
+
+    def forget_etcd(self) -> None:
+        """Lose what a dead etcd has on its disk."""
+        shutil.rmtree(self._work / "etcd")
+
     def start_front(self, routing: str) -> None:
         """Start a front."""
         options = ["--replicas", "0", "--host", FRONT, "--port", str(PORT), "--address", FRONT, "--routing", routing]
@@ -168,13 +178,19 @@ class Hosts:
         return sums
 
     def close(self) -> None:
-        """End everything."""
+        """End everything, and wait for it: so its time does not count as that of other processes."""
+        for process in self._processes.values():
+            process.terminate()
+        end = time.monotonic() + 30
         for name, process in self._processes.items():
-            with contextlib.suppress(OSError):
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 self.kill(name, signal.SIGKILL)
-            process.wait()
+                process.wait()
         for name in self._numbers:
             _ip(f"netns del {_namespace(name)}")
+        self._processes, self._numbers = {}, {}
 
     def stop(self, *names: str) -> None:
         """Let something end."""
@@ -303,64 +319,127 @@ def streams(
     json_file: JsonFile = None,
 ) -> None:
     """Disturb hosts while streams run."""
-    console, others = Console(width=120), Others()
-    prompts = _prompts(served, count, 24)
-    rows: list[dict[str, Any]] = []
     with _hosts(served) as hosts:
-        hosts.start_front("prefix")
-        for name in "ab":
-            hosts.add(name)
-        hosts.wait_for("ab")
 
         def cut_for_five_seconds() -> None:
             hosts.link("a", "down")
             time.sleep(5)
             hosts.link("a", "up")
 
-        disturbances: list[tuple[str, Callable[[], None], str]] = [
-            ("nothing", lambda: None, "ab"),
-            ("nothing again", lambda: None, "ab"),
-            ("a host is killed: SIGKILL", lambda: hosts.kill("a", signal.SIGKILL), "b"),
-            ("a link is down for 5 s", cut_for_five_seconds, "ab"),
-            ("a link is down for good", lambda: hosts.link("a", "down"), "b"),
-            ("a host is ended: SIGTERM", lambda: hosts.kill("a", signal.SIGTERM), "b"),
-            ("a third host joins", lambda: hosts.add("c"), "abc"),
+        def mend_link() -> None:
+            hosts.link("a", "up")
+
+        def add_again() -> None:
+            hosts.add("a")
+
+        disturbances = [
+            Disturbance("nothing"),
+            Disturbance("nothing again"),
+            Disturbance("a host is killed: SIGKILL", lambda: hosts.kill("a", signal.SIGKILL), "b", add_again),
+            Disturbance("a link is down for 5 s", cut_for_five_seconds),
+            Disturbance("a link is down for good", lambda: hosts.link("a", "down"), "b", mend_link),
+            Disturbance("a host is ended: SIGTERM", lambda: hosts.kill("a", signal.SIGTERM), "b", add_again),
+            Disturbance("a third host joins", lambda: hosts.add("c"), "abc", mended="abc"),
         ]
-        expected: list[str] = []
-        for title, disturb, left in disturbances:
-            before = hosts.metrics()
-            found, moment = asyncio.run(_ask_all(prompts, tokens, disturb))
-            expected = expected or [stream.text for stream in found]
-            after = hosts.metrics()
-            failed = [stream for stream in found if stream.error]
-            other = [
-                number for number, stream in enumerate(found) if not stream.error and stream.text != expected[number]
-            ]
-            moved = _difference(before, after, "dynamo_frontend_model_migration_total")
-            rows.append(
-                {
-                    "disturbance": title,
-                    "same": count - len(other) - len(failed),
-                    "other_greedy": sum(number % 2 == 0 for number in other),
-                    "other_drawn": sum(number % 2 for number in other),
-                    "errors": len(failed),
-                    "moved": int(moved),
-                    "last_error": max((stream.came[-1] - moment for stream in failed), default=0.0),
-                    "silence": max(stream.silence for stream in found),
-                    "seconds": max(stream.came[-1] for stream in found) - min(stream.came[0] for stream in found),
-                    "messages": sorted({stream.error for stream in failed}),
-                }
-            )
-            console.print(json.dumps(rows[-1]), markup=False, highlight=False, soft_wrap=True)
-            hosts.wait_for(left)
-            if "a" not in left:
-                hosts.link("a", "up")
-                if "link" not in title:
-                    hosts.add("a")
-                hosts.wait_for("ab")
-        asyncio.run(_ask_all(prompts, tokens, lambda: None))
-        joined = {name: int(hosts.metrics(name).get("graphopt_worker_requests_total", 0)) for name in "abc"}
-        console.print(f"requests of each host, once the third one is there: {joined}", highlight=False)
+        _try_all(hosts, disturbances, _prompts(served, count, 24), tokens, json_file)
+
+
+@app.command()
+def registry(
+    served: Path,
+    count: Annotated[int, typer.Option(help="streams at once")] = 32,
+    tokens: Annotated[int, typer.Option(help="of each reply")] = 400,
+    json_file: JsonFile = None,
+) -> None:
+    """Disturb etcd while streams run: they do not need it, and hosts that join do."""
+    with _hosts(served) as hosts:
+
+        def lose_for(seconds: float, forget: bool = False) -> None:
+            hosts.lose_etcd()
+            if forget:
+                hosts.forget_etcd()
+            time.sleep(seconds)
+            hosts.start_etcd()
+
+        def lose_and(begin: Callable[[], None]) -> None:
+            hosts.lose_etcd()
+            begin()
+
+        def start_and_add(name: str) -> None:
+            hosts.start_etcd()
+            hosts.add(name)
+
+        disturbances = [
+            Disturbance("nothing"),
+            Disturbance("etcd is away for 3 s", lambda: lose_for(3)),
+            Disturbance("etcd is away for 20 s", lambda: lose_for(20)),
+            Disturbance("etcd comes back without its data", lambda: lose_for(3, forget=True)),
+            Disturbance("etcd is killed for good", hosts.lose_etcd, "ab", hosts.start_etcd),
+            Disturbance(
+                "etcd and a host are killed",
+                lambda: lose_and(lambda: hosts.kill("a", signal.SIGKILL)),
+                None,
+                lambda: start_and_add("a"),
+            ),
+            Disturbance(
+                "a host joins without etcd",
+                lambda: lose_and(lambda: hosts.add("c")),
+                "ab",
+                lambda: start_and_add("c"),
+                "abc",
+            ),
+        ]
+        _try_all(hosts, disturbances, _prompts(served, count, 24), tokens, json_file)
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens while streams run.
+
+    Attributes:
+        title: of its row.
+        begin: lets it happen.
+        left: hosts that the front lists afterwards; ``None`` where that cannot be said.
+        mend: lets everything be as before.
+        mended: hosts that the front lists then.
+    """
+
+    title: str
+    begin: Callable[[], None] = lambda: None
+    left: str | None = "ab"
+    mend: Callable[[], None] = lambda: None
+    mended: str = "ab"
+
+
+def _try_all(
+    hosts: Hosts,
+    disturbances: Sequence[Disturbance],
+    prompts: list[list[int]],
+    tokens: int,
+    json_file: Path | None,
+) -> None:
+    console, others = Console(width=120), Others()
+    rows: list[dict[str, Any]] = []
+    hosts.start_front("prefix")
+    for name in "ab":
+        hosts.add(name)
+    hosts.wait_for("ab")
+    expected: list[str] = []
+    for disturbance in disturbances:
+        before = hosts.metrics()
+        found, moment = asyncio.run(_ask_all(prompts, tokens, disturbance.begin))
+        expected = expected or [stream.text for stream in found]
+        moved = _difference(before, hosts.metrics(), "dynamo_frontend_model_migration_total")
+        rows.append({"disturbance": disturbance.title, "moved": int(moved), **_row(found, expected, moment)})
+        console.print(json.dumps(rows[-1]), markup=False, highlight=False, soft_wrap=True)
+        if disturbance.left is not None:
+            hosts.wait_for(disturbance.left)
+        disturbance.mend()
+        hosts.wait_for(disturbance.mended)
+    asyncio.run(_ask_all(prompts, tokens, lambda: None))
+    joined = {name: int(hosts.metrics(name).get("graphopt_worker_requests_total", 0)) for name in "abc"}
+    console.print(f"requests of each host, once the third one is there: {joined}", highlight=False)
+    hosts.close()
     heads = ("same text", "another greedy", "another drawn", "errors", "moves", "last error after, s", "silence, s")
     table = Table("while", *heads)
     for row in rows:
@@ -368,6 +447,21 @@ def streams(
         table.add_row(row["disturbance"], *figures, f"{row['last_error']:.1f}", f"{row['silence']:.1f}")
     console.print(table)
     _conclude(console, others, json_file, rows)
+
+
+def _row(found: list[Stream], expected: list[str], moment: float) -> dict[str, Any]:
+    failed = [stream for stream in found if stream.error]
+    other = [number for number, stream in enumerate(found) if not stream.error and stream.text != expected[number]]
+    return {
+        "same": len(found) - len(other) - len(failed),
+        "other_greedy": sum(number % 2 == 0 for number in other),
+        "other_drawn": sum(number % 2 for number in other),
+        "errors": len(failed),
+        "last_error": max((stream.came[-1] - moment for stream in failed), default=0.0),
+        "silence": max(stream.silence for stream in found),
+        "seconds": max(stream.came[-1] for stream in found) - min(stream.came[0] for stream in found),
+        "messages": sorted({stream.error for stream in failed}),
+    }
 
 
 @app.command()
