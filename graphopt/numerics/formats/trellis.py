@@ -21,7 +21,17 @@ TILE = 16
 _TILES = 512
 _STEP = 32
 
+WORST_COST = float(1 << 15)
+"""How many squared steps more than the best a path may cost; any other costs that much."""
+
 _REACH = 0.85
+
+# Costs of paths are integers below 2^24, which float32 holds exactly beside the number of a code.
+_EXACT_BITS = 24
+# How many steps beyond the ends numbers are told apart.
+_MARGIN = 48
+# What an error counts at least, in units of costs.
+_LEAST_COUNT = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class TrellisFormat(Format):
         tail: a value for each lower half.
 
     Raises:
-        ValueError: the tables do not fit one another, or a window is narrower than a code or wider than four codes.
+        ValueError: the tables do not fit one another, or a window is narrower than two codes or wider than four.
     """
 
     operator: ClassVar[str] = "DequantizeTrellis"
@@ -48,7 +58,7 @@ class TrellisFormat(Format):
 
     def __post_init__(self) -> None:
         sizes = len(self.head), len(self.tail)
-        if sizes[0] != sizes[1] or sizes[0] != 2**self.field or not self.bits < self.window <= 4 * self.bits:
+        if sizes[0] != sizes[1] or sizes[0] != 2**self.field or not self.bits <= self.field <= 2 * self.bits:
             raise ValueError(f"{self.name} of {self.bits} bits has tables of {sizes[0]} and {sizes[1]} values")
 
     @cached_property
@@ -123,11 +133,11 @@ class TrellisFormat(Format):
     ) -> Codes:
         """Return codes of nearly the least squared error; of paths that cost the same the one of lower codes.
 
-        Viterbi's algorithm, in float32, finds the best path through a tile that is cut in the middle and whose ends are
-        free. Its state where the tile ends is what the best closed path begins and ends with, and the state of that one
-        in the middle is what the path begins and ends with that is returned. To try each state would be exact, take
-        2^(window - bits) searches instead of three, and err 2 to 5% less for normal weights; a last tile of fewer
-        columns is searched so.
+        Viterbi's algorithm, in integers (:meth:`_search`), finds the best path through a tile that is cut in the middle
+        and whose ends are free. Its state where the tile ends is what the best closed path begins and ends with, and
+        the state of that one in the middle is what the path begins and ends with that is returned. To try each state
+        would be exact, take 2^(window - bits) searches instead of three, and err 2 to 5% less for normal weights; a
+        last tile of fewer columns is searched so.
         """
         del zero_points
         codes = np.empty(numbers.shape, np.uint8)
@@ -142,7 +152,7 @@ class TrellisFormat(Format):
 
     def approximate(self, units: Singles, scales: Singles) -> Singles:
         """Return what the best path with free ends means; it errs a little less than one that closes."""
-        for columns, numbers, counts in self._tiles(units * scales, scales, 1.0):
+        for columns, numbers, counts in self._tiles(units, np.asarray(scales), 1.0, in_units=True):
             half = numbers.shape[1] // 2
             values = np.empty_like(numbers)
             for begin in range(0, len(numbers), _TILES):
@@ -154,9 +164,14 @@ class TrellisFormat(Format):
         return units
 
     def _tiles(
-        self, numbers: Values, scales: npt.NDArray[Any], importance: npt.ArrayLike
+        self,
+        numbers: Values,
+        scales: npt.NDArray[Any],
+        importance: npt.ArrayLike,
+        *,
+        in_units: bool = False,
     ) -> Iterator[tuple[slice, Singles, Singles]]:
-        """Yield columns, and their tiles of one width: numbers in units of scales, and what their squared errors count.
+        """Yield columns, and their tiles of one width: numbers in steps, and what their squared errors cost.
 
         Columns of whole tiles come first, then those of the last tile.
         """
@@ -168,12 +183,16 @@ class TrellisFormat(Format):
             if not width or not numbers.size:
                 continue
             factors = steps[..., columns].astype(np.float64)
-            units = (numbers[..., columns] / factors).astype(np.float32).reshape(-1, width)
+            units = numbers[..., columns] if in_units else numbers[..., columns] / factors
             counts = (weights[..., columns] * factors * factors).reshape(-1, width)
             # only ratios within a tile matter, and float32 has no room for squares of the smallest scales
             largest = counts.max(1, keepdims=True)
-            counts = np.divide(counts, largest, out=np.ones_like(counts), where=largest > 0)
-            yield columns, units, counts.astype(np.float32)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                counts = np.where(largest > 0, counts * (1 / largest), 1.0).astype(np.float32)
+            limit = np.float32(self.farthest)
+            numbers_in_steps = np.clip(units.astype(np.float32) * np.float32(self.steps_per_unit), -limit, limit)
+            costs = np.maximum(counts * np.float32(self.costs_per_step), np.float32(_LEAST_COUNT))
+            yield columns, numbers_in_steps.reshape(-1, width), costs
 
     def _close(self, units: Singles, counts: Singles) -> Codes:
         """Return codes of tiles [tiles, width] that close in a circle."""
@@ -189,9 +208,11 @@ class TrellisFormat(Format):
     def _close_exactly(self, units: Singles, counts: Singles) -> Codes:
         """Return the best codes of tiles that close in a circle, by a search for each state at their ends."""
         best, lowest = np.zeros(units.shape, np.uint8), np.full(len(units), np.inf)
+        head, tail = self.tables_in_steps
+        values = (head[:, None] + tail).reshape(-1)
         for state in range(2 ** (self.window - self.bits)):
             codes, _ = self._search(units, counts, np.full(len(units), state))
-            squares = counts * (self.values[self.windows(codes)] - units) ** 2
+            squares = counts * (values[self.windows(codes)] - units) ** 2
             errors = np.zeros(len(units), np.float32)
             for column in range(units.shape[1]):  # in this order, as the library sums too
                 errors += squares[:, column]
@@ -200,52 +221,84 @@ class TrellisFormat(Format):
         return best
 
     @cached_property
-    def _terms(self) -> tuple[Singles, Singles]:
-        """What (u - value)^2 - u^2 is made of: -2 value, which u multiplies, and value^2."""
-        return -2 * self.values, self.values * self.values
+    def tables_in_steps(self) -> Singles:
+        """The tables in steps of the search, [2, entries]: integers."""
+        return np.rint(np.array([self.head, self.tail]) * self.steps_per_unit).astype(np.float32)
+
+    @cached_property
+    def steps_per_unit(self) -> float:
+        """How many steps of the search a unit is: 32, or fewer, with which the largest value is 127 steps."""
+        top = float(np.abs(self.values).max())
+        return min(_STEP, 127 / top) if top else float(_STEP)
+
+    @cached_property
+    def farthest(self) -> float:
+        """How many steps from 0 numbers are told apart."""
+        return float(np.ceil(np.abs(self.values).max() * self.steps_per_unit)) + _MARGIN
+
+    @cached_property
+    def costs_per_step(self) -> float:
+        """What a squared error of a step costs: the largest power of 2 for which costs are exact."""
+        largest = (2 * self.farthest - _MARGIN + 4) ** 2 + WORST_COST
+        return float(2.0 ** np.floor(_EXACT_BITS - self.bits - np.log2(largest)))
 
     def _search(
         self, units: Singles, counts: Singles, ends: npt.NDArray[np.intp] | None
     ) -> tuple[Codes, npt.NDArray[np.intp]]:
         """Return the codes of the best path, and its states before each column and behind the last.
 
-        A state is the bits that two neighbouring windows share.
+        A state is the bits that two neighbouring windows share. With h and t of both tables, a number u costs
+
+            c (u - h - t)^2  =  q^2 / 4c + q t + c t^2        q = 2c (h - u)
+
+        of which q and the squares are rounded to integers, so that any order of sums gives the same. A path that costs
+        2^15 squared steps more than the best is as bad as any other.
 
         Args:
-            units: what is encoded, [tiles, width].
-            counts: what a squared error counts, [tiles, width].
+            units: what is encoded, in steps, [tiles, width].
+            counts: what the squared error of a step costs, [tiles, width].
             ends: the state that a path begins and ends with, [tiles]; ``None`` for any.
         """
         tiles, width = units.shape
         choices, state_count = 2**self.bits, 2 ** (self.window - self.bits)
-        linear, square = self._terms
-        tile_indices = np.arange(tiles)
-        costs = np.zeros((width + 1, tiles, state_count), np.float32)
+        worst = np.float32(WORST_COST * self.costs_per_step)
+        costs = np.zeros((tiles, state_count), np.float32)
         if ends is not None:
-            costs[0] = np.inf
-            costs[0, tile_indices, ends] = 0
-        errors = np.empty((tiles, choices * state_count), np.float32)
-        # window >> bits is the state before a column, and window % state_count the state behind it
-        by_state, by_code = errors.reshape(tiles, state_count, choices), errors.reshape(tiles, choices, state_count)
+            costs[:] = worst
+            costs[np.arange(tiles), ends] = 0
+        best_codes = np.empty((width, tiles, state_count), np.uint8)
+        # A window is a code and the state behind it, and also the state before it and what is new. A state before it
+        # begins with the code, and the state behind it with the rest.
+        states = np.arange(state_count)
+        upper, lower = states >> (self.field - self.bits), states & (2**self.field - 1)
+        numbers = (states >> (self.window - 2 * self.bits)).astype(np.float32)
+        tail = self.tables_in_steps[1][lower].reshape(-1, choices)
+        shape = (tiles, choices, state_count // choices, 1)
+        paths = np.empty((tiles, choices, *tail.shape), np.float32)
         for column in range(width):
-            np.multiply(units[:, column, None], linear, out=errors)
-            errors += square
-            errors *= counts[:, column, None]
-            by_state += costs[column][:, :, None]
-            np.minimum.reduce(by_code, axis=1, out=costs[column + 1])
-        codes, states = np.empty((tiles, width), np.uint8), np.empty((tiles, width + 1), np.intp)
-        states[:, width] = costs[width].argmin(1) if ends is None else ends
-        heads = np.arange(choices) * state_count
+            slopes, offsets, squares = self._terms(units[:, column], counts[:, column])
+            # as multiples of 2^bits, with the number of the code as the rest: the least has both
+            start_costs = (costs + offsets[:, upper]) * np.float32(choices) + numbers
+            np.multiply((slopes[:, upper] * np.float32(choices)).reshape(shape), tail, out=paths)
+            paths += start_costs.reshape(shape)
+            path_ends = paths.min(1).reshape(tiles, state_count).astype(np.int32)
+            best_codes[column] = path_ends & (choices - 1)
+            costs = (path_ends >> self.bits).astype(np.float32) + squares[:, lower]
+            costs -= costs.min(1, keepdims=True)
+            np.minimum(costs, worst, out=costs)
+        codes, path = np.empty((tiles, width), np.uint8), np.empty((tiles, width + 1), np.intp)
+        path[:, width] = costs.argmin(1) if ends is None else ends
         for column in reversed(range(width)):
-            windows = heads + states[:, column + 1, None]
-            paths = units[:, column, None] * linear[windows]
-            paths += square[windows]
-            paths *= counts[:, column, None]
-            before = windows >> self.bits
-            paths += costs[column][tile_indices[:, None], before]
-            best = paths.argmin(1)
-            codes[:, column], states[:, column] = best, before[tile_indices, best]
-        return codes, states
+            codes[:, column] = best_codes[column, np.arange(tiles), path[:, column + 1]]
+            path[:, column] = (codes[:, column].astype(np.intp) * state_count + path[:, column + 1]) >> self.bits
+        return codes, path
+
+    def _terms(self, units: Singles, counts: Singles) -> tuple[Singles, Singles, Singles]:
+        """Return what costs are made of, each [tiles, entries of a table]: q, its square over 4c, and c t^2."""
+        head, tail = self.tables_in_steps
+        doubles, inverse = (counts + counts)[:, None], np.float32(0.25) / counts[:, None]
+        slopes = np.rint(head * doubles - units[:, None] * doubles)
+        return slopes, np.rint(slopes * slopes * inverse), np.rint(tail * tail * counts[:, None])
 
 
 def trellis(bits: int, head: tuple[int, ...], tail: tuple[int, ...]) -> TrellisFormat:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.quantization.rounding import native
 from graphopt.quantization.rounding.nearest import QuantizedMatrix
 from graphopt.quantization.rounding.row_rounding import Rows
 from graphopt.util.processors import run_in_threads
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from graphopt.quantization.rounding.scales import Doubles, Scale
 
 # Rows that one product corrects, and columns that are rounded together: what a row touches stays in a core's cache.
-_ROWS, _COLUMNS = 128, 512
+_ROWS, _COLUMNS = 128, 256
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,35 @@ def _round(
             target += upper[begin:first, first:last].T @ errors[begin:first]
             if not rule.static and outer != rule.group:
                 _choose(target, slice(first, last), first // rule.group, rule, scales, zero_points)
+            block = slice(first, last)
+            if native.feeds_back(rule.format):
+                native.round_rows(
+                    target,
+                    upper[block, block],
+                    numbers,
+                    order[block],
+                    rule.format,
+                    scales,
+                    rule.group,
+                    codes,
+                    errors[block],
+                )
+                continue
             for row in range(first, last):
                 goal, index = target[row - first], order[row]
                 if row > first:
-                    goal += upper[first:row, row] @ errors[first:row]
+                    goal += _sum(upper[first:row, row], errors[first:row], rule.format)
                 group = index // rule.group
                 value = round_row(goal, scales[group], zero_points[group], codes[index])
                 np.subtract(numbers[index], value, out=errors[row])
+
+
+def _sum(factors: Doubles, errors: Doubles, format: Format) -> Doubles:
+    """Return the sum of errors [rows, columns] times factors [rows]."""
+    if format.levels is not None:
+        return factors @ errors
+    # row after row, as the library adds them up
+    total = np.zeros(errors.shape[1])
+    for factor, row in zip(factors, errors, strict=True):
+        total += factor * row
+    return total

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import InputError
-from graphopt.numerics.formats.trellis import TrellisFormat
+from graphopt.numerics.formats.trellis import WORST_COST, TrellisFormat
 from graphopt.runtime_ops.library import library_path
 
 if TYPE_CHECKING:
@@ -126,10 +126,35 @@ class _Trellis(ctypes.Structure):
         ("size", ctypes.c_size_t),
         ("columns", ctypes.c_size_t),
         ("values", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("steps", ctypes.c_double),
+        ("farthest", ctypes.c_double),
+        ("costs", ctypes.c_double),
+        ("worst", ctypes.c_double),
         ("bits", ctypes.c_size_t),
         ("window", ctypes.c_size_t),
         ("codes", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
+    ]
+
+
+class _Feedback(ctypes.Structure):
+    """``FeedbackWork`` of ``cpu/trellis.h``."""
+
+    _fields_ = [
+        ("search", _Trellis),
+        ("rows", ctypes.c_size_t),
+        ("targets", ctypes.c_void_p),
+        ("upper", ctypes.c_void_p),
+        ("upper_rows", ctypes.c_size_t),
+        ("matrix", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("group", ctypes.c_size_t),
+        ("scale_columns", ctypes.c_size_t),
+        ("codes", ctypes.c_void_p),
+        ("code_columns", ctypes.c_size_t),
+        ("errors", ctypes.c_void_p),
     ]
 
 
@@ -140,6 +165,7 @@ class _Functions:
     round: Any
     search: Any
     search_trellis: Any | None
+    feed_back: Any | None
 
 
 @lru_cache(maxsize=4)
@@ -148,13 +174,16 @@ def _library(path: str) -> _Functions | None:
     try:
         library = ctypes.CDLL(path)
         trellis = getattr(library, "graphopt_search_trellis", None)
-        functions = _Functions(library.graphopt_round_groups, library.graphopt_search_groups, trellis)
+        feed_back = getattr(library, "graphopt_feed_back", None)
+        functions = _Functions(library.graphopt_round_groups, library.graphopt_search_groups, trellis, feed_back)
     except (OSError, AttributeError):
         return None
     functions.round.argtypes, functions.round.restype = [ctypes.POINTER(_Work)], ctypes.c_int
     functions.search.argtypes, functions.search.restype = [ctypes.POINTER(_Search)], ctypes.c_int
     if trellis is not None:
         trellis.argtypes, trellis.restype = [ctypes.POINTER(_Trellis)], ctypes.c_int
+    if feed_back is not None:
+        feed_back.argtypes, feed_back.restype = [ctypes.POINTER(_Feedback)], ctypes.c_int
     return functions
 
 
@@ -177,6 +206,11 @@ def rounds(format: Format) -> bool:
 def searches(format: Format) -> TypeGuard[TrellisFormat]:
     """Return whether the library is there, and can search the paths of ``format``."""
     return isinstance(format, TrellisFormat) and available() and _library_here().search_trellis is not None
+
+
+def feeds_back(format: Format) -> TypeGuard[TrellisFormat]:
+    """Return whether the library is there, and can round rows of ``format`` one after the other."""
+    return searches(format) and _library_here().feed_back is not None
 
 
 class _GroupWork:
@@ -368,20 +402,80 @@ def _search_trellis(
     importance: Doubles | None,
     codes: Codes | None,
 ) -> None:
-    values = format.values
-    arrays = [_doubles(array) for array in (scales, importance)]
-    factors, counts = (_address(array) for array in arrays)
+    factors, counts = _doubles(scales), _doubles(importance)
+    _call("search_trellis", _trellis_work(format, numbers, factors, counts, codes))
+
+
+def _trellis_work(
+    format: TrellisFormat,
+    numbers: Singles | Doubles,
+    scales: Doubles | None,
+    importance: Doubles | None,
+    codes: Codes | None,
+) -> _Trellis:
+    """Return the work of a search; without codes, numbers are in units. All arrays must outlive the call."""
     address = _address(numbers)
-    work = _Trellis(
+    return _Trellis(
         None if codes is None else address,
         address if codes is None else None,
-        factors,
-        counts,
+        _address(scales),
+        _address(importance),
         *numbers.shape,
-        _address(values),
+        _address(format.values),
+        _address(format.tables_in_steps),
+        format.steps_per_unit,
+        format.farthest,
+        format.costs_per_step,
+        WORST_COST,
         format.bits,
         format.window,
         _address(codes),
         None,
     )
-    _call("search_trellis", work)
+
+
+def round_rows(  # noqa: PLR0913, what feedback reads and writes
+    targets: Doubles,
+    upper: Doubles,
+    matrix: Doubles,
+    order: npt.NDArray[np.int64],
+    format: TrellisFormat,
+    scales: Doubles,
+    group: int,
+    codes: Codes,
+    errors: Doubles,
+) -> None:
+    """Round rows one after the other, each plus the errors of those before it, in the order of its sum.
+
+    Args:
+        targets: what is rounded, [rows, columns], contiguous.
+        upper: what the error of one row adds to another, [rows, rows], columns contiguous; its strict upper triangle
+            is read.
+        matrix: what errors are counted from, [rows of the matrix, columns], contiguous.
+        order: where rows lie in the matrix, [rows].
+        format: the format.
+        scales: [groups, columns], rows contiguous.
+        group: rows of the matrix that share a scale.
+        codes: of the matrix, [rows of the matrix, columns], rows contiguous; those of the rows are written.
+        errors: ``matrix`` less what codes mean, [rows, columns], contiguous; written.
+
+    Raises:
+        InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+    """
+    row_indices = np.ascontiguousarray(order, np.int64)
+    work = _Feedback(
+        _trellis_work(format, targets[None], None, None, codes),
+        len(targets),
+        _address(targets),
+        _address(upper),
+        upper.strides[1] // upper.itemsize,
+        _address(matrix),
+        _address(row_indices),
+        _address(scales),
+        group,
+        scales.strides[0] // scales.itemsize,
+        _address(codes),
+        codes.strides[0],
+        _address(errors),
+    )
+    _call("feed_back", work)

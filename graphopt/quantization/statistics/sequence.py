@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Executor
     from pathlib import Path
 
     import onnx_ir as ir
@@ -68,13 +70,15 @@ class _Sums:
     moments: Moments
     shift: Doubles
 
-    def add(self, original_inputs: Array, inputs: Array) -> None:
-        self.moments.add(inputs)
+    def add(self, original_inputs: Array, inputs: Array, *, thread: Executor) -> None:
+        """Add a text; a thread on its own takes one of the two sums, which are about as much work as one another."""
+        moments_task = thread.submit(self.moments.add, inputs)
         rows = self.moments.rows
         x, y = (np.ascontiguousarray(array.reshape(-1, rows), np.float32) for array in (original_inputs, inputs))
         for start in range(0, len(y), _TOKENS):
             part = slice(start, start + _TOKENS)
             self.shift += y[part].T @ (x[part] - y[part])
+        moments_task.result()
 
 
 def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
@@ -160,6 +164,7 @@ def _run(
     sums: _Sums | None = None
     with ExitStack() as stack:
         stack.enter_context(one_thread())
+        thread = stack.enter_context(ThreadPoolExecutor(1))
         sessions = []
         for stream in streams:
             stream.folder.mkdir(exist_ok=True)
@@ -182,7 +187,7 @@ def _run(
             if sums is None:
                 rows = taps[0].shape[-1]
                 sums = _Sums(Moments(rows), np.zeros((rows, rows)))
-            sums.add(*taps)
+            sums.add(*taps, thread=thread)
     assert sums is not None
     return sums
 

@@ -91,12 +91,35 @@ def test_the_library_finds_the_paths_that_numpy_finds(
 
 
 def test_a_trellis_of_any_window_is_searched() -> None:
-    # no kernel is compiled for its bits: loops know them at run time
+    # no kernel is compiled for its bits, loops know them at run time; and its values are no steps of 1/32
     random = np.random.default_rng(0)
-    tables = [tuple(map(float, random.standard_normal(32))) for _ in range(2)]
-    format = TrellisFormat("t5", 5, *tables)
+    tables = [tuple(map(float, 2 * random.standard_normal(32))) for _ in range(2)]
+    format = TrellisFormat("t3", 3, *tables)
     groups, scales = random.standard_normal((2, 3, 20)), np.ones((2, 20))
     np.testing.assert_array_equal(native.encode(groups, format, scales), format.encode(groups))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("name", ["t2", "t3", "t4", "t5"])
+def test_rows_make_up_for_errors_as_in_numpy(instructions: str, name: str) -> None:
+    random = np.random.default_rng(1)
+    inputs, matrix = random.standard_normal((60, 40)), random.standard_normal((40, 37)).astype(np.float32)
+    skip_without(instructions)
+    if EMULATOR_VARIABLE in os.environ:
+        pytest.skip("the bridge to emulated kernels has no search of paths")
+
+    def codes_of_rows() -> np.ndarray:
+        method = METHODS["gptq"]()
+        rounded = method.round(
+            matrix, FORMATS[name], 16, "least_squares", scale_type=np.float16, statistics=inputs.T @ inputs
+        )
+        return np.asarray(rounded.codes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ISA_VARIABLE, instructions)
+        assert native.feeds_back(FORMATS[name])
+        codes = codes_of_rows()
+        np.testing.assert_array_equal(codes, by_numpy(patch, codes_of_rows))
 
 
 def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@
 
 #include "abi/instructions.h"
 
+using graphopt::FeedbackWork;
 using graphopt::Instructions;
 using graphopt::RoundWork;
 using graphopt::SearchWork;
@@ -26,16 +27,41 @@ extern "C" __attribute__((visibility("default"))) int graphopt_search_groups(con
   return 1;
 }
 
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+// Calls a kernel with scratch; false where there is no memory for it.
+template <typename Call>
+bool with_scratch(size_t bytes, const Call& call) {
+  void* const memory = std::malloc(bytes + kAlignment);
+  if (!memory) return false;
+  call(static_cast<char*>(memory) + (kAlignment - reinterpret_cast<uintptr_t>(memory) % kAlignment));
+  std::free(memory);
+  return true;
+}
+
+}  // namespace
+
 // Also 0 where there is no memory for the search.
 extern "C" __attribute__((visibility("default"))) int graphopt_search_trellis(const TrellisWork* work) {
   Instructions chosen;
   if (!graphopt::choose_instructions(&chosen)) return 0;
-  constexpr size_t kAlignment = 64;
-  void* const memory = std::malloc(graphopt::trellis_scratch(work->bits, work->window) + kAlignment);
-  if (!memory) return 0;
-  TrellisWork aligned = *work;
-  aligned.scratch = static_cast<char*>(memory) + (kAlignment - reinterpret_cast<uintptr_t>(memory) % kAlignment);
-  GRAPHOPT_OF(chosen, graphopt::kTrellis)(aligned);
-  std::free(memory);
-  return 1;
+  return with_scratch(graphopt::trellis_scratch(work->bits, work->window), [&](void* scratch) {
+    TrellisWork aligned = *work;
+    aligned.scratch = scratch;
+    GRAPHOPT_OF(chosen, graphopt::kTrellis)(aligned);
+  });
+}
+
+extern "C" __attribute__((visibility("default"))) int graphopt_feed_back(const FeedbackWork* work) {
+  Instructions chosen;
+  if (!graphopt::choose_instructions(&chosen)) return 0;
+  const size_t bytes = graphopt::feedback_scratch(work->search.columns) + kAlignment +
+                       graphopt::trellis_scratch(work->search.bits, work->search.window);
+  return with_scratch(bytes, [&](void* scratch) {
+    FeedbackWork aligned = *work;
+    aligned.search.scratch = scratch;
+    GRAPHOPT_OF(chosen, graphopt::kFeedback)(aligned);
+  });
 }

@@ -11,6 +11,12 @@ namespace {
 
 constexpr size_t kTile = kTrellisTile, kLanes = kColumns;
 
+// States behind a column that are computed together: their costs stay in registers.
+constexpr size_t kTogether = 4;
+
+// What an error counts at least, in units of costs.
+constexpr float kLeastCount = 1.0f / 16;
+
 GRAPHOPT_FORCE_INLINE Floats times(const Floats& a, float b) {
   return by_parts<Floats>([&](size_t i) { return a.part[i] * b; });
 }
@@ -19,64 +25,134 @@ GRAPHOPT_FORCE_INLINE Floats plus(const Floats& a, float b) {
   return by_parts<Floats>([&](size_t i) { return a.part[i] + b; });
 }
 
+// The nearest integers of numbers below 2^22; those in the middle become even.
+GRAPHOPT_FORCE_INLINE Floats round_to_even(const Floats& a) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 x 2^23
+  return by_parts<Floats>([&](size_t i) { return (a.part[i] + kMagic) - kMagic; });
+}
+
+GRAPHOPT_FORCE_INLINE Floats least_of(const Floats& a, const Floats& b) {
+  return by_parts<Floats>([&](size_t i) { return minimum(a.part[i], b.part[i]); });
+}
+
+// Costs without the codes that their last bits are.
+GRAPHOPT_FORCE_INLINE Floats without_code(const Floats& costs, size_t bits) {
+  const int mask = -(1 << bits);
+  return by_parts<Floats>([&](size_t i) {
+    const Integers::Part numbers = __builtin_convertvector(costs.part[i], Integers::Part) & mask;
+    return __builtin_convertvector(numbers, Floats::Part);
+  });
+}
+
 // Lanes of `b` where `a` is less than `least`, else those of `c`.
 GRAPHOPT_FORCE_INLINE Integers choose(const Floats& a, const Floats& least, const Integers& b, const Integers& c) {
   return by_parts<Integers>([&](size_t i) { return a.part[i] < least.part[i] ? b.part[i] : c.part[i]; });
 }
 
 // 16 tiles of one width, a column after the other, and what is known of their paths.
+//
+// Costs are integers, times 2^bits; the rest, up to 2^bits - 1, is the code that the best path chose. All are below 2^24,
+// so sums are exact, and the minimum of paths is that of their costs, then that of their codes.
 struct Batch {
   size_t width;
-  const float *values, *linear, *square;  // of each window: its value, -2 value, value^2
-  size_t bits, choices, states;
-  Floats *units, *counts;     // [width]
-  Integers *codes, *before;   // [width], [width + 1]: the code of a column, and the state before it
-  Floats* costs;              // [width + 1][states]
-
-  // What it costs that a window stands for a column, and all before it.
-  GRAPHOPT_FORCE_INLINE Floats cost(const Floats& unit, const Floats& count, size_t window, const Floats& sum) const {
-    return plus(times(unit, linear[window]), square[window]) * count + sum;
-  }
+  size_t bits, field, choices, states;
+  const float *values, *head, *tail;  // of each window; of each half of one, in steps
+  float farthest, worst;              // in steps; in costs, times 2^bits
+  Floats *units, *counts;             // [width], in steps and in costs
+  Integers *codes, *before;           // [width], [width + 1]: the code of a column, and the state before it
+  Floats* costs;                      // [width + 1][states], behind each column; the first is never read
+  Floats *slopes, *offsets, *squares;  // [2^field]
+  Floats* known;                      // [states], costs before a column, for the best of them 0
 };
+
+// What costs are made of, c (u - h - t)^2 = q^2 / 4c + q t + c t^2, each rounded to an integer: q, its square with the
+// number of the code that belongs to h, and c t^2, all times 2^bits.
+GRAPHOPT_FORCE_INLINE void make_terms(const Batch& batch, const Floats& unit, const Floats& count, size_t bits,
+                                      size_t field) {
+  const float scale = static_cast<float>(size_t{1} << bits);
+  const Floats twice = count + count, number = unit * twice;
+  const Floats inverse = by_parts<Floats>([&](size_t i) { return 0.25f / count.part[i]; });
+  for (size_t entry = 0; entry < size_t{1} << field; ++entry) {
+    const Floats slope = round_to_even(times(twice, batch.head[entry]) - number);
+    const Floats offset = round_to_even(slope * slope * inverse);
+    batch.slopes[entry] = times(slope, scale);
+    batch.offsets[entry] = plus(times(offset, scale), static_cast<float>(entry >> (field - bits)));
+    batch.squares[entry] = times(round_to_even(times(count, batch.tail[entry] * batch.tail[entry])), scale);
+  }
+}
 
 // The least costs of all paths to each state behind each column. The first column is `turn`, the others follow in a
 // circle. Paths begin with the state `ends`, or with any where there is none.
-template <size_t kBits, size_t kWindow>
+template <size_t kBits, size_t kField>
 void advance(const Batch& batch, size_t turn, const Integers* ends) {
-  const size_t bits = kBits ? kBits : batch.bits;
-  const size_t states = kBits ? size_t{1} << (kWindow - kBits) : batch.states, choices = size_t{1} << bits;
-  Floats* now = batch.costs;
+  const size_t bits = kBits ? kBits : batch.bits, field = kBits ? kField : batch.field;
+  const size_t states = size_t{1} << (2 * field - bits), choices = size_t{1} << bits, lows = states >> bits;
+  const size_t together = choices < kTogether ? choices : kTogether;
   for (size_t state = 0; state < states; ++state) {
     for (size_t lane = 0; lane < kLanes; ++lane) {
-      reinterpret_cast<float*>(now + state)[lane] =
-          ends && reinterpret_cast<const int32_t*>(ends)[lane] != static_cast<int32_t>(state) ? __builtin_inff() : 0.0f;
+      const bool starts = !ends || reinterpret_cast<const int32_t*>(ends)[lane] == static_cast<int32_t>(state);
+      reinterpret_cast<float*>(batch.known + state)[lane] = starts ? 0.0f : batch.worst;
     }
   }
-  for (size_t column = 0; column < batch.width; ++column, now += states) {
+  Floats* next = batch.costs + states;
+  for (size_t column = 0; column < batch.width; ++column, next += states) {
     const size_t at = column + turn < batch.width ? column + turn : column + turn - batch.width;
-    const Floats unit = batch.units[at], count = batch.counts[at];
+    make_terms(batch, batch.units[at], batch.counts[at], bits, field);
+    // the window's first half is the first bits of the state before it
     for (size_t state = 0; state < states; ++state) {
-      Floats least = batch.cost(unit, count, state, now[state >> bits]);
-      for (size_t choice = 1; choice < choices; ++choice) {
-        const size_t window = choice * states + state;
-        least = minimum(batch.cost(unit, count, window, now[window >> bits]), least);
+      batch.known[state] = batch.known[state] + batch.offsets[state >> (field - bits)];
+    }
+    Floats best = all_lanes(__builtin_inff());
+    for (size_t low = 0; low < lows; ++low) {
+      for (size_t first = 0; first < choices; first += together) {
+        const size_t behind = low << bits | first;
+        const float* tail = batch.tail + (behind & ((size_t{1} << field) - 1));
+        const Floats* squares = batch.squares + (behind & ((size_t{1} << field) - 1));
+#pragma GCC unroll 2
+        for (size_t part = 0; part < kParts; ++part) {
+          Floats::Part least[kTogether];
+          const auto path = [&](size_t choice, size_t i) {
+            const size_t state = choice * lows + low;
+            return add_product(batch.known[state].part[part], batch.slopes[state >> (field - bits)].part[part], tail[i]);
+          };
+#pragma GCC unroll 4
+          for (size_t i = 0; i < kTogether; ++i) {
+            if (i < together) least[i] = path(0, i);
+          }
+          for (size_t choice = 1; choice < choices; ++choice) {
+#pragma GCC unroll 4
+            for (size_t i = 0; i < kTogether; ++i) {
+              if (i < together) least[i] = minimum(path(choice, i), least[i]);
+            }
+          }
+#pragma GCC unroll 4
+          for (size_t i = 0; i < kTogether; ++i) {
+            if (i < together) {
+              least[i] = least[i] + squares[i].part[part];
+              next[behind + i].part[part] = least[i];
+              best.part[part] = minimum(least[i], best.part[part]);
+            }
+          }
+        }
       }
-      now[states + state] = least;
+    }
+    best = without_code(best, bits);
+    for (size_t state = 0; state < states; ++state) {
+      batch.known[state] = least_of(without_code(next[state], bits) - best, all_lanes(batch.worst));
     }
   }
 }
 
 // Goes back along the best paths, from behind the last column to the state before column `stop`.
-void go_back(const Batch& batch, size_t turn, const Integers* ends, size_t stop) {
+void go_back(const Batch& batch, const Integers* ends, size_t stop) {
   Integers state = all_lanes<int32_t>(0);
   if (ends) {
     state = *ends;
   } else {
-    const Floats* last = batch.costs + batch.width * batch.states;
-    Floats least = last[0];
+    Floats least = batch.known[0];
     for (size_t other = 1; other < batch.states; ++other) {
-      state = choose(last[other], least, all_lanes(static_cast<int32_t>(other)), state);
-      least = minimum(last[other], least);
+      state = choose(batch.known[other], least, all_lanes(static_cast<int32_t>(other)), state);
+      least = least_of(batch.known[other], least);
     }
   }
   batch.before[batch.width] = state;
@@ -84,23 +160,14 @@ void go_back(const Batch& batch, size_t turn, const Integers* ends, size_t stop)
   for (size_t lane = 0; lane < kLanes; ++lane) {
     reinterpret_cast<int32_t*>(&lanes)[lane] = static_cast<int32_t>(lane);
   }
-  const int bits = static_cast<int>(batch.bits);
+  const int bits = static_cast<int>(batch.bits), rest = static_cast<int>(batch.choices) - 1;
   for (size_t column = batch.width; column-- > stop;) {
-    const size_t at = column + turn < batch.width ? column + turn : column + turn - batch.width;
-    const Floats unit = batch.units[at], count = batch.counts[at];
-    const float* costs = reinterpret_cast<const float*>(batch.costs + column * batch.states);
-    Floats least = all_lanes(0.0f);
-    Integers code = all_lanes<int32_t>(0);
-    for (size_t choice = 0; choice < batch.choices; ++choice) {
-      const int32_t head = static_cast<int32_t>(choice * batch.states);
-      const Integers window = by_parts<Integers>([&](size_t i) { return state.part[i] + head; });
-      const Integers place =
-          by_parts<Integers>([&](size_t i) { return (window.part[i] >> bits) * int32_t{kLanes} + lanes.part[i]; });
-      const Floats value = gather(batch.values, window);
-      const Floats path = (unit * times(value, -2.0f) + value * value) * count + gather(costs, place);
-      if (choice) code = choose(path, least, all_lanes(static_cast<int32_t>(choice)), code);
-      least = choice ? minimum(path, least) : path;
-    }
+    const float* costs = reinterpret_cast<const float*>(batch.costs + (column + 1) * batch.states);
+    const Integers places =
+        by_parts<Integers>([&](size_t i) { return state.part[i] * int32_t{kLanes} + lanes.part[i]; });
+    const Floats cost = gather(costs, places);
+    const Integers code =
+        by_parts<Integers>([&](size_t i) { return __builtin_convertvector(cost.part[i], Integers::Part) & rest; });
     batch.codes[column] = code;
     state = by_parts<Integers>(
         [&](size_t i) { return (code.part[i] * static_cast<int32_t>(batch.states) + state.part[i]) >> bits; });
@@ -109,13 +176,13 @@ void go_back(const Batch& batch, size_t turn, const Integers* ends, size_t stop)
 }
 
 void search(const Batch& batch, size_t turn, const Integers* ends, size_t stop) {
-  const size_t window = batch.bits + static_cast<size_t>(__builtin_ctzll(batch.states));
-  const auto kernel = window == 8 && batch.bits == 2   ? advance<2, 8>
-                      : window == 8 && batch.bits == 3 ? advance<3, 8>
-                      : window == 8 && batch.bits == 4 ? advance<4, 8>
-                                                       : advance<0, 0>;
+  const auto kernel = batch.field == 4 && batch.bits == 2   ? advance<2, 4>
+                      : batch.field == 4 && batch.bits == 3 ? advance<3, 4>
+                      : batch.field == 4 && batch.bits == 4 ? advance<4, 4>
+                      : batch.field == 5 && batch.bits == 5 ? advance<5, 5>
+                                                            : advance<0, 0>;
   kernel(batch, turn, ends);
-  go_back(batch, turn, ends, stop);
+  go_back(batch, ends, stop);
 }
 
 // Codes of whole tiles that close in a circle: what the best path that is cut in the middle begins and ends with.
@@ -131,7 +198,7 @@ void close(const Batch& batch, Integers* best) {
 
 // Codes of narrow tiles: the best of the paths from each state.
 void close_exactly(const Batch& batch, Integers* best) {
-  const size_t width = batch.width, window = batch.bits + static_cast<size_t>(__builtin_ctzll(batch.states));
+  const size_t width = batch.width, window = 2 * batch.field;
   Floats lowest = all_lanes(__builtin_inff());
   for (size_t i = 0; i < width; ++i) best[i] = all_lanes<int32_t>(0);
   for (size_t state = 0; state < batch.states; ++state) {
@@ -147,11 +214,14 @@ void close_exactly(const Batch& batch, Integers* best) {
             [&](size_t p) { return (stream.part[p] << static_cast<int>(batch.bits)) | code.part[p]; });
       }
       stream = by_parts<Integers>([&](size_t p) { return stream.part[p] >> static_cast<int>(stream_bits - window); });
-      const Floats difference = gather(batch.values, stream) - batch.units[column];
+      const int field = static_cast<int>(batch.field), rest = (1 << batch.field) - 1;
+      const Integers upper = by_parts<Integers>([&](size_t p) { return stream.part[p] >> field; });
+      const Integers lower = by_parts<Integers>([&](size_t p) { return stream.part[p] & rest; });
+      const Floats difference = gather(batch.head, upper) + gather(batch.tail, lower) - batch.units[column];
       error = error + batch.counts[column] * (difference * difference);
     }
     for (size_t i = 0; i < width; ++i) best[i] = choose(error, lowest, batch.codes[i], best[i]);
-    lowest = minimum(error, lowest);
+    lowest = least_of(error, lowest);
   }
 }
 
@@ -161,26 +231,25 @@ struct Place {
   double importance;
 };
 
-// Puts a tile into a lane: its numbers in units of scales, and what their squared errors count.
+// Puts a tile into a lane: its numbers in steps, and what their squared errors cost.
 void load(const TrellisWork& work, const Place& place, size_t width, size_t lane, const Batch& batch) {
-  float units[kTile];
-  double counts[kTile], largest = 0;
+  float units[kTile] = {};
+  double counts[kTile] = {}, largest = 0;
   const double* scales = work.scales + place.scale;
   if (work.units) {
-    for (size_t i = 0; i < width; ++i) {
-      units[i] = static_cast<float>(
-          static_cast<double>(work.units[place.weight + i] * static_cast<float>(scales[i])) / scales[i]);
-    }
+    for (size_t i = 0; i < width; ++i) units[i] = work.units[place.weight + i];
   } else {
     for (size_t i = 0; i < width; ++i) units[i] = static_cast<float>(work.numbers[place.weight + i] / scales[i]);
   }
+  for (size_t i = 0; i < width; ++i) counts[i] = place.importance * scales[i] * scales[i];
+  for (size_t i = 0; i < width; ++i) largest = counts[i] > largest ? counts[i] : largest;
+  const double inverse = 1.0 / largest;
+  const float farthest = batch.farthest, steps = static_cast<float>(work.steps), costs = static_cast<float>(work.costs);
   for (size_t i = 0; i < width; ++i) {
-    counts[i] = place.importance * scales[i] * scales[i];
-    largest = counts[i] > largest ? counts[i] : largest;
-  }
-  for (size_t i = 0; i < width; ++i) {
-    reinterpret_cast<float*>(batch.units + i)[lane] = units[i];
-    reinterpret_cast<float*>(batch.counts + i)[lane] = static_cast<float>(largest > 0 ? counts[i] / largest : 1.0);
+    const float step = units[i] * steps, bounded = step < -farthest ? -farthest : step;
+    const float count = static_cast<float>(largest > 0 ? counts[i] * inverse : 1.0) * costs;
+    reinterpret_cast<float*>(batch.units + i)[lane] = bounded > farthest ? farthest : bounded;
+    reinterpret_cast<float*>(batch.counts + i)[lane] = count > kLeastCount ? count : kLeastCount;
   }
 }
 
@@ -209,25 +278,27 @@ void search_tiles(const TrellisWork& work, const Batch& batch, const Place* plac
 }
 
 void search_trellis(const TrellisWork& work) {
-  const size_t windows = size_t{1} << work.window;
   Batch batch;
   batch.bits = work.bits;
+  batch.field = work.window / 2;
   batch.choices = size_t{1} << work.bits;
-  batch.states = windows >> work.bits;
-  float* tables = static_cast<float*>(work.scratch);
-  for (size_t window = 0; window < windows; ++window) {
-    tables[window] = -2.0f * work.values[window];
-    tables[windows + window] = work.values[window] * work.values[window];
-  }
+  batch.states = size_t{1} << (work.window - work.bits);
+  const size_t entries = size_t{1} << batch.field;
   batch.values = work.values;
-  batch.linear = tables;
-  batch.square = tables + windows;
-  batch.units = reinterpret_cast<Floats*>(tables + 2 * windows);
+  batch.head = work.tables;
+  batch.tail = work.tables + entries;
+  batch.farthest = static_cast<float>(work.farthest);
+  batch.worst = static_cast<float>(work.worst * work.costs * static_cast<double>(batch.choices));
+  batch.units = static_cast<Floats*>(work.scratch);
   batch.counts = batch.units + kTile;
   batch.codes = reinterpret_cast<Integers*>(batch.counts + kTile);
   batch.before = batch.codes + kTile;
   Integers* best = batch.before + 2 * kTile;
-  batch.costs = reinterpret_cast<Floats*>(best + 3 * kTile);
+  batch.slopes = reinterpret_cast<Floats*>(best + kTile);
+  batch.offsets = batch.slopes + entries;
+  batch.squares = batch.offsets + entries;
+  batch.known = batch.squares + entries;
+  batch.costs = batch.known + batch.states;
   const size_t whole = work.columns / kTile * kTile;
   for (int narrow = 0; narrow < 2; ++narrow) {
     const size_t begin = narrow ? whole : 0, end = narrow ? work.columns : whole;
@@ -248,7 +319,66 @@ void search_trellis(const TrellisWork& work) {
   }
 }
 
+// The values of codes [columns], in circles of 16 columns.
+void decode(const TrellisWork& work, const uint8_t* codes, const double* scales, double* values) {
+  for (size_t begin = 0; begin < work.columns; begin += kTile) {
+    const size_t width = work.columns - begin < kTile ? work.columns - begin : kTile;
+    for (size_t i = 0; i < width; ++i) {
+      size_t stream = 0, bits = 0;
+      for (size_t next = i; bits < work.window; bits += work.bits) {
+        stream = stream << work.bits | codes[begin + next];
+        next = next + 1 < width ? next + 1 : 0;
+      }
+      values[begin + i] = static_cast<double>(work.values[stream >> (bits - work.window)]) * scales[begin + i];
+    }
+  }
+}
+
+void feed_back(const FeedbackWork& work) {
+  constexpr size_t kStrip = 32;  // columns whose sums stay in registers
+  const size_t columns = work.search.columns;
+  TrellisWork row = work.search;
+  double* goal = static_cast<double*>(work.search.scratch);
+  row.scratch = static_cast<char*>(work.search.scratch) + (feedback_scratch(columns) + kLine - 1) / kLine * kLine;
+  row.groups = row.size = 1;
+  row.units = nullptr;
+  row.importance = nullptr;
+  row.numbers = goal;
+  for (size_t number = 0; number < work.rows; ++number) {
+    const double* factors = work.upper + number * work.upper_rows;
+    for (size_t begin = 0; begin < columns; begin += kStrip) {
+      const size_t width = columns - begin < kStrip ? columns - begin : kStrip;
+      double sums[kStrip] = {};
+      if (width == kStrip) {
+        for (size_t j = 0; j < number; ++j) {
+          const double factor = factors[j];
+          const double* errors = work.errors + j * columns + begin;
+          for (size_t i = 0; i < kStrip; ++i) sums[i] = sums[i] + factor * errors[i];
+        }
+      } else {
+        for (size_t j = 0; j < number; ++j) {
+          const double* errors = work.errors + j * columns + begin;
+          for (size_t i = 0; i < width; ++i) sums[i] = sums[i] + factors[j] * errors[i];
+        }
+      }
+      for (size_t i = 0; i < width; ++i) {
+        goal[begin + i] = work.targets[number * columns + begin + i] + sums[i];
+      }
+    }
+    const size_t place = static_cast<size_t>(work.order[number]);
+    row.scales = work.scales + place / work.group * work.scale_columns;
+    row.codes = work.codes + place * work.code_columns;
+    search_trellis(row);
+    decode(row, row.codes, row.scales, goal);
+    double* errors = work.errors + number * columns;
+    for (size_t i = 0; i < columns; ++i) errors[i] = work.matrix[place * columns + i] - goal[i];
+  }
+}
+
 }  // namespace
+
+extern const FeedbackKernel GRAPHOPT_NAME(kFeedback);
+const FeedbackKernel GRAPHOPT_NAME(kFeedback) = feed_back;
 
 extern const TrellisKernel GRAPHOPT_NAME(kTrellis);
 const TrellisKernel GRAPHOPT_NAME(kTrellis) = search_trellis;

@@ -5,8 +5,13 @@
 namespace graphopt {
 namespace {
 
-GRAPHOPT_FORCE_INLINE Floats minimum(const Floats& a, const Floats& b) {
-  return by_parts<Floats>([&](size_t i) { return _mm256_min_ps(a.part[i], b.part[i]); });
+GRAPHOPT_FORCE_INLINE Floats::Part minimum(const Floats::Part& a, const Floats::Part& b) {
+  return reinterpret_cast<Floats::Part>(_mm256_min_ps(a, b));
+}
+
+// sum + a b, where neither sum nor product is rounded.
+GRAPHOPT_FORCE_INLINE Floats::Part add_product(const Floats::Part& sum, const Floats::Part& a, float b) {
+  return reinterpret_cast<Floats::Part>(_mm256_fmadd_ps(a, _mm256_set1_ps(b), sum));
 }
 
 GRAPHOPT_FORCE_INLINE Floats gather(const float* from, const Integers& indices) {

@@ -5,8 +5,13 @@
 namespace graphopt {
 namespace {
 
-GRAPHOPT_FORCE_INLINE Floats minimum(const Floats& a, const Floats& b) {
-  return by_parts<Floats>([&](size_t i) { return a.part[i] < b.part[i] ? a.part[i] : b.part[i]; });
+GRAPHOPT_FORCE_INLINE Floats::Part minimum(const Floats::Part& a, const Floats::Part& b) {
+  return a < b ? a : b;
+}
+
+// sum + a b, where neither sum nor product is rounded.
+GRAPHOPT_FORCE_INLINE Floats::Part add_product(const Floats::Part& sum, const Floats::Part& a, float b) {
+  return sum + a * b;
 }
 
 GRAPHOPT_FORCE_INLINE Floats gather(const float* from, const Integers& indices) {
