@@ -3,6 +3,7 @@
     python tools/bench/recurrence.py                                  # a gated delta rule, 32 heads of 128; a minute
     python tools/bench/recurrence.py --tokens 1,8,512 --rule linear
     python tools/bench/recurrence.py --shape mamba --rule gated       # thousands of channels, each a head of 16 x 1
+    python tools/bench/recurrence.py --processor                      # what processors take, where others use them too
     python tools/bench/recurrence.py --scan --tokens 512              # beside a `Scan` of opset 17, as others write it
 
 A call goes through the states of several layers in turn, as in a model, so that they come from as far away as there.
@@ -45,7 +46,7 @@ RULES = {"linear": (0, False), "gated": (0, True), "delta": (1, False), "gated_d
 INPUTS = ("query", "key", "value", "decay", "beta", "mask", "state")
 
 Arrays = dict[str, np.ndarray]
-Call = Callable[[], float]
+Call = Callable[[Callable[[], float]], float]
 
 
 def inputs_of(shape: tuple[int, int, int, int], rule: str, tokens: int, per_channel: bool) -> Arrays:
@@ -97,13 +98,13 @@ class Engine:
                 binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
             self.bindings.append(binding)
 
-    def call(self) -> float:
+    def call(self, clock: Callable[[], float]) -> float:
         """Run the next layer; return its time in seconds."""
         binding = self.bindings[self.layer]
         self.layer = (self.layer + 1) % len(self.bindings)
-        start = time.perf_counter()
+        start = clock()
         self.session.run_with_iobinding(binding)
-        return time.perf_counter() - start
+        return clock() - start
 
     def results(self) -> list[np.ndarray]:
         """Return the outputs of the first layer."""
@@ -132,7 +133,7 @@ def engines_of(feeds: Arrays, rule: str, layers: int, threads: int) -> dict[str,
     expected = reference(*arguments, **attributes)
     for name, engine in engines.items():
         for _ in range(layers):
-            engine.call()
+            engine.call(time.perf_counter)
         for output, stated in zip(engine.results(), expected, strict=True):
             distance = np.abs(output.reshape(stated.shape) - stated).max() / np.abs(stated).max()
             if not distance < 1e-4:
@@ -172,11 +173,11 @@ def scan_engines(shape: tuple[int, int, int, int], rule: str, tokens: int, threa
     return {name: functools.partial(timed, session, feeds) for name, session in sessions.items()}
 
 
-def timed(session: onnxruntime.InferenceSession, feeds: Arrays) -> float:
+def timed(session: onnxruntime.InferenceSession, feeds: Arrays, clock: Callable[[], float]) -> float:
     """Run a session; return its time in seconds."""
-    start = time.perf_counter()
+    start = clock()
     session.run(None, feeds)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def main(
@@ -188,8 +189,10 @@ def main(
     seconds: Annotated[float, typer.Option(help="for each count of tokens")] = 4,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     scan: Annotated[bool, typer.Option("--scan", help="beside a `Scan` of standard operators instead")] = False,
+    processor: Annotated[bool, typer.Option(help="time of processors, for machines that are busy")] = False,
 ) -> None:
     """Print the median time of a call, in microseconds."""
+    clock = time.process_time if processor else time.perf_counter
     typer.echo(f"{shape} {SHAPES[shape]}, {rule}{' per channel' if per_channel else ''}, {threads} threads")
     for count in (int(word) for word in tokens.split(",")):
         if scan:
@@ -201,7 +204,7 @@ def main(
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             for name in random.sample(sorted(calls), len(calls)):
-                times[name].append(calls[name]())
+                times[name].append(calls[name](clock))
         medians = {name: statistics.median(of_engine) * 1e6 for name, of_engine in times.items()}
         ratio = medians["Scan" if scan else "onnxruntime"] / medians["graphopt"]
         columns = "  ".join(f"{name} {median:10.1f}" for name, median in medians.items())

@@ -9,6 +9,7 @@
 //     S  := diag(P_t) S + sum_j (a_{j+1} .. a_t k_j) u_j^T
 //
 // All factors between two tokens are products of factors, never quotients: nothing overflows where decays are below 0.
+// Columns of S, u and y have nothing to do with one another: they go panel by panel, kTileLines lines each.
 #pragma once
 
 #include "linear_recurrence/cpu/products.h"
@@ -20,112 +21,115 @@ class Chunks {
  public:
   Chunks(const Recurrence& call, size_t row, size_t head, float* scratch)
       : call_(call), row_(row), head_(head), key_head_(head / (call.heads / call.key_heads)), K_(call.channels),
-        Kp_(in_lines(K_)), V_(call.width), Vp_(in_lines(V_)), longest_(longest_chunk(call)) {
+        Kp_(in_lines(K_)), V_(call.width), Vp_(in_lines(V_)), by_channel_(call.decays > 1) {
     const auto take = [&](size_t numbers) {
       float* const first = scratch;
       scratch += numbers;
       return first;
     };
-    numbers_ = take(2 * longest_ * Kp_), left_ = take(2 * longest_ * Kp_);
-    suffixed_ = take(longest_ * Kp_), turned_ = take(longest_ * Kp_), factors_ = take(longest_ * Kp_);
-    pairs_ = take(2 * longest_ * longest_);
-    u_ = take(longest_ * Vp_), read_ = take(2 * longest_ * Vp_);
-    whole_ = take(Kp_), line_ = take(2 * Kp_), betas_ = take(longest_), tokens_ = take(2 * longest_);
+    pairs_ = take(2 * kChunk * kChunk), between_ = take(kChunk * kChunk);
+    u_ = take(kChunk * kTileLines * kColumns), written_u_ = take(kChunk * kTileLines * kColumns);
+    values_ = take(kChunk * Vp_);
+    betas_ = take(kChunk), prefixes_ = take(kChunk), suffixes_ = take(kChunk);
+    whole_ = take(Kp_), turned_ = written_ = take(kTurned * Kp_), panels_ = take(Vp_ * K_);
+    numbers_ = left_ = take(kTurned * Kp_);
+    if (by_channel_) {
+      left_ = take(kTurned * Kp_), written_ = take(kTurned * Kp_);
+      suffixed_ = take(kChunk * Kp_), factors_ = take(kChunk * Kp_), line_ = take(2 * Kp_);
+    }
     const size_t of_head = (row * call.heads + head) * K_ * V_;
-    before_ = call.before + of_head, state_ = new_state_ = call.state + of_head;
-    const bool is_last = row + 1 == call.rows && head + 1 == call.heads;
-    if (before_ != state_) ahead_ = {is_last ? before_ : before_ + K_ * V_, state_, K_ * V_ / kColumns};
-    if (V_ == Vp_) return;
-    state_ = scratch;
-    for (size_t k = 0; k < K_; ++k) copy_lines(state_ + k * Vp_, before_ + k * V_, V_, 1);
-    before_ = state_;
-  }
-
-  ~Chunks() {
-    if (before_ != state_) __builtin_memmove(state_, before_, K_ * V_ * sizeof(float));  // all tokens are padding
-    if (state_ == new_state_) return;
-    for (size_t k = 0; k < K_; ++k) __builtin_memcpy(new_state_ + k * V_, state_ + k * Vp_, V_ * sizeof(float));
+    before_ = call.before + of_head, state_ = call.state + of_head;
   }
 
   void run() {
-    size_t count = 0;
-    size_t* const tokens = reinterpret_cast<size_t*>(tokens_);
+    size_t left = 0;
+    for (size_t i = 0; i < call_.tokens; ++i) left += is_read(i);
+    if (!left && before_ != state_) __builtin_memmove(state_, before_, K_ * V_ * sizeof(float));
+    is_first_ = true;
     for (size_t i = 0; i < call_.tokens; ++i) {
       const size_t token = row_ * call_.tokens + i;
-      if (call_.mask && !call_.mask[token]) fill(call_.output + (token * call_.heads + head_) * V_, V_, 0);
-      else tokens[count++] = token;
-      if (count && (count == kChunk || i + 1 == call_.tokens)) {
-        run_chunk(tokens, count);
-        count = 0;
+      if (!is_read(i)) {
+        fill(call_.output + (token * call_.heads + head_) * V_, V_, 0);
+        continue;
       }
+      tokens_[count_++] = token;
+      if (count_ < kChunk && count_ < left) continue;
+      is_last_ = count_ == left;
+      run_chunk();
+      left -= count_, count_ = 0, is_first_ = false;
     }
   }
 
  private:
-  void run_chunk(const size_t* tokens, size_t count) {
-    const size_t rows = (count + 7) / 8 * 8, lines = Vp_ / kColumns;
-    pack(tokens, count);
-    decay(tokens, count);
-    // what keys and queries read of the state before the chunk, while memory brings states: the next head's, and where this
-    // one's goes
-    const size_t skipped = call_.delta ? 0 : count;
-    float *const of_keys = read_, *const of_queries = read_ + count * Vp_;
-    const float* const stacked = (call_.decays ? left_ : numbers_) + skipped * Kp_;
-    multiply({stacked, Kp_, 1, before_, Vp_, read_ + skipped * Vp_, Vp_, 2 * count - skipped, lines, K_, nullptr, nullptr,
-              false, false, &ahead_});
-    relate(count);
-    for (size_t i = 0; i < count; ++i) {
-      const float* const value = call_.value + (tokens[i] * call_.heads + head_) * V_;
-      for (size_t v = 0; v < Vp_; v += kColumns) {
-        Floats line = load_some(value + v, V_ - v);
-        if (call_.delta) line = line - load_line<Floats>(of_keys + i * Vp_ + v);
-        store_line(u_ + i * Vp_ + v, line * betas_[i]);
-      }
+  static constexpr size_t kTurned = 2 * kChunk;  // keys and queries of a channel
+
+  bool is_read(size_t token) const { return !call_.mask || call_.mask[row_ * call_.tokens + token]; }
+
+  void run_chunk() {
+    pack();
+    if (by_channel_) {
+      decay_channels();
+      turn(left_, 2 * count_, turned_), turn(suffixed_, count_, written_);
+      relate_channels();
+    } else {
+      decay_tokens();
+      turn(numbers_, 2 * count_, turned_);
+      relate_tokens();
     }
-    if (call_.delta) {
-      fill(u_ + count * Vp_, (rows - count) * Vp_, 0);
-      solve(pairs_, longest_, u_, Vp_, rows, lines);
+    // tokens that fill up the last rows of the solution
+    fill(u_, kChunk * kTileLines * kColumns, 0), fill(betas_ + count_, kChunk - count_, 0);
+    fill(pairs_ + count_ * kChunk, (kChunk - count_) * kChunk, 0);
+    size_t v = 0;
+    for (; v + kTileLines * kColumns <= V_; v += kTileLines * kColumns) run_panel<kTileLines>(v);
+    for (; v < V_; v += kColumns) run_panel<1>(v);
+    for (size_t i = 0; i < count_; ++i) {
+      float* const output = call_.output + (tokens_[i] * call_.heads + head_) * V_;
+      for (v = 0; v < V_; v += kColumns) store_some(output + v, load_line<Floats>(values_ + i * Vp_ + v), V_ - v);
     }
-    const float* const of_pairs = pairs_ + longest_ * longest_;
-    multiply({of_pairs, longest_, 1, u_, Vp_, of_queries, Vp_, count, lines, count, of_queries, nullptr, true, false});
-    for (size_t i = 0; i < count; ++i) {
-      float* const output = call_.output + (tokens[i] * call_.heads + head_) * V_;
-      for (size_t v = 0; v < V_; v += kColumns) {
-        store_some(output + v, load_line<Floats>(of_queries + i * Vp_ + v), V_ - v);
-      }
-    }
-    const float* const suffixed = call_.decays ? suffixed_ : numbers_;
-    const float* const whole = call_.decays ? whole_ : nullptr;
-    multiply({suffixed, 1, Kp_, u_, Vp_, state_, Vp_, K_, lines, count, before_, whole, false, false});
-    before_ = state_;
   }
 
-  // Keys and behind them queries times the scale, in whole lines; and betas.
-  void pack(const size_t* tokens, size_t count) {
-    for (size_t i = 0; i < count; ++i) {
-      const size_t of_key = (tokens[i] * call_.key_heads + key_head_) * K_;
+  // Keys and behind them queries times the scale, in whole lines; values, whose place outputs take; and betas.
+  void pack() {
+    for (size_t i = 0; i < count_; ++i) {
+      const size_t of_key = (tokens_[i] * call_.key_heads + key_head_) * K_;
       copy_lines(numbers_ + i * Kp_, call_.key + of_key, K_, 1);
-      copy_lines(numbers_ + (count + i) * Kp_, call_.query + of_key, K_, call_.scale);
-      betas_[i] = call_.beta ? call_.beta[tokens[i] * call_.heads + head_] : 1;
+      copy_lines(numbers_ + (count_ + i) * Kp_, call_.query + of_key, K_, call_.scale);
+      copy_lines(values_ + i * Vp_, call_.value + (tokens_[i] * call_.heads + head_) * V_, V_, 1);
+      betas_[i] = call_.beta ? call_.beta[tokens_[i] * call_.heads + head_] : 1;
     }
   }
 
-  // factors_: a_i, of whole lines for each token. left_: keys and queries times P_i. suffixed_: keys times a_{i+1} .. a_t.
-  // whole_: P_t.
-  void decay(const size_t* tokens, size_t count) {
-    if (!call_.decays) return;
-    for (size_t i = 0; i < count; ++i) {
-      const float* const decay = call_.decay + (tokens[i] * call_.heads + head_) * call_.decays;
-      const Floats same = factor_of(all_lanes(decay[0]));
+  const float* decay_of(size_t i) const { return call_.decay + (tokens_[i] * call_.heads + head_) * call_.decays; }
+
+  // prefixes_: P_i. between_: the factors from token j to token i, 1 for j = i. suffixes_: a_{i+1} .. a_t. whole_: P_t.
+  void decay_tokens() {
+    float factors[kChunk] = {};
+    for (size_t i = 0; i < count_ && call_.decays; ++i) factors[i] = decay_of(i)[0];
+    store_line(factors, factor_of(load_line<Floats>(factors)));
+    float prefix = 1;
+    Floats products = all_lanes(0.f);
+    for (size_t i = 0; i < count_; ++i) {
+      const int lane = static_cast<int>(i);
+      prefixes_[i] = prefix *= factors[i];
+      products = choose(lanes_between(0, lane, lane + 1), all_lanes(1.f), products * factors[i]);
+      store_line(between_ + i * kChunk, products);
+    }
+    store_line(suffixes_, products);
+    fill(whole_, Kp_, prefix);
+  }
+
+  // The same where each channel decays by itself: left_ are keys and queries times P_i, suffixed_ keys times
+  // a_{i+1} .. a_t, so that nothing is left to do for tokens.
+  void decay_channels() {
+    for (size_t i = 0; i < count_; ++i) {
       for (size_t k = 0; k < Kp_; k += kColumns) {
-        const Floats line = call_.decays == 1 ? same : factor_of(load_some(decay + k, K_ - k));
-        store_line(factors_ + i * Kp_ + k, line);
+        store_line(factors_ + i * Kp_ + k, factor_of(load_some(decay_of(i) + k, K_ - k)));
       }
     }
-    const size_t of_queries = count * Kp_;
+    const size_t of_queries = count_ * Kp_;
     for (size_t k = 0; k < Kp_; k += kColumns) {
       Floats product = all_lanes(1.f);
-      for (size_t i = 0; i < count; ++i) {
+      for (size_t i = 0; i < count_; ++i) {
         const size_t at = i * Kp_ + k;
         product = product * load_line<Floats>(factors_ + at);
         store_line(left_ + at, load_line<Floats>(numbers_ + at) * product);
@@ -133,117 +137,61 @@ class Chunks {
       }
       store_line(whole_ + k, product);
       product = all_lanes(1.f);
-      for (size_t i = count; i-- > 0;) {
+      for (size_t i = count_; i-- > 0;) {
         const size_t at = i * Kp_ + k;
         store_line(suffixed_ + at, load_line<Floats>(numbers_ + at) * product);
         product = product * load_line<Floats>(factors_ + at);
       }
     }
+    fill(prefixes_, kChunk, 1), fill(suffixes_, kChunk, 1);
   }
 
-  // pairs_: -b_i A_ij below the diagonal, and behind it B_ij up to the diagonal; the rest of what is read is 0.
-  void relate(size_t count) {
-    float* const of_queries = pairs_ + longest_ * longest_;
-    if (call_.decays > 1) relate_channels(count);
-    else relate_tokens(count);
-    for (size_t i = 0; i < in_lines(count); ++i) {
-      const float beta = i < count ? -betas_[i] : 0;
-      for (size_t j = 0; j < in_lines(count); j += kColumns) {
-        float *const a = pairs_ + i * longest_ + j, *const b = of_queries + i * longest_ + j;
-        const int row = static_cast<int>(i), column = static_cast<int>(j), end = i < count ? row : 0;
-        if (call_.delta) {
-          store_line(a, choose(lanes_between(column, 0, end), load_line<Floats>(a) * beta, all_lanes(0.f)));
-        }
-        store_line(b, choose(lanes_between(column, 0, row + 1), load_line<Floats>(b), all_lanes(0.f)));
-      }
-    }
-  }
-
-  // Where all channels of a token decay alike: products of keys and queries with keys, times the factors between them.
-  void relate_tokens(size_t count) {
-    const size_t lines = in_lines(count) / kColumns, of_queries = longest_ * longest_;
-    turn(count);
-    const auto relate = [&](const float* of, float* pairs) {
-      multiply({of, Kp_, 1, turned_, longest_, pairs, longest_, count, lines, K_, nullptr, nullptr, false, true});
-    };
-    if (call_.delta) relate(numbers_, pairs_);
-    relate(numbers_ + count * Kp_, pairs_ + of_queries);
-    if (!call_.decays) return;
-    // the factors from token j to token i are those to the token before i, times a_i; 1 for j = i
-    float products[kChunk];
-    for (size_t i = 0; i < count; ++i) {
-      const float factor = factors_[i * Kp_];
-      for (size_t j = 0; j < i; j += kColumns) store_line(products + j, load_line<Floats>(products + j) * factor);
-      if (i % kColumns == 0) fill(products + i, kColumns, 0);
-      products[i] = 1;
-      for (size_t j = 0; j <= i; j += kColumns) {
-        float* const pair = pairs_ + i * longest_ + j;
-        const Floats product = load_line<Floats>(products + j);
-        if (call_.delta) store_line(pair, load_line<Floats>(pair) * product);
-        store_line(pair + of_queries, load_line<Floats>(pair + of_queries) * product);
-      }
-    }
-  }
-
-  // Where channels decay apart: blocks of a line of tokens. Inside a block pair by pair; between two of them keys and
-  // queries times what comes before them in their block, keys times what comes behind them in theirs.
-  void relate_channels(size_t count) {
-    const size_t blocks = in_lines(count) / kColumns, of_queries = longest_ * longest_;
-    for (size_t block = 0; block < blocks; ++block) {
-      const size_t first = block * kColumns, end = first + kColumns < count ? first + kColumns : count;
-      relate_inside(first, end, count);
-      // rows of keys and queries, times the factors from the beginning of this block
-      float *const keys = left_, *const queries = left_ + count * Kp_;
+  // Rows, channel by channel.
+  void turn(const float* rows, size_t count, float* turned) {
+    for (size_t first = 0; first < count; first += kColumns) {
       for (size_t k = 0; k < Kp_; k += kColumns) {
-        Floats product = all_lanes(1.f);
-        for (size_t i = first; i < end; ++i) {
-          const size_t at = i * Kp_ + k;
-          product = product * load_line<Floats>(factors_ + at);
-          store_line(keys + at, load_line<Floats>(numbers_ + at) * product);
-          store_line(queries + at, load_line<Floats>(numbers_ + count * Kp_ + at) * product);
+        alignas(64) float block[kColumns * kColumns];
+        transpose_block(rows + first * Kp_ + k, Kp_, block);
+        for (size_t c = 0; c < kColumns; ++c) {
+          store_line(turned + (k + c) * kTurned + first, load_line<Floats>(block + c * kColumns));
         }
       }
-      for (size_t other = block; other-- > 0;) {
-        const auto relate = [&](const float* of, float* pairs) {
-          const size_t at = other * kColumns;
-          multiply({of + first * Kp_, Kp_, 1, turned_ + at, longest_, pairs + first * longest_ + at, longest_, end - first,
-                    1, K_, nullptr, nullptr, false, false});
-        };
-        if (call_.delta) relate(keys, pairs_);
-        relate(queries, pairs_ + of_queries);
-        if (!other) break;
-        // the block that was passed lies between now
-        for (size_t k = 0; k < Kp_; k += kColumns) {
-          const Floats between = product_of(other, k);
-          for (size_t i = first; i < end; ++i) {
-            const size_t at = i * Kp_ + k;
-            store_line(keys + at, load_line<Floats>(keys + at) * between);
-            store_line(queries + at, load_line<Floats>(queries + at) * between);
-          }
-        }
-      }
-      turn_block(first, end);
     }
   }
 
-  // The product of all factors of a block, for the channels from k.
-  Floats product_of(size_t block, size_t k) const {
-    Floats product = all_lanes(1.f);
-    for (size_t i = 0; i < kColumns; ++i) {
-      product = product * load_line<Floats>(factors_ + (block * kColumns + i) * Kp_ + k);
-    }
-    return product;
+  // pairs_: -b_i A_ij below the diagonal, and behind it B_ij up to the diagonal; the rest is 0. Here where all channels
+  // of a token decay alike: products of keys and queries with keys, times the factors between them.
+  void relate_tokens() {
+    const auto relate = [&](size_t of, bool is_key, float* pairs) {
+      by_tiles(count_, [&](auto size, size_t first) __attribute__((always_inline)) {
+        Floats sums[size][1];
+        for_lines(sums, first, [&](size_t i, size_t, size_t) __attribute__((always_inline)) { sums[i][0] = all_lanes(0.f); });
+        add_product<1, kTurned, kTurned>(turned_ + of + first, turned_, K_, sums);
+        for_lines(sums, first, [&](size_t i, size_t row, size_t) __attribute__((always_inline)) {
+          store_pairs(pairs, row, sums[i][0] * load_line<Floats>(between_ + row * kChunk), is_key);
+        });
+      });
+    };
+    if (call_.delta) relate(0, true, pairs_);
+    relate(count_, false, pairs_ + kChunk * kChunk);
   }
 
-  // Pairs of tokens of a block.
-  void relate_inside(size_t first, size_t end, size_t count) {
-    for (size_t i = first; i < end; ++i) {
-      const float *const key = numbers_ + i * Kp_, *const query = key + count * Kp_;
+  void store_pairs(float* pairs, size_t row, const Floats& line, bool is_key) const {
+    const int end = static_cast<int>(is_key ? row : row + 1);
+    const Floats wanted = is_key ? line * -betas_[row] : line;
+    store_line(pairs + row * kChunk, choose(lanes_between(0, 0, end), wanted, all_lanes(0.f)));
+  }
+
+  // Where channels decay apart, pair by pair.
+  void relate_channels() {
+    for (size_t i = 0; i < count_; ++i) {
+      const float *const key = numbers_ + i * Kp_, *const query = key + count_ * Kp_;
       float *const now = line_, *const of_query = line_ + Kp_;  // key and query, times the factors from token j on
       for (size_t k = 0; k < Kp_; k += kColumns) {
         store_line(now + k, load_line<Floats>(key + k)), store_line(of_query + k, load_line<Floats>(query + k));
       }
-      for (size_t j = i + 1; j-- > first;) {
+      float of_keys[kChunk] = {}, of_queries[kChunk] = {};
+      for (size_t j = i + 1; j-- > 0;) {
         Floats a = all_lanes(0.f), b = a;
         for (size_t k = 0; k < Kp_; k += kColumns) {
           const Floats other = load_line<Floats>(numbers_ + j * Kp_ + k), factor = load_line<Floats>(factors_ + j * Kp_ + k);
@@ -251,47 +199,113 @@ class Chunks {
           a = fused(of_a, other, a), b = fused(of_b, other, b);
           store_line(now + k, of_a * factor), store_line(of_query + k, of_b * factor);
         }
-        pairs_[i * longest_ + j] = sum_of(a), pairs_[(longest_ + i) * longest_ + j] = sum_of(b);
+        of_keys[j] = sum_of(a), of_queries[j] = sum_of(b);
+      }
+      store_pairs(pairs_, i, load_line<Floats>(of_keys), true);
+      store_pairs(pairs_ + kChunk * kChunk, i, load_line<Floats>(of_queries), false);
+    }
+  }
+
+  // All tokens of the chunk, for the columns from v.
+  template <size_t Lines>
+  void run_panel(size_t v) {
+    constexpr size_t kRow = Lines * kColumns;
+    float* const panel = panels_ + v * K_;
+    const size_t width = V_ - v;
+    const auto of_line = [&](size_t j) { return width - j * kColumns; };  // numbers that are left
+    if (is_first_) {
+      for (size_t k = 0; k < K_; ++k) copy_lines(panel + k * kRow, before_ + k * V_ + v, width < kRow ? width : kRow, 1);
+    }
+    Ahead keys, values;
+    look_ahead<Lines>(v, &keys, &values);
+    const auto fetch = [&]() __attribute__((always_inline)) {
+      keys.fetch(), values.fetch();
+    };
+    // rows of keys or of queries times the state, and what becomes of them
+    const auto multiply_state = [&](size_t of, const auto& end) __attribute__((always_inline)) {
+      by_tiles(count_, [&](auto size, size_t first) __attribute__((always_inline)) {
+        fetch();
+        Floats sums[size][Lines];
+        for_lines(sums, first, [&](size_t i, size_t, size_t j) __attribute__((always_inline)) { sums[i][j] = all_lanes(0.f); });
+        add_product<1, kTurned, kRow>(turned_ + of + first, panel, K_, sums);
+        for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) { sums[i][j] = sums[i][j] * prefixes_[row]; });
+        end(first, sums);
+      });
+    };
+    const auto value = [&](size_t i, size_t j) __attribute__((always_inline)) { return values_ + i * Vp_ + v + j * kColumns; };
+    const auto line_of = [&](float* lines, size_t i, size_t j) __attribute__((always_inline)) { return lines + i * kRow + j * kColumns; };
+    const auto store_u = [&](size_t i, size_t j, const Floats& line) __attribute__((always_inline)) {
+      store_line(line_of(u_, i, j), line), store_line(line_of(written_u_, i, j), line * suffixes_[i]);
+    };
+    if (call_.delta) {
+      multiply_state(0, [&](size_t first, auto& sums) __attribute__((always_inline)) {
+        for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
+          store_line(line_of(u_, row, j), (load_line<Floats>(value(row, j)) - sums[i][j]) * betas_[row]);
+        });
+      });
+      solve<Lines>(pairs_, u_, (count_ + 7) / 8 * 8, store_u);
+    } else {
+      for (size_t i = 0; i < count_; ++i) {
+        for (size_t j = 0; j < Lines; ++j) store_u(i, j, load_line<Floats>(value(i, j)) * betas_[i]);
       }
     }
-  }
-
-  // Keys of a block, times the factors behind them in it, channel by channel.
-  void turn_block(size_t first, size_t end) {
-    float* const keys = numbers_ + first * Kp_;
-    for (size_t k = 0; k < Kp_; k += kColumns) {
-      alignas(64) float rows[kColumns * kColumns];
-      fill(rows, kColumns * kColumns, 0);
-      Floats product = all_lanes(1.f);
-      for (size_t i = end - first; i-- > 0;) {
-        store_line(rows + i * kColumns, load_line<Floats>(keys + i * Kp_ + k) * product);
-        product = product * load_line<Floats>(factors_ + (first + i) * Kp_ + k);
-      }
-      store_turned(rows, kColumns, k, first);
+    multiply_state(count_, [&](size_t first, auto& sums) __attribute__((always_inline)) {
+      const size_t end = first + sizeof sums / sizeof sums[0];
+      add_product<kChunk, 1, kRow>(pairs_ + (kChunk + first) * kChunk, u_, end, sums);
+      for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) { store_line(value(row, j), sums[i][j]); });
+    });
+    const auto write = [&](const auto& begin, const auto& to) __attribute__((always_inline)) {
+      by_tiles(K_, [&](auto size, size_t first) __attribute__((always_inline)) {
+        begin();
+        Floats sums[size][Lines];
+        for_lines(sums, first, [&](size_t i, size_t k, size_t j) __attribute__((always_inline)) {
+          sums[i][j] = load_line<Floats>(panel + k * kRow + j * kColumns) * whole_[k];
+        });
+        add_product<kTurned, 1, kRow>(written_ + first * kTurned, written_u_, count_, sums);
+        for_lines(sums, first, [&](size_t i, size_t k, size_t j) __attribute__((always_inline)) {
+          to(k, j, sums[i][j]);
+        });
+      });
+    };
+    if (is_last_) {
+      write(fetch, [&](size_t k, size_t j, const Floats& line) __attribute__((always_inline)) {
+        store_some(state_ + k * V_ + v + j * kColumns, line, of_line(j));
+      });
+    } else {
+      write([] {}, [&](size_t k, size_t j, const Floats& line) __attribute__((always_inline)) {
+        store_line(panel + k * kRow + j * kColumns, line);
+      });
     }
   }
 
-  // Keys channel by channel.
-  void turn(size_t count) {
-    for (size_t first = 0; first < count; first += kColumns) {
-      for (size_t k = 0; k < Kp_; k += kColumns) store_turned(numbers_ + first * Kp_ + k, Kp_, k, first);
+  // What memory may bring while a panel is computed: the same part of the tokens of the next chunk, or of the states of the
+  // next head.
+  template <size_t Lines>
+  void look_ahead(size_t v, Ahead* keys, Ahead* values) const {
+    if (is_last_) {
+      if (row_ + 1 == call_.rows && head_ + 1 == call_.heads) return;
+      const size_t at = K_ * V_ + v * K_;
+      *keys = {before_ + at, state_ + at, kColumns, Lines * K_};
+      return;
     }
-  }
-
-  void store_turned(const float* from, size_t row, size_t k, size_t first) {
-    alignas(64) float block[kColumns * kColumns];
-    transpose_block(from, row, block);
-    for (size_t c = 0; c < kColumns; ++c) {
-      store_line(turned_ + (k + c) * longest_ + first, load_line<Floats>(block + c * kColumns));
-    }
+    const size_t token = tokens_[count_ - 1] + 1, last = row_ * call_.tokens + call_.tokens;
+    const size_t count = last - token < kChunk ? last - token : kChunk;
+    const size_t of_key = (token * call_.key_heads + key_head_) * K_ + v, of_value = (token * call_.heads + head_) * V_ + v;
+    if (v < K_) *keys = {call_.key + of_key, call_.query + of_key, call_.key_heads * K_, count};
+    *values = {call_.value + of_value, call_.output + of_value, call_.heads * V_, count};
   }
 
   const Recurrence& call_;
-  const size_t row_, head_, key_head_, K_, Kp_, V_, Vp_, longest_;
-  float *numbers_, *left_, *suffixed_, *turned_, *factors_, *pairs_, *u_, *read_, *whole_, *line_, *betas_, *tokens_;
-  Ahead ahead_;
-  const float* before_;         // the state before the chunk
-  float *state_, *new_state_;  // the state after it, in whole lines; where it has to be at last
+  const size_t row_, head_, key_head_, K_, Kp_, V_, Vp_;
+  const bool by_channel_;
+  float *pairs_, *between_, *u_, *written_u_, *values_, *betas_, *prefixes_, *suffixes_, *whole_;
+  float *numbers_, *left_, *suffixed_, *factors_, *line_;  // token by token
+  float *turned_, *written_;                               // left_ and suffixed_, channel by channel
+  float* panels_;                                          // the state between chunks
+  const float* before_;                                    // the state before the call
+  float* state_;                                           // where it has to be after it
+  size_t tokens_[kChunk], count_ = 0;                      // of the chunk
+  bool is_first_, is_last_;
 };
 
 }  // namespace

@@ -18,8 +18,8 @@ struct Recurrence {
   float scale;
 };
 
-// Numbers of a line, and tokens of a chunk.
-constexpr size_t kRecurrenceLine = 16, kChunk = 32;
+// Numbers of a line, and tokens of a chunk, which is a line of them.
+constexpr size_t kRecurrenceLine = 16, kChunk = kRecurrenceLine;
 
 // So few tokens go one by one.
 constexpr size_t kFewTokens = 3;
@@ -32,16 +32,14 @@ inline size_t heads_together(const Recurrence& call) {
 
 inline size_t in_lines(size_t count) { return (count + kRecurrenceLine - 1) / kRecurrenceLine * kRecurrenceLine; }
 
-// Tokens of the longest chunk, in whole lines.
-inline size_t longest_chunk(const Recurrence& call) { return in_lines(call.tokens < kChunk ? call.tokens : kChunk); }
-
 // Numbers of a task's scratch, in whole lines.
 inline size_t recurrence_scratch(const Recurrence& call) {
-  const size_t K = in_lines(call.channels), V = in_lines(call.width), t = longest_chunk(call);
+  const size_t K = in_lines(call.channels), V = in_lines(call.width), t = kChunk;
   if (call.width < kRecurrenceLine) return kRecurrenceLine * K * (call.width + 1) + 8 * kRecurrenceLine * kRecurrenceLine;
   if (call.tokens <= kFewTokens) return K;
-  // keys and queries twice, keys for the state, turned, factors; pairs of tokens; what is written and read; the state
-  return t * K * 7 + 2 * t * t + 3 * t * V + (call.width == V ? 0 : K * V) + 3 * K + 3 * t;
+  // keys and queries by token and by channel; the state; pairs of tokens; what is written and read of a panel
+  const size_t apart = call.decays > 1 ? t * K * 6 + 2 * K : 0;  // the same times factors, and the factors
+  return t * K * 4 + K + V * (call.channels + t) + 3 * t * t + 4 * t * kRecurrenceLine + 3 * t + apart;
 }
 
 struct RecurrenceKernels {

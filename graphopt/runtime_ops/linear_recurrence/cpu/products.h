@@ -1,116 +1,107 @@
-// Products of small matrices of floats: C = A B, or added to another one, where rows of B and C are whole lines.
+// Products of small matrices of floats, in tiles of rows by lines whose sums stay in registers.
 #pragma once
+
+#include <type_traits>
 
 #include "linear_recurrence/cpu/vectors.h"
 
 namespace graphopt {
 namespace {
 
-// Lines of memory that are fetched while a product is computed: what is read soon, and what is written soon.
+// Rows and lines of the largest tile. With registers of 32 bytes 6 by 1 takes 12 of the 16, and 8 loads for 12
+// multiplications.
+constexpr size_t kTileRows = kParts == 1 ? 8 : kParts == 2 ? 6 : 4, kTileLines = kParts == 1 ? 2 : 1;
+
+// Lines that are fetched while products are computed, some with each tile: each of them `step` numbers behind the one
+// before, of two tensors at once.
 struct Ahead {
-  const float *read = nullptr, *written = nullptr;
-  size_t lines = 0;
+  const float *first = nullptr, *second = nullptr;
+  size_t step = 0, lines = 0;
 
-  void fetch() {
-    if (!lines) return;
-    __builtin_prefetch(read), __builtin_prefetch(written, 1);
-    read += kColumns, written += kColumns, --lines;
-  }
-};
-
-struct Product {
-  const float* a;
-  size_t a_row, a_column;  // how far apart its rows and columns are
-  const float* b;
-  size_t b_row;
-  float* c;
-  size_t c_row;
-  size_t rows, lines, depth;
-  const float* to;       // A B is added to this, whose rows lie like those of C; null for zeros
-  const float* factors;  // of its rows; null for all 1
-  bool lower;            // A has zeros above its diagonal
-  bool square;           // of C, only what is up to its diagonal is wanted
-  Ahead* ahead = nullptr;
-};
-
-// Sums that stay in registers: rows by lines.
-constexpr size_t kTileRows = kParts == 1 ? 8 : 4, kTileLines = kParts == 1 ? 2 : 1;
-
-template <size_t Rows, size_t Lines>
-inline void multiply_tile(const Product& p, size_t row, size_t line) {
-  const float *a = p.a + row * p.a_row, *b = p.b + line * kColumns;
-  float* const c = p.c + row * p.c_row + line * kColumns;
-  const size_t depth = p.lower && row + Rows < p.depth ? row + Rows : p.depth;
-  Floats sums[Rows][Lines];
-#pragma GCC unroll 8
-  for (size_t i = 0; i < Rows; ++i) {
-#pragma GCC unroll 4
-    for (size_t j = 0; j < Lines; ++j) {
-      sums[i][j] = p.to ? load_line<Floats>(p.to + (row + i) * p.c_row + (line + j) * kColumns) : all_lanes(0.f);
-      if (p.factors) sums[i][j] = sums[i][j] * p.factors[row + i];
+  GRAPHOPT_FORCE_INLINE void fetch() {
+    for (size_t i = 0; lines && i < 6; ++i, --lines) {
+      __builtin_prefetch(first, 0, 2), __builtin_prefetch(second, 0, 2);
+      first += step, second += step;
     }
   }
-  Ahead none;
-  Ahead& ahead = p.ahead ? *p.ahead : none;
-  for (size_t k = 0; k < depth; ++k, a += p.a_column, b += p.b_row) {
-    ahead.fetch();
+};
+
+// sums += A B for a tile of A's rows. Distances of A's rows, of its columns and of B's rows are known to the compiler.
+template <size_t ARow, size_t AColumn, size_t BRow, size_t Rows, size_t Lines>
+GRAPHOPT_FORCE_INLINE void add_product(const float* a, const float* b, size_t depth, Floats (&sums)[Rows][Lines]) {
+  const auto add = [&](size_t k) __attribute__((always_inline)) {
     Floats lines[Lines];
 #pragma GCC unroll 4
-    for (size_t j = 0; j < Lines; ++j) lines[j] = load_line<Floats>(b + j * kColumns);
+    for (size_t j = 0; j < Lines; ++j) lines[j] = load_line<Floats>(b + k * BRow + j * kColumns);
 #pragma GCC unroll 8
     for (size_t i = 0; i < Rows; ++i) {
-      const Floats factor = all_lanes(a[i * p.a_row]);
+      const Floats factor = all_lanes(a[i * ARow + k * AColumn]);
 #pragma GCC unroll 4
       for (size_t j = 0; j < Lines; ++j) sums[i][j] = fused(factor, lines[j], sums[i][j]);
     }
+  };
+  for (; depth >= 4; depth -= 4, a += 4 * AColumn, b += 4 * BRow) {
+#pragma GCC unroll 4
+    for (size_t k = 0; k < 4; ++k) add(k);
   }
+  for (size_t k = 0; k < depth; ++k) add(k);
+}
+
+template <size_t Rows, typename Tile>
+GRAPHOPT_FORCE_INLINE void call_with_rows(size_t rows, size_t first, const Tile& tile) {
+  if constexpr (Rows > 1) {
+    if (rows < Rows) return call_with_rows<Rows - 1>(rows, first, tile);
+  }
+  tile(std::integral_constant<size_t, Rows>(), first);
+}
+
+// Cuts rows into tiles, all of them of nearly the same size, and calls tile(size as a type, first row) for each.
+template <typename Tile>
+GRAPHOPT_FORCE_INLINE void by_tiles(size_t rows, const Tile& tile) {
+  const size_t tiles = (rows + kTileRows - 1) / kTileRows;
+  if (!tiles) return;
+  const size_t size = rows / tiles, longer = rows % tiles;
+  for (size_t i = 0, first = 0; i < tiles; ++i) {
+    const size_t of_tile = size + (i < longer);
+    call_with_rows<kTileRows>(of_tile, first, tile);
+    first += of_tile;
+  }
+}
+
+// Calls to(row of the tile, row, line) for each line of a tile whose rows begin at `first`.
+template <size_t Rows, size_t Lines, typename To>
+GRAPHOPT_FORCE_INLINE void for_lines(const Floats (&)[Rows][Lines], size_t first, const To& to) {
 #pragma GCC unroll 8
   for (size_t i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
-    for (size_t j = 0; j < Lines; ++j) store_line(c + i * p.c_row + j * kColumns, sums[i][j]);
+    for (size_t j = 0; j < Lines; ++j) to(i, first + i, j);
   }
 }
 
-template <size_t Lines>
-inline void multiply_lines(const Product& p, size_t line) {
-  size_t row = p.square ? line * kColumns : 0;
-  for (; row + kTileRows <= p.rows; row += kTileRows) multiply_tile<kTileRows, Lines>(p, row, line);
-  if (kTileRows == 8 && row + 4 <= p.rows) {
-    multiply_tile<4, Lines>(p, row, line);
-    row += 4;
-  }
-  for (; row + 2 <= p.rows; row += 2) multiply_tile<2, Lines>(p, row, line);
-  if (row < p.rows) multiply_tile<1, Lines>(p, row, line);
-}
-
-inline void multiply(const Product& p) {
-  size_t line = 0;
-  for (; line + kTileLines <= p.lines; line += kTileLines) multiply_lines<kTileLines>(p, line);
-  for (; line < p.lines; ++line) multiply_lines<1>(p, line);
-}
-
-// U := U + L U row by row, where L [rows, rows] has numbers below its diagonal alone: what (1 - L)^-1 does to U. Rows are
-// a multiple of 8.
-inline void solve(const float* lower, size_t lower_row, float* u, size_t u_row, size_t rows, size_t lines) {
-  constexpr size_t kRows = 8;
+// U := U + L U row by row, each of them stored by store(row, line, numbers), where L [rows, rows] has numbers below its diagonal alone: what (1 - L)^-1 does to U. Rows are
+// a multiple of 8, those of L a line.
+template <size_t Lines, typename Store>
+GRAPHOPT_FORCE_INLINE void solve(const float* lower, float* u, size_t rows, const Store& store) {
+  constexpr size_t kRows = kParts == 1 ? 8 : 4, kRow = Lines * kColumns;
   for (size_t first = 0; first < rows; first += kRows) {
-    const float* const of_block = lower + first * lower_row;
-    if (first) {
-      float* const rest = u + first * u_row;
-      multiply({of_block, lower_row, 1, u, u_row, rest, u_row, kRows, lines, first, rest, nullptr, false, false});
-    }
-    for (size_t line = 0; line < lines; ++line) {
-      Floats x[kRows];
+    const float* const of_block = lower + first * kColumns;
+    Floats x[kRows][Lines];
+    for_lines(x, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
+      x[i][j] = load_line<Floats>(u + row * kRow + j * kColumns);
+    });
+    add_product<kColumns, 1, kRow>(of_block, u, first, x);
 #pragma GCC unroll 8
-      for (size_t i = 0; i < kRows; ++i) x[i] = load_line<Floats>(u + (first + i) * u_row + line * kColumns);
+    for (size_t i = 1; i < kRows; ++i) {
 #pragma GCC unroll 8
-      for (size_t i = 1; i < kRows; ++i) {
-#pragma GCC unroll 8
-        for (size_t j = 0; j < i; ++j) x[i] = fused(all_lanes(of_block[i * lower_row + first + j]), x[j], x[i]);
+      for (size_t other = 0; other < i; ++other) {
+        const Floats factor = all_lanes(of_block[i * kColumns + first + other]);
+#pragma GCC unroll 4
+        for (size_t j = 0; j < Lines; ++j) x[i][j] = fused(factor, x[other][j], x[i][j]);
       }
-#pragma GCC unroll 8
-      for (size_t i = 1; i < kRows; ++i) store_line(u + (first + i) * u_row + line * kColumns, x[i]);
     }
+    for_lines(x, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
+      store(row, j, x[i][j]);
+    });
   }
 }
 

@@ -18,19 +18,27 @@ inline Floats factor_of(const Floats& x) {
   });
 }
 
-// The first `count` numbers of a line; the others are 0.
-inline Floats load_some(const float* from, size_t count) {
-  if (count >= kColumns) return load_line<Floats>(from);
+// The first `count` numbers of a line; the others are 0. What is inlined lets sums stay in registers: parts of lines,
+// which are rare, go by way of memory.
+__attribute__((noinline)) inline Floats load_part(const float* from, size_t count) {
   float lanes[kColumns] = {};
   for (size_t i = 0; i < count; ++i) lanes[i] = from[i];
   return load_line<Floats>(lanes);
 }
 
-inline void store_some(float* to, const Floats& line, size_t count) {
-  if (count >= kColumns) return store_line(to, line);
+GRAPHOPT_FORCE_INLINE Floats load_some(const float* from, size_t count) {
+  return count >= kColumns ? load_line<Floats>(from) : load_part(from, count);
+}
+
+__attribute__((noinline)) inline void store_part(float* to, Floats line, size_t count) {
   float lanes[kColumns];
   store_line(lanes, line);
   for (size_t i = 0; i < count; ++i) to[i] = lanes[i];
+}
+
+GRAPHOPT_FORCE_INLINE void store_some(float* to, const Floats& line, size_t count) {
+  if (count >= kColumns) store_line(to, line);
+  else store_part(to, line, count);
 }
 
 inline void fill(float* to, size_t count, float number) {

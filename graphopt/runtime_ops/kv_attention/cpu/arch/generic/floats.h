@@ -35,11 +35,5 @@ inline uint32_t lanes_at_least(const Integers& ranks, int32_t least) {
   return bits;
 }
 
-GRAPHOPT_FORCE_INLINE void transpose_block(const float* from, size_t size, float* block) {
-  for (size_t k = 0; k < kColumns; ++k) {
-    for (size_t t = 0; t < kColumns; ++t) block[k * kColumns + t] = from[t * size + k];
-  }
-}
-
 }  // namespace
 }  // namespace graphopt

@@ -24,3 +24,4 @@ inline __attribute__((always_inline)) float joined(const Floats& a, const Join& 
 }  // namespace graphopt
 
 #include "kv_attention/cpu/arch/generic/floats.h"
+#include "kv_attention/cpu/arch/generic/transpose.h"
