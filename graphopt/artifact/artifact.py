@@ -29,6 +29,7 @@ from graphopt.artifact.manifest import MANIFEST, FileRecord, Manifest, Source, r
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Check, Fact, Rule
 from graphopt.graph.onnx_file import load
+from graphopt.graph.weights import expression_of
 from graphopt.graph.weights.data_file import is_part, save_model
 from graphopt.graph.weights.disk import writing
 from graphopt.runtime_ops import library_path
@@ -243,7 +244,7 @@ def origin_of(artifact: Artifact) -> str:
         for name, value in sorted(artifact.model.graph.initializers.items()):
             digest.update(name.encode())
             if value.const_value is not None:
-                digest.update(value.const_value.tobytes())
+                digest.update(expression_of(value.const_value).digest.encode())
     return digest.hexdigest()
 
 

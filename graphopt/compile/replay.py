@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from graphopt.analysis.structure.cost import weight_totals
 from graphopt.artifact import artifact as artifacts
+from graphopt.artifact.artifact import Artifact
 from graphopt.artifact.manifest import MANIFEST
 from graphopt.compile.compilation import Compilation
 from graphopt.compile.same_manifest import confirm_manifest, left_out, recorded_kernels
@@ -29,6 +30,7 @@ from graphopt.verification.same_model import confirm_model
 from graphopt.verification.steps import Checks, by_run
 
 if TYPE_CHECKING:
+    from graphopt.passes.base import Pass
     from graphopt.verification.equivalence import Verifier
 
 SAME_AGAIN = Rule(
@@ -51,7 +53,7 @@ class Proof(BaseModel):
 
 
 def verify(
-    before: str | Path,
+    before: str | Path | Artifact,
     after: str | Path,
     *,
     run: bool = True,
@@ -62,7 +64,7 @@ def verify(
     """Check that ``after`` computes what ``before`` computes, as far as its recipe says it should.
 
     Args:
-        before: the artifact, or ``.onnx`` file, that ``after`` was made from.
+        before: the artifact, or ``.onnx`` file, that ``after`` was made from, or what :func:`graphopt.read` made of it.
         after: an artifact that :func:`graphopt.optimize` wrote.
         run: whether to run both as well, where they fit into memory.
         statistics: the folder in which statistics of the model are kept, for a recipe that needs them; without it they
@@ -76,11 +78,12 @@ def verify(
         VerificationError: a check failed; names the first node and tensor at fault.
     """
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        replay = Replay(Path(before), Path(after), Path(folder), statistics, run=run, inputs=inputs, on_stage=on_stage)
+        replay = Replay(before, Path(after), Path(folder), statistics, run=run, inputs=inputs, on_stage=on_stage)
         names = replay.confirm_parts()
         checks = replay.checks()
     for name in names:
-        proof = verify(Path(before) / name, Path(after) / name, run=run, statistics=statistics, on_stage=on_stage)
+        part = before.parts[name] if isinstance(before, Artifact) else Path(before) / name
+        proof = verify(part, Path(after) / name, run=run, statistics=statistics, on_stage=on_stage)
         checks += [check.model_copy(update={"after": f"{name}: {check.after}"}) for check in proof.checks]
     return Proof(checks=checks)
 
@@ -100,7 +103,7 @@ class Replay:
 
     def __init__(
         self,
-        before: Path,
+        before: str | Path | Artifact,
         after: Path,
         folder: Path,
         statistics: str | Path | None,
@@ -110,7 +113,8 @@ class Replay:
         on_stage: Progress,
     ) -> None:
         self._folder, self._file, self._on_stage = folder, after, on_stage
-        self._before, self._after = artifacts.read(before), artifacts.read(after)
+        self._before = before if isinstance(before, Artifact) else artifacts.read(before)
+        self._after = artifacts.read(after)
         recipe = self._after.manifest.recipe
         if recipe is None:
             raise InputError(
@@ -128,8 +132,9 @@ class Replay:
             on_stage=on_stage,
         )
         self._confirm_passes()
-        for artifact in (before, after):
-            _confirm_hashes(artifact)
+        for file in (self._before.place, after):
+            if file is not None:
+                _confirm_hashes(file)
         self._total = len(self._compilation.passes) + 1
         earlier, reports = len(self._before.manifest.passes), self._after.manifest.passes
         self._changing_reports = [report for report in reports[earlier:] if report.changes]
@@ -194,8 +199,13 @@ class Replay:
         def say(stage: str) -> None:
             self._on_stage(stage, len(compilation.reports), self._total)
 
+        def begin(step: Pass) -> None:
+            if step.phase() == "lower":  # it reads scales: what is rounded for them is rounded once
+                compilation.settle()
+            say(f"running {step.name} again")
+
         with Checks(verifier, say) as checks:
-            for run in compilation.apply(compilation.passes, lambda step: say(f"running {step.name} again")):
+            for run in compilation.apply(compilation.passes, begin):
                 report = recorded_reports[run.step.name, run.report.run]
                 _confirm_statistics(run.report, report, self._file)
                 is_last = bool(self._changing_reports) and report is self._changing_reports[-1]

@@ -398,3 +398,20 @@ def test_a_product_that_onnxruntime_does_not_fuse_stays_in_floats(
     assert len(quantized_products(output.model.graph)) == 13
     checks = verify(tmp_path / "relu", tmp_path / "out").checks
     assert {check.status for check in checks} <= {"proved", "measured"}
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_rotated_weights_are_written_to_the_disk_only_for_a_model_that_is_run(
+    llama_artifact: Path, tmp_path: Path, run: bool
+) -> None:
+    counts = {}
+
+    def count_weights(stage: str, count: int = 0, total: int | None = None) -> None:
+        del count, total
+        counts[stage] = len(list((tmp_path / "work").rglob("*.bin")))
+
+    optimize(
+        llama_artifact, "rotate-int4-rtn", tmp_path / "out", run=run, work=tmp_path / "work", on_stage=count_weights
+    )
+    assert (counts["quantize_weights"] > 0) == run
+    assert counts["writing"] > 0

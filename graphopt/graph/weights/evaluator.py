@@ -206,7 +206,7 @@ def group_expressions(expressions: Sequence[Expression]) -> list[list[int]]:
 def cost_of(expressions: Sequence[Expression]) -> int:
     """Return the bytes of all leaves of some expressions: what evaluating them takes is about proportional."""
     nodes: set[Node] = {node for expression in expressions for node in nodes_below(expression)}
-    return sum(node.nbytes for node in nodes if isinstance(node, (StoredBytes, Inline)))
+    return sum(node.nbytes for node in nodes if isinstance(node, Expression) and not node.children)
 
 
 class Evaluator:

@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from graphopt.errors import InputError
 from graphopt.graph.weights.evaluator import run_tasks
+from graphopt.graph.weights.expression import blocks
 from graphopt.graph.weights.leaves import StoredBytes
-from graphopt.graph.weights.tensor import expression_of
+from graphopt.graph.weights.tensor import WeightTensor, expression_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -33,11 +34,11 @@ def check_finite(model: ir.Model, file: str | Path | None = None, executor: Exec
     """
     # What a graph within the graph has is not looked at for NaN; functions have no initializers.
     tensors = {v: v.const_value for v in model.graph.initializers.values() if v.const_value is not None}
-    files = [value for value, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)]
-    expressions = [expression_of(tensors[value]) for value in files]
+    lazy = [value for value, tensor in tensors.items() if isinstance(tensor, (ir.ExternalTensor, WeightTensor))]
+    expressions = [expression_of(tensors[value]) for value in lazy]
     faults: dict[ir.Value, str | None] = {}
     for number, (digest, fault) in run_tasks(executor, _inspect, expressions, [e.nbytes for e in expressions]):
-        value, expression = files[number], expressions[number]
+        value, expression = lazy[number], expressions[number]
         faults[value] = fault
         if isinstance(expression, StoredBytes):
             source = dataclasses.replace(expression, known_digest=digest)
@@ -67,12 +68,14 @@ def _fault(expression: Expression) -> str | None:
     # A mask constant may be -inf on purpose; a weight has at least one axis of some width.
     if not dtype.is_floating_point() or dtype.bitwidth < 16 or np.prod(expression.shape) < 2:
         return None
-    array = np.asarray(expression.numpy(), dtype=np.float32 if dtype.bitwidth == 16 else None)
-    finite = np.isfinite(array)
-    if finite.all():
+    count, indices = 0, []
+    for region in blocks(expression.shape, expression.whole):
+        array = np.asarray(expression.evaluate(region), dtype=np.float32 if dtype.bitwidth == 16 else None)
+        finite = np.isfinite(array)
+        if not finite.all():
+            count += int((~finite).sum())
+            index = np.unravel_index(int(np.argmin(finite)), array.shape)
+            indices.append([int(i) + axis.start for i, axis in zip(index, region, strict=True)])
+    if not count:
         return None
-    first = np.unravel_index(int(np.argmin(finite)), array.shape)
-    return (
-        f"weight has {int((~finite).sum())} value(s) that are NaN or infinite, "
-        f"the first at index {[int(i) for i in first]}"
-    )
+    return f"weight has {count} value(s) that are NaN or infinite, the first at index {min(indices)}"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from graphopt.graph.weights import (
     Region,
     Reshape,
     Scale,
+    WeightTensor,
     blocks_of,
     check_finite,
     new_weight,
@@ -109,6 +111,19 @@ def test_a_weight_that_is_not_finite_is_named_with_its_place(bad: float, dtype: 
     model.graph.initializers["up0.weight"].const_value = ir.tensor(array, name="up0.weight")
     with pytest.raises(InputError, match=r"1 value\(s\).*index \[3, 4\].*tensor=up0.weight.*shape=\[16, 12\]"):
         check_finite(model)
+
+
+def test_a_computed_weight_that_is_not_finite_is_named_with_its_place_in_the_whole() -> None:
+    model = residual_model()
+    array = np.zeros((3, 1 << 20), np.float32)
+    array[[1, 2, 2], [9, 4, 5]] = np.inf
+    Watched.seen.clear()
+    model.graph.initializers["up0.weight"].const_value = WeightTensor(Watched(Inline.from_array(array)), "up0.weight")
+    with pytest.raises(InputError, match=r"3 value\(s\).*index \[1, 9\].*tensor=up0.weight"):
+        check_finite(model)
+    # blocks of 2^20 numbers, so that no large weight is in memory as a whole
+    assert all(math.prod(shape) <= 1 << 20 for _, shape in Watched.seen)
+    assert len(Watched.seen) > 2
 
 
 @given(shape=st.lists(st.integers(1, 5000), min_size=1, max_size=2).map(tuple), axis=st.integers(0, 1))

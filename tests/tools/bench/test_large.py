@@ -1,0 +1,87 @@
+"""The benchmark of large models: weights that lie nowhere, what stages cost, what is forecast of them."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphopt.artifact.artifact import MODEL, read
+from graphopt.graph.weights import Cast, WeightTensor
+from graphopt.passes.recipe import load_recipe
+from graphopt.quantization.statistics.options import CalibrationOptions
+from tools.bench.large import MODELS, compile_stages, forecast, print_run
+from tools.bench.parts.random_checkpoint import RandomWeight, random_checkpoint
+from tools.bench.parts.stages import Stages
+
+
+def test_any_part_of_a_random_weight_is_that_of_the_whole_in_any_process() -> None:
+    weight = RandomWeight("layers.0.up", 3, (700, 300))  # four blocks of rows, the last with less than the others
+    whole = weight.numpy()
+    part = pickle.loads(pickle.dumps(weight)).evaluate((slice(217, 699), slice(7, 290)))
+    assert np.array_equal(part, whole[217:699, 7:290])
+    other_seed, other_name = (RandomWeight(*key, weight.dims).numpy() for key in (("layers.0.up", 4), ("up", 3)))
+    # 1 in 200 pairs of normal numbers of 8 bits are equal
+    assert max(np.mean(whole == other) for other in (other_seed, other_name)) < 0.02
+    numbers = whole.astype(np.float32)
+    # of 210,000 numbers, within six standard errors
+    assert abs(numbers.mean()) < 6 * 0.02 / 458
+    assert abs(numbers.std() / 0.02 - 1) < 6 / 648
+    gains = RandomWeight("norm", 0, (4096,)).numpy().astype(np.float32)
+    assert abs(gains.mean() - 1) < 6 * 0.1 / 64
+
+
+def test_a_checkpoint_has_a_random_weight_for_each_parameter(tmp_path: Path) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 3}
+    checkpoint = random_checkpoint(MODELS["llama-3.1-8b"] | small, tmp_path, seed=1)
+    assert checkpoint.weights["model.layers.2.mlp.up_proj.weight"].shape == (96, 64)
+    assert len({weight.digest for weight in checkpoint.weights.values()}) == 3 * 9 + 3
+    assert checkpoint.weights["lm_head.weight"].numpy().dtype == np.float32
+
+
+@pytest.fixture
+def random_artifact(llama_artifact: Path) -> Any:
+    artifact = read(llama_artifact)
+    for name, value in artifact.model.graph.initializers.items():
+        if name.endswith("weight") and value.const_value is not None:
+            weight = RandomWeight(name, 0, tuple(value.const_value.shape.numpy()))
+            value.const_value = WeightTensor(Cast(weight, ir.DataType.FLOAT), name)
+    artifact.place, artifact.manifest = None, artifact.manifest.model_copy(update={"files": {}})
+    return artifact
+
+
+def test_a_model_that_lies_nowhere_is_calibrated_compiled_and_verified(random_artifact: Any, tmp_path: Path) -> None:
+    options = CalibrationOptions(windows=2, window=16)
+    recipe = load_recipe("small").model_copy(update={"calibration": options})
+    stages = Stages(tmp_path)
+    with stages.watch():
+        written = compile_stages(random_artifact, recipe, tmp_path, stages)
+    assert written == sum(file.stat().st_size for file in (tmp_path / "output").iterdir())
+    assert (tmp_path / "output" / MODEL).is_file()
+    names = list(stages.costs)
+    expected = ["calibrate: collecting statistics", "optimize: evaluating weights", "verify: running lower again"]
+    assert [name for name in names if name in expected] == expected
+    assert sum(cost.seconds for cost in stages.costs.values()) > 0
+    # what Python alone takes
+    assert all(cost.memory > 10e6 for cost in stages.costs.values())
+    assert max(cost.disk for cost in stages.costs.values()) > written
+
+
+def test_a_forecast_goes_on_with_what_a_layer_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(layers: int, seconds: float, memory: int) -> dict[str, Any]:
+        cost = {"seconds": seconds, "worked": 2 * seconds, "memory": memory, "disk": 10 * layers}
+        return {"layers": layers, "parameters": 100 + 50 * layers, "written": 30 * layers, "others": 0.1} | {
+            "stages": {"export": cost}
+        }
+
+    result = forecast(run(1, 5.0, 70), run(3, 9.0, 60), 11)
+    assert result["stages"]["export"] == {"seconds": 25.0, "worked": 50.0, "memory": 70, "disk": 110}
+    assert (result["parameters"], result["written"]) == (650, 330)
+    print_run(result, is_forecast=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("forecast: 11 layers")
+    assert [line.split(" | ")[0] for line in lines[5:]] == ["| export", "| together", "", lines[-1]]

@@ -1,0 +1,195 @@
+"""What it takes to compile a large model: memory, disk and time, stage by stage.
+
+    python tools/bench/large.py llama-3.1-8b -r int4-rtn --no-verify               # whole
+    python tools/bench/large.py llama-3.1-70b -r small --layers 1,2 --windows 2    # a forecast from one layer
+    python tools/bench/large.py FOLDER -r small --layers 2                         # the model of a config.json
+
+Weights are random and made on the fly: nothing of them lies on the disk in floating point. A model is never run as a
+whole: statistics are collected part by part first, as `graphopt calibrate` does, then it is compiled and verified as
+with --no-run.
+
+With ``--layers A,B`` a model of A and one of B layers are compiled, each in a process of its own. What the second takes
+more is what layers take, and what all layers of the configuration would take is printed as a forecast.
+
+Memory is what the system reports as the most that was resident, pages of mapped files included.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from graphopt import optimize
+from graphopt.artifact.artifact import Artifact
+from graphopt.compile.calibration.inputs import collect
+from graphopt.compile.replay import verify
+from graphopt.passes.codes.quantize_weights import QuantizeWeights
+from graphopt.passes.recipe import Recipe, load_recipe
+from tools.bench.parts.machine import Others, describe
+from tools.bench.parts.random_checkpoint import make_artifact
+from tools.bench.parts.stages import Stages
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+# The shapes of https://huggingface.co/meta-llama/Llama-3.1-8B and -70B.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
+    "llama-3.1-70b": _LLAMA
+    | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 80},
+}
+
+_GB = 1e9
+# Seconds from which on a stage has a row of its own.
+_LEAST = 1.0
+
+
+def compile_stages(artifact: Artifact, recipe: Recipe, folder: Path, stages: Stages, *, verified: bool = True) -> int:
+    """Compile a model without running it as a whole, and return how many bytes were written.
+
+    Args:
+        artifact: the model.
+        recipe: what is done to it.
+        folder: for all that is written; the result is ``output`` there.
+        stages: takes what each stage costs.
+        verified: whether the result is verified too.
+    """
+    output, statistics = folder / "output", folder / "statistics"
+    if any(isinstance(step, QuantizeWeights) and step.rounding.needs for step in recipe.passes()):
+        collect(artifact, recipe, statistics, on_stage=stages.of("calibrate"))
+    optimize(artifact, recipe, output, run=False, statistics=statistics, on_stage=stages.of("optimize"))
+    written = sum(file.stat().st_size for file in output.iterdir())
+    if verified:
+        verify(artifact, output, run=False, statistics=statistics, on_stage=stages.of("verify"))
+    return written
+
+
+def measure(config: dict[str, Any], recipe: Recipe, folder: Path, *, verified: bool) -> dict[str, Any]:
+    """Compile a model of random weights in an empty folder, and return what each stage took."""
+    source = folder / "source"
+    source.mkdir()
+    others, stages = Others(), Stages(folder)
+    with stages.watch():
+        stages.begin("export")
+        artifact = make_artifact(config, source)
+        written = compile_stages(artifact, recipe, folder, stages, verified=verified)
+    return {
+        "layers": config["num_hidden_layers"],
+        "parameters": artifact.manifest.weights.parameters,
+        "written": written,
+        "others": others.share(),
+        "stages": {name: cost.as_dict() for name, cost in stages.costs.items()},
+    }
+
+
+def forecast(first: dict[str, Any], second: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return what a model of ``layers`` layers would take, from two with fewer: each layer as much as another."""
+
+    def extend(less: float, more: float) -> float:
+        return less + (more - less) * (layers - first["layers"]) / (second["layers"] - first["layers"])
+
+    stages = {}
+    for name, more in second["stages"].items():
+        less = first["stages"].get(name, dict.fromkeys(more, 0))
+        stages[name] = {kind: max(0.0, extend(less[kind], more[kind])) for kind in more}
+        stages[name]["memory"] = max(less["memory"], more["memory"])
+    totals = {key: extend(first[key], second[key]) for key in ("parameters", "written")}
+    return {"layers": layers, "others": max(first["others"], second["others"]), "stages": stages, **totals}
+
+
+def print_run(run: dict[str, Any], *, is_forecast: bool = False) -> None:
+    """Print one model as a table."""
+    count = run["parameters"]
+    label = "forecast" if is_forecast else "measured"
+    print(f"\n{label}: {run['layers']} layers, {count / 1e9:.2f} billion weights\n")
+    print("| stage | seconds | of processors | ns of processors a weight | memory, GB | disk, GB |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, cost in run["stages"].items():
+        if cost["seconds"] < _LEAST:
+            continue
+        print(
+            f"| {name} | {cost['seconds']:.1f} | {cost['worked']:.1f} | {1e9 * cost['worked'] / count:.1f} | "
+            f"{cost['memory'] / _GB:.2f} | {cost['disk'] / _GB:.2f} |"
+        )
+    costs = run["stages"].values()
+    seconds, worked = (sum(cost[kind] for cost in costs) for kind in ("seconds", "worked"))
+    memory, disk = (max(cost[kind] for cost in costs) for kind in ("memory", "disk"))
+    print(
+        f"| together | {seconds:.1f} | {worked:.1f} | {1e9 * worked / count:.1f} | {memory / _GB:.2f} | "
+        f"{disk / _GB:.2f} |\n\n{run['written'] / _GB:.2f} GB written, {8 * run['written'] / count:.2f} bits a weight; "
+        f"other processes took {run['others']:.0%} of the cores' time",
+        flush=True,
+    )
+
+
+def main(
+    model: Annotated[str, typer.Argument(help=f"{', '.join(MODELS)}, or a folder with a config.json")],
+    recipe: Annotated[str, typer.Option("-r", "--recipe", help="what is done to it")] = "small",
+    layers: Annotated[str | None, typer.Option(help="how many layers; two numbers for a forecast from both")] = None,
+    vocabulary: Annotated[int | None, typer.Option(help="another size, to see layers without their ends")] = None,
+    windows: Annotated[int, typer.Option(help="windows of text that statistics are collected on")] = 2,
+    window: Annotated[int, typer.Option(help="tokens of a window")] = 1024,
+    work: Annotated[Path, typer.Option(help="where folders are made, and removed again")] = Path(),
+    verified: Annotated[bool, typer.Option("--verify/--no-verify", help="verify the result too")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="print one line of JSON for each model")] = False,
+) -> None:
+    """Compile a model of random weights, and print what it takes."""
+    config = dict(MODELS[model]) if model in MODELS else json.loads((Path(model) / "config.json").read_text())
+    config |= {} if vocabulary is None else {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 1}
+    counts = [int(number) for number in layers.split(",")] if layers else [config["num_hidden_layers"]]
+    if len(counts) > 1:
+        runs = []
+        for count in counts:
+            options = ["-r", recipe, "--layers", str(count), "--windows", str(windows), "--window", str(window)]
+            options += [] if vocabulary is None else ["--vocabulary", str(vocabulary)]
+            options += ["--work", str(work), "--verify" if verified else "--no-verify", "--json"]
+            command = [sys.executable, __file__, model, *options]
+            runs.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+            print(json.dumps(runs[-1])) if as_json else print_run(runs[-1])
+        total = forecast(runs[0], runs[-1], config["num_hidden_layers"])
+        print(json.dumps(total)) if as_json else print_run(total, is_forecast=True)
+        return
+    loaded = load_recipe(recipe)
+    calibration = loaded.calibration.model_copy(update={"windows": windows, "window": window})
+    with tempfile.TemporaryDirectory(prefix="large-", dir=work) as folder:
+        run = measure(
+            {**config, "num_hidden_layers": counts[0]},
+            loaded.model_copy(update={"calibration": calibration}),
+            Path(folder),
+            verified=verified,
+        )
+    if as_json:
+        print(json.dumps(run))
+        return
+    print(f"{model}, recipe {recipe}, {windows} windows of {window} tokens; {describe()}")
+    print_run(run)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,117 @@
+"""What a long run takes stage by stage: time, processor time, memory, disk."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphopt.util.progress import Progress
+
+# Seconds between two looks at the disk.
+_PERIOD = 0.5
+
+
+@dataclass
+class Cost:
+    """Of one stage.
+
+    Attributes:
+        seconds: by the clock.
+        worked: of processors, all threads of this process.
+        memory: the most bytes that were resident, pages of mapped files included.
+        disk: the most bytes that the folder took.
+    """
+
+    seconds: float = 0.0
+    worked: float = 0.0
+    memory: int = 0
+    disk: int = 0
+
+    def add(self, other: Cost) -> None:
+        """Take a part of the same stage."""
+        self.seconds += other.seconds
+        self.worked += other.worked
+        self.memory, self.disk = max(self.memory, other.memory), max(self.disk, other.disk)
+
+    as_dict = asdict
+
+
+class Stages:
+    """Costs of stages, by name in the order in which they began.
+
+    Args:
+        folder: whose disk is watched.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.costs: dict[str, Cost] = {}
+        self._folder, self._name, self._ended = folder, "", threading.Event()
+        self._largest = 0
+
+    def of(self, command: str) -> Progress:
+        """Return what takes the lines of progress of a command."""
+
+        def take(stage: str, count: int = 0, total: int | None = None) -> None:
+            del count, total
+            self.begin(f"{command}: {stage}")
+
+        return take
+
+    def begin(self, stage: str) -> None:
+        """Begin a stage, and end the one before, unless it is the same but for numbers of parts."""
+        name = re.sub(r", part \d+ of \d+", "", stage)
+        if name != self._name:
+            self._close()
+            self._name = name
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[Stages]:
+        """Watch until the block ends."""
+        thread = threading.Thread(target=self._watch_disk, daemon=True)
+        thread.start()
+        self._reset()
+        try:
+            yield self
+        finally:
+            self._close()
+            self._ended.set()
+            thread.join()
+
+    def _close(self) -> None:
+        if self._name:
+            memory, disk = _most_resident(), max(self._largest, _bytes_in(self._folder))
+            worked, seconds = time.process_time() - self._worked, time.perf_counter() - self._clock
+            self.costs.setdefault(self._name, Cost()).add(Cost(seconds, worked, memory, disk))
+        self._name = ""
+        self._reset()
+
+    def _reset(self) -> None:
+        # https://docs.kernel.org/filesystems/proc.html: 5 sets the peak to what is resident now
+        Path("/proc/self/clear_refs").write_text("5")
+        self._largest, self._clock, self._worked = 0, time.perf_counter(), time.process_time()
+
+    def _watch_disk(self) -> None:
+        while not self._ended.wait(_PERIOD):
+            self._largest = max(self._largest, _bytes_in(self._folder))
+
+
+def _most_resident() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return 1024 * int(line.split()[1])
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return what the files of a folder take on the disk; one that vanishes meanwhile counts nothing."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += 512 * file.lstat().st_blocks
+    return total
