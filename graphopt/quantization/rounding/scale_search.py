@@ -21,8 +21,6 @@ from graphopt.quantization.rounding.scales import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from graphopt.numerics.formats.format import Codes, Format
 
 Singles = npt.NDArray[np.float32]
@@ -30,8 +28,6 @@ Singles = npt.NDArray[np.float32]
 # Where scales of paths begin: shares of the extreme, softened by what 64 normal numbers have: their largest is about
 # this many times the root of their mean square.
 _PATH_SHARES, _PEAK, _SOFTNESS = (1.0, 0.9, 0.8), 2.5, 0.25
-# Rows of a group that scales are sought for first, at most twice as many; and how many rounds all rows take then.
-_FEW_ROWS, _LAST_ROUNDS = 128, 2
 # How far a scale goes towards the best one for its codes, which change with it.
 _STRIDE = 1.6
 
@@ -111,8 +107,7 @@ def _follow_paths(
 
     Neighbours share their codes' errors, so no scale can be judged alone: all of a group of columns change together,
     and what was best for them together is returned. A start between the largest number and the root of the mean square
-    is nearer to what will be than either; a step further than to the best scale takes half of the rounds. Of groups of
-    many rows some tell nearly what all do: all rows are looked at in the last rounds.
+    is nearer to what will be than either; a step further than to the best scale takes half of the rounds.
 
     Args:
         numbers: groups relative to ``size``, [groups, rows of a group, columns].
@@ -125,44 +120,29 @@ def _follow_paths(
     """
     top, root = np.abs(numbers).max(1).astype(np.float64), np.sqrt(np.square(numbers, dtype=np.float64).mean(1))
     softer = np.divide(_PEAK * root, top, out=np.ones_like(top), where=top > 0) ** _SOFTNESS
-    starts = [
-        np.where(top > 0, stored_scales(first.scales * softer, 1 / share, kind), first.scales) for share in _PATH_SHARES
+    trials = [
+        _try_scales(
+            numbers,
+            size,
+            format,
+            np.where(top > 0, stored_scales(first.scales * softer, 1 / share, kind), first.scales),
+            first.zero_points,
+            weights,
+        )
+        for share in _PATH_SHARES
     ]
-    stride = numbers.shape[1] // _FEW_ROWS
-    if stride > 1:
-        rows = slice(None, None, stride)
-        sample = np.ascontiguousarray(numbers[:, rows])
-        sample_weights = None if weights is None else weights[:, rows]
-        starts = [_best_of(sample, size, format, starts, first.zero_points, kind, sample_weights, rounds).scales]
-        rounds = min(rounds, _LAST_ROUNDS)
-    best = _best_of(numbers, size, format, starts, first.zero_points, kind, weights, rounds)
-    return Scaling(best.scales, best.zero_points)
-
-
-def _best_of(
-    numbers: Singles,
-    size: float,
-    format: Format,
-    starts: Sequence[Doubles],
-    zero_points: Codes,
-    kind: np.dtype[Any],
-    weights: Singles | None,
-    rounds: int,
-) -> _State:
-    """Return the best of some scales, and of those that follow from it; arguments as for :func:`_follow_paths`."""
-    best, values = _try_scales(numbers, size, format, starts[0], zero_points, weights)
-    for start in starts[1:]:
-        trial, trial_values = _try_scales(numbers, size, format, start, zero_points, weights)
+    best, values = trials[0]
+    for trial, trial_values in trials[1:]:
         values = np.where((trial.errors < best.errors)[:, None], trial_values, values)
         best = best.or_better(trial)
     state = best
     for _ in range(rounds):
         fits = _best_scales(numbers, values, weights).astype(np.float64) * size
         steps = np.maximum(state.scales + _STRIDE * (fits - state.scales), state.scales / 4)
-        scales = np.where(fits > 0, stored_scales(steps, 1.0, kind), state.scales)
-        state, values = _try_scales(numbers, size, format, scales, zero_points, weights)
+        scales = np.where((fits > 0) & (top > 0), stored_scales(steps, 1.0, kind), state.scales)
+        state, values = _try_scales(numbers, size, format, scales, first.zero_points, weights)
         best = best.or_better(state)
-    return best
+    return Scaling(best.scales, best.zero_points)
 
 
 class _State:

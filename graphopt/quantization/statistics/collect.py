@@ -311,7 +311,7 @@ class Calibration:
                     for tap, array in zip(piece.taps, inputs, strict=True)
                 ]
                 list(threads.map(Moments.add, sums, inputs))
-                save_values(Path(window.after), window.part.after, values)
+                save_values(Path(window.after), window.part.after, values, Path(window.before), window.part.before)
         return moments
 
     def _run_apart(

@@ -133,7 +133,8 @@ def coarse_error(x: npt.NDArray[np.float32]) -> float:
     zero = np.rint(-low / step)
     codes = groups / step
     np.rint(codes, out=codes)
-    np.clip(codes, -zero, _CODES - 1 - zero, out=codes)
+    np.maximum(codes, -zero, out=codes)  # np.clip takes twice as long as both
+    np.minimum(codes, _CODES - 1 - zero, out=codes)
     codes *= step
     codes -= groups
     error = codes.ravel().astype(np.float64)

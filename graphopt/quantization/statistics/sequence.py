@@ -120,6 +120,7 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
     ]
     statistics: dict[str, InputStatistics] = {}
     folder.mkdir(parents=True, exist_ok=True)
+    feeds_of_texts = [feeds_of(text[None]) if isinstance(text, np.ndarray) else text for text in texts]
     count = len(streams[0].pieces)
     for number in range(count):
         on_stage("rounding one product after the other", number, count)
@@ -127,7 +128,7 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
         piece_index = read_index(file)
         if piece_index is None:
             (tap,) = streams[0].pieces[number].taps
-            sums = _run(streams, number, runner, texts, feeds_of)
+            sums = _run(streams, number, runner, feeds_of_texts)
             tap_statistics = write_statistics(tap, sums.moments, text_digest, folder, number, sums.shift)
             piece_index = Index(inputs={tap.name or "": tap_statistics})
             write_index(piece_index, file)
@@ -157,8 +158,7 @@ def _run(
     streams: Sequence[_Stream],
     number: int,
     runner: Runner,
-    texts: Sequence[IntArray | Mapping[str, Array]],
-    feeds_of: Callable[[IntArray], Mapping[str, Array]],
+    feeds_of_texts: Sequence[Mapping[str, Array]],
 ) -> _Sums:
     """Run a piece of both models on every text; what they hand on goes to the disk."""
     sums: _Sums | None = None
@@ -171,8 +171,7 @@ def _run(
             shutil.rmtree(boundary_folder(stream.folder, number), ignore_errors=True)
             part = stream.pieces[number].part(stream.model)
             sessions.append(stack.enter_context(open_part(runner, part, stream.folder / "part")))
-        for row, text in enumerate(texts):
-            feeds = text if not isinstance(text, np.ndarray) else feeds_of(text[None])
+        for row, feeds in enumerate(feeds_of_texts):
             taps = [
                 _run_text(stream, number, session, feeds, str(row))
                 for stream, session in zip(streams, sessions, strict=True)
@@ -197,5 +196,5 @@ def _run_text(stream: _Stream, number: int, session: Any, feeds: Mapping[str, Ar
     piece, (before, after) = stream.pieces[number], (boundary_folder(stream.folder, n) for n in (number - 1, number))
     handed_on = load_values(before / name, [value.name or "" for value in piece.before])
     values = pass_through(session, f"text {int(name) + 1}", {**feeds, **handed_on})
-    save_values(after / name, [value.name or "" for value in piece.boundary], values)
+    save_values(after / name, [value.name or "" for value in piece.boundary], values, before / name, list(handed_on))
     return values[piece.taps[0].name or ""]

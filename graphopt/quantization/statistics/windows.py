@@ -86,7 +86,7 @@ def run_window(window: Window) -> None:
     values = pass_through(session, window.extent, {**window.feeds, **load_values(Path(window.before), part.before)})
     with one_thread():
         sums = [[terms.copy() for terms in terms_of(values[tap])] for tap in part.taps]
-    save_values(Path(window.after), part.after, values)
+    save_values(Path(window.after), part.after, values, Path(window.before), part.before)
     file = Path(window.sums)
     descriptor, name = tempfile.mkstemp(dir=file.parent)
     try:
@@ -121,16 +121,33 @@ def pass_through(session: Any, extent: str, values: Mapping[str, Array]) -> dict
     return {**values, **dict(zip(outputs, results, strict=True))}
 
 
-def save_values(folder: Path, names: Sequence[str], values: Mapping[str, Array]) -> None:
-    """Write some values to a folder, whole or not at all; one that is there holds them already."""
+def save_values(
+    folder: Path,
+    names: Sequence[str],
+    values: Mapping[str, Array],
+    before: Path | None = None,
+    before_names: Sequence[str] = (),
+) -> None:
+    """Write some values to a folder, whole or not at all; one that is there holds them already.
+
+    Args:
+        folder: the folder.
+        names: the values that are written.
+        values: all values.
+        before: a folder that holds some of them already: their files are linked where the disk can, not written again.
+        before_names: the values that it holds.
+    """
     if not names or folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(dir=folder.parent))
+    old_files = {} if before is None else {name: _value_file(before, index) for index, name in enumerate(before_names)}
     try:
         with writing(folder.parent):
             for number, name in enumerate(names):
-                np.save(draft / f"{number}.npy", values[name])
+                file = _value_file(draft, number)
+                if name not in old_files or not _link(old_files[name], file):
+                    np.save(file, values[name])
         draft.rename(folder)
     except OSError:
         shutil.rmtree(draft)
@@ -141,9 +158,22 @@ def save_values(folder: Path, names: Sequence[str], values: Mapping[str, Array])
         raise
 
 
+def _value_file(folder: Path, number: int) -> Path:
+    return folder / f"{number}.npy"
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give a file a second name; return whether the disk could."""
+    try:
+        os.link(source, target)
+    except OSError:
+        return False
+    return True
+
+
 def load_values(folder: Path, names: Sequence[str]) -> dict[str, Array]:
     """Return the values that :func:`save_values` has written."""
-    return {name: np.load(folder / f"{number}.npy") for number, name in enumerate(names)}
+    return {name: np.load(_value_file(folder, number)) for number, name in enumerate(names)}
 
 
 @lru_cache(maxsize=1)

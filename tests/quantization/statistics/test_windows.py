@@ -93,6 +93,17 @@ def test_values_are_written_whole_and_once(tmp_path: Path, monkeypatch: pytest.M
     windows.save_values(tmp_path / "deep" / "0", ("a", "b"), {})  # it is there
     loaded = windows.load_values(tmp_path / "deep" / "0", ("a", "b"))
     assert all(np.array_equal(loaded[name], values[name]) for name in values)
+    before = tmp_path / "deep" / "0"
+    windows.save_values(tmp_path / "next", ("c", "b"), {"c": np.zeros(2)}, before, ("a", "b"))  # b has a file
+    assert np.array_equal(windows.load_values(tmp_path / "next", ("c", "b"))["b"], values["b"])
+
+    def no_links(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(windows.os, "link", no_links)
+        windows.save_values(tmp_path / "copies", ("b",), values, before, ("a", "b"))
+    assert np.array_equal(windows.load_values(tmp_path / "copies", ("b",))["b"], values["b"])
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
