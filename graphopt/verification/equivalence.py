@@ -312,4 +312,5 @@ def context_tokens_of(passes: Sequence[Pass], max_positions: int | None) -> int:
 
 
 def _relative(before: Floats, after: Floats) -> float:
-    return float(np.abs(after - before).max() / np.abs(before).max())
+    largest, change = float(np.abs(before).max()), float(np.abs(after - before).max())
+    return change / largest if change else 0.0  # of zeros alone, no change is none of nothing

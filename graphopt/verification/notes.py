@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.analysis.structure.cost import storage_formats
+from graphopt.analysis.structure.cost import INTEGER_PRODUCTS, storage_formats
 from graphopt.analysis.structure.products import makes_last_logits
 from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.artifact.manifest import Precision
@@ -44,6 +45,10 @@ OF_GRAPH = {rule.code for rule in (NEEDS_OPERATORS, LAST_LOGITS, LAST_SOME_LOGIT
 """The notes that :func:`notes_of` makes anew for each graph; those that an artifact had before are replaced."""
 
 NOT_QUANTIZED = Rule("precision.not-quantized", "nothing is quantized; all products are {dtype}")
+INTEGERS_BEFORE = Rule(
+    "precision.integers-before",
+    "{count} products were of integers in the file already ({operators}): they stay as they are",
+)
 OTHER_COMPUTATION = Rule("precision.rest", "what is not said here is computed in {dtype}")
 UNREAD = Rule(
     "precision.unread",
@@ -81,9 +86,13 @@ def notes_of(model: ir.Model) -> list[Fact]:
 def precision_of(model: ir.Model, kernels: KernelReport | None, recipe: Recipe) -> Precision:
     """State storage and compute precision: of onnxruntime's kernels as it runs them, of ours as the graph says."""
     storage, dtype = storage_formats(model), _dtype_of_products(model.graph)
+    integers = Counter(node.op_type for node in model.graph.all_nodes() if node.op_type in INTEGER_PRODUCTS)
+    notes = [INTEGERS_BEFORE(count=integers.total(), operators=sorted(integers))] if integers else []
     if kernels is None or not kernels.products:
-        return Precision(storage=storage, activations=dtype, notes=[NOT_QUANTIZED(dtype=dtype)])
-    notes = [] if dtype == "float32" else [OTHER_COMPUTATION(dtype=dtype)]
+        notes.append(OTHER_COMPUTATION(dtype=dtype) if integers else NOT_QUANTIZED(dtype=dtype))
+        return Precision(storage=storage, activations=dtype, notes=notes)
+    if dtype != "float32":
+        notes.append(OTHER_COMPUTATION(dtype=dtype))
     runtime_products = [product.activations for product in kernels.products if product.operator == FUSED]
     if runtime_products:
         notes.append(_of_session(runtime_products, recipe))

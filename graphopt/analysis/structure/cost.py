@@ -66,6 +66,22 @@ def _distinct_tensors(graph: ir.Graph) -> Iterator[tuple[ir.Value, ir.TensorProt
             yield value, tensor
 
 
+INTEGER_PRODUCTS = frozenset(
+    (
+        "ConvInteger",
+        "DynamicQuantizeLSTM",
+        "DynamicQuantizeMatMul",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "QAttention",
+        "QGemm",
+        "QLinearConv",
+        "QLinearMatMul",
+    )
+)
+"""Operators of ONNX and of onnxruntime whose weights are integers, as files have them that were quantized before."""
+
+
 def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     """Return whether an initializer holds numbers of the model, as floats or as codes; scales and shapes are none."""
     if reader_of(value, _CODES) is not None or holds_cast_codes(value):
@@ -74,6 +90,8 @@ def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
         return False  # the placeholder of an absent input, or scales
     if any((port := port_at(*use)) is not None and port.placeholder == tensor.size for use in value.uses()):
         return False
+    if tensor.dtype in (ir.DataType.INT8, ir.DataType.UINT8):
+        return tensor.shape.rank() > 1 and any(use.node.op_type in INTEGER_PRODUCTS for use in value.uses())
     return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and reader_of(value, DECODING) is None
 
 

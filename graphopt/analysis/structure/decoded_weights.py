@@ -36,25 +36,31 @@ def moved_inputs(node: ir.Node) -> list[ir.Value]:
 
 
 def is_decoded_weight(node: ir.Node) -> bool:
-    """Return whether ``node`` decodes constants that become, moved at most, weights of :func:`is_weight_input`."""
-    codes = node.inputs[0] if (node.domain, node.op_type) == ("", "DequantizeLinear") else None
-    return codes is not None and codes.is_initializer() and all(_ends(node.outputs[0], node.graph))
+    """Return whether ``node`` decodes constants that become, moved at most, weights that some node reads as floats.
 
-
-def _ends(value: ir.Value, graph: ir.Graph | ir.Function | None) -> Iterator[bool]:
-    """Yield for each reader, behind what moves numbers, whether it reads a weight; False for an output or none.
-
-    Of ``MatMul`` only those in branches of ``graph`` count: beside the decoder it is a product of codes.
+    Those are of :func:`is_weight_input`, and of ``MatMul`` in branches and loops. A ``MatMul`` beside the decoder may
+    read them too; where nothing else does, it is a product of codes.
     """
+    codes = node.inputs[0] if (node.domain, node.op_type) == ("", "DequantizeLinear") else None
+    if codes is None or not codes.is_initializer():
+        return False
+    ends = list(_ends(node.outputs[0]))
+    uses = [end for end in ends if end is not None]
+    reads_floats = (is_weight_input(reader, index) or reader.graph is not node.graph for reader, index in uses)
+    return len(uses) == len(ends) and any(reads_floats)
+
+
+def _ends(value: ir.Value) -> Iterator[tuple[ir.Node, int] | None]:
+    """Yield each use of ``value`` as a weight, behind what moves numbers; ``None`` for another, an output, or none."""
     if value.is_graph_output() or not value.uses():
-        yield False
+        yield None
     for use in value.uses():
         if value in moved_inputs(use.node):
             for output in use.node.outputs:
-                yield from _ends(output, graph)
+                yield from _ends(output)
         else:
-            is_in_branch = use.node.graph is not graph and (use.node.domain, use.node.op_type) == ("", "MatMul")
-            yield is_weight_input(use.node, use.idx) or (is_in_branch and use.idx == 1)
+            is_product = (use.node.domain, use.node.op_type) == ("", "MatMul") and use.idx == 1
+            yield use if is_product or is_weight_input(use.node, use.idx) else None
 
 
 def decoders(model: ir.Model) -> list[ir.Node]:

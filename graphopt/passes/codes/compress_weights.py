@@ -46,7 +46,8 @@ class CompressWeights(Pass):
         y = LSTM(x, DequantizeLinear(codes, scales; axis=1), R')             scales [4 hidden]
 
     It takes ``W`` and ``R`` of ``LSTM``, ``GRU`` and ``RNN``, also where ``Slice``, ``Concat`` and their like move
-    their rows first, weights of ``ConvTranspose``, and of ``MatMul`` and ``Gemm`` in branches and loops. Constants of
+    their rows first, weights of ``ConvTranspose``, and of ``MatMul`` and ``Gemm`` in branches and loops, with products
+    outside of them that read the same. Constants of
     branches move out of them. Products are of floats as before: what is gained is the size of the file, and the step
     ``decode_at_load`` keeps the time what it was.
 
@@ -79,6 +80,7 @@ class CompressWeights(Pass):
                     uses[weight].append((user, input_index))
                     readers.setdefault(weight, node)
         for weight, uses_of_weight in uses.items():
+            uses_of_weight += [use for use in _products_of(weight) if use not in uses_of_weight]
             strangers = [use.node for use in weight.uses() if (use.node, use.idx) not in uses_of_weight]
             if strangers:
                 ledger.skipped(weight, ALSO_READ(weight=weight.name, op_type=strangers[0].op_type))
@@ -140,6 +142,11 @@ def _weight_inputs(model: ir.Model) -> Iterator[tuple[ir.Node, int]]:
                 yield node, 1
         elif node.op_type != "Gemm":
             yield from ((node, index) for index in range(len(node.inputs)) if is_weight_input(node, index))
+
+
+def _products_of(weight: ir.Value) -> Uses:
+    """Return the products that read a weight: those beside its decoder would keep it in floats, or store it twice."""
+    return [(use.node, use.idx) for use in weight.uses() if (use.node.op_type, use.idx) == ("MatMul", 1)]
 
 
 def _is_constant_node(value: ir.Value | None) -> bool:

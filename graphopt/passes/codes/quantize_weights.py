@@ -72,6 +72,10 @@ GATE = Rule(
     "it makes decays or step sizes of a recurrence, whose errors add up over tokens; `matrices` may name it",
 )
 THIN = Rule("quantize_weights.thin", "a branch of few directions: codes of it would save nothing")
+ALSO_INSIDE = Rule(
+    "quantize_weights.also-inside",
+    "{op_type} in a branch or loop reads its weight in floats too: codes would be stored beside them",
+)
 LEFT_IN_FLOATS = Rule("quantize_weights.left", "the recipe leaves it in floating point")
 NOT_TOKENS = Rule("quantize_weights.not-tokens", "a table that is not looked up by input_ids")
 NO_LOOKUP = Rule(
@@ -276,6 +280,8 @@ class QuantizeWeights(Pass):
                 ledger.skipped(node, GATE())
             elif is_thin(weight):
                 ledger.skipped(node, THIN())
+            elif inner_readers := [use.node for use in weight.uses() if use.node.graph is not graph]:
+                ledger.skipped(node, ALSO_INSIDE(op_type=inner_readers[0].op_type))
             else:
                 products[node] = format_choice
         return products

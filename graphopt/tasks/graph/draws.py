@@ -24,7 +24,11 @@ BATCHES, LENGTHS = (2, 1), (12, 32, 64, 128, 224, 256, 320, 512, 576, 640, 1024,
 """Sizes to try for the first axis of inputs, and for other dimensions that vary, until the graph runs."""
 
 _IMAGE_LENGTHS = (64, 32, 224, 128, 256, 320, 512, 640, 1024, 48, 28, 12)
-_BATCH_NAME = re.compile(r"batch|^n$|^b$|^bs$", re.IGNORECASE)
+_BATCH_NAME = re.compile(r"batch|^bs$", re.IGNORECASE)
+# Names that some give to a batch and others to a length.
+_EITHER_NAME = re.compile(r"^[nb]$", re.IGNORECASE)
+# In graphs with these, onnxruntime 1.31 ends the process (SIGFPE) where a signal is shorter than a frame.
+_FATAL_IF_SHORT = frozenset(("STFT", "DFT"))
 _MASK, _LENGTH, _POSITIONS = "mask", re.compile(r"len(gth)?s?(_|$)", re.IGNORECASE), "position"
 # Dimensions without a name that may be a batch, at most; sizes that are tried before larger ones.
 _MAX_UNNAMED, _SHORT = 3, 8
@@ -40,10 +44,12 @@ class RandomInputs:
     Attributes:
         ports: the inputs.
         ranges: of inputs that hold integers, which.
+        longest_first: whether long lengths are tried before short ones, as onnxruntime may not survive those.
     """
 
     ports: tuple[Port, ...]
     ranges: Mapping[str, Range]
+    longest_first: bool = False
 
     @classmethod
     def of_graph(cls, graph: ir.Graph) -> RandomInputs:
@@ -63,21 +69,25 @@ class RandomInputs:
                     remedy="give inputs: --inputs FILE.npz",
                 )
         integers = (value for value, port in zip(values, ports, strict=True) if port.dtype.kind in "iu")  # type: ignore[union-attr]
-        return cls(ports, {value.name or "": range_of(value) for value in integers})
+        ranges = {value.name or "": range_of(value) for value in integers}
+        return cls(ports, ranges, any(node.op_type in _FATAL_IF_SHORT for node in graph.all_nodes()))
 
     def sizes(self) -> Iterator[Sizes]:
         """Yield sizes of the dimensions that vary, by their keys, the likeliest first."""
-        keys = {key: (port, axis) for port in self.ports for axis, key in _keys_of(port)}
-        batches = [key for key, (_, axis) in keys.items() if _is_batch(key, axis)]
+        keys = {key: axis for port in self.ports for axis, key in _keys_of(port)}
+        first = {key for port in self.ports for axis, key in _keys_of(port) if axis == 0}
+        batches = [key for key in keys if key in first or _BATCH_NAME.search(key)]
         lengths = [key for key in keys if key not in batches]
         is_image = any(len(port.shape) == _IMAGE_RANK and port.shape[1] in _CHANNELS for port in self.ports)
         if not keys:
             yield {}
             return
         of_batches = BATCHES if batches else BATCHES[:1]
-        of_lengths = (_IMAGE_LENGTHS if is_image else LENGTHS) if lengths else LENGTHS[:1]
+        of_lengths: tuple[int, ...] = (_IMAGE_LENGTHS if is_image else LENGTHS) if lengths else LENGTHS[:1]
+        if self.longest_first:
+            of_lengths = tuple(sorted(of_lengths, reverse=True))
         # A dimension without a name may be a batch wherever it stands, as it is in states of recurrences.
-        free_keys = [key for key in lengths if ":" in key][:_MAX_UNNAMED]
+        free_keys = [key for key in lengths if ":" in key or _EITHER_NAME.search(key)][:_MAX_UNNAMED]
         for some_lengths in (of_lengths[:_SHORT], of_lengths[_SHORT:]):
             for flags in itertools.product((False, True), repeat=len(free_keys)):
                 as_batch = [key for key, is_batch in zip(free_keys, flags, strict=True) if is_batch]
@@ -131,10 +141,6 @@ def _names_of(port: Port, axis: int) -> list[str]:
     if len(terms) > 1 and all(re.fullmatch(r"\w+", term) for term in terms):
         return [term for term in terms if not term.isdigit()]
     return [f"{port.name}:{axis}"]
-
-
-def _is_batch(key: str, axis: int) -> bool:
-    return axis == 0 or bool(_BATCH_NAME.search(key))
 
 
 def _shape_of(port: Port, sizes: Sizes) -> tuple[int, ...]:

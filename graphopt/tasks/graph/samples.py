@@ -27,6 +27,8 @@ RANDOM = Rule("graph.random-inputs", "{samples} draws of random inputs, {shapes}
 FILE_INPUTS = Rule("graph.given-inputs", "{samples} samples of {file}, {shapes}")
 
 _ATTEMPTS_SHOWN = 300
+_ATTEMPTS_WITHOUT_NUMBERS = 6
+"""Sizes with which a graph may compute zeros or NaN alone, before one of them is taken."""
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Samples:
         if self.is_settled:
             return
         inputs, failure = RandomInputs.of_graph(graph), ""
+        without_numbers: list[Sizes] = []
         for sizes in inputs.sizes():
             try:
                 results = run(session, None, cast_feeds(inputs.draw(sizes, 0), session), is_attempt=True)
@@ -76,10 +79,17 @@ class Samples:
                 failure = failure or f"{_words(inputs.draw(sizes, 0))}: {str(error)[:_ATTEMPTS_SHOWN]}"
                 continue
             tensors: list[Any] = [result for result in results if hasattr(result, "size")]
-            if all(tensor.size for tensor in tensors):
-                self.sizes = sizes
-                return
-            failure = failure or f"{_words(inputs.draw(sizes, 0))}: an output is empty"
+            if not all(tensor.size for tensor in tensors):
+                failure = failure or f"{_words(inputs.draw(sizes, 0))}: an output is empty"
+                continue
+            if not _has_numbers(tensors) and len(without_numbers) < _ATTEMPTS_WITHOUT_NUMBERS:
+                without_numbers.append(sizes)
+                continue
+            self.sizes = sizes
+            return
+        if without_numbers:
+            self.sizes = without_numbers[0]
+            return
         raise InputError(
             f"the graph runs with none of the random inputs that were tried; the first were {failure}",
             remedy="give inputs that it takes: --inputs FILE.npz",
@@ -109,6 +119,13 @@ def cast_feeds(feeds: Mapping[str, Array], session: onnxruntime.InferenceSession
         for name, array in feeds.items()
         if name in ports
     }
+
+
+def _has_numbers(tensors: Sequence[Any]) -> bool:
+    """Return whether floats came out that can be compared: all of them finite, and some of them not zero."""
+    floats = [tensor for tensor in tensors if getattr(tensor, "dtype", np.dtype(int)).kind == "f"]
+    is_finite = all(np.isfinite(tensor).all() for tensor in floats)
+    return is_finite and (not floats or any(tensor.any() for tensor in floats))
 
 
 def _words(feeds: Mapping[str, Array]) -> str:

@@ -131,6 +131,44 @@ def test_constants_of_branches_and_transposed_convolutions_become_codes(tmp_path
         np.testing.assert_array_equal(loaded.run(None, each)[0], codes)
 
 
+def looped(path: Path) -> Path:
+    """A loop that hands its weight on from step to step, as TensorFlow does, and a product beside it of the same."""
+    step = [
+        helper.make_node("MatMul", ["state", "w"], ["sum"], name="inner_product"),
+        helper.make_node("Tanh", ["sum"], ["next"]),
+        helper.make_node("Identity", ["go"], ["on"]),
+        helper.make_node("Identity", ["w"], ["same_w"]),
+    ]
+    square = [HIDDEN, HIDDEN]
+    ports = {"state": ["batch", HIDDEN], "w": square, "next": ["batch", HIDDEN], "same_w": square}
+    floats_of = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in ports.items()}
+    go, on = (helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "on"))
+    inputs = [helper.make_tensor_value_info("n", TensorProto.INT64, []), go, floats_of["state"], floats_of["w"]]
+    body = helper.make_graph(step, "step", inputs, [on, floats_of["next"], floats_of["same_w"]])
+    nodes = [
+        helper.make_node("MatMul", ["x", "weight"], ["first"], name="outer_product"),
+        helper.make_node("Loop", ["steps", "", "first", "weight"], ["y", "last_w"], body=body, name="loop"),
+    ]
+    ports = {"x": ["batch", HIDDEN], "y": ["batch", HIDDEN]}
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in ports.items())
+    weights = [graphs.constant("weight", floats(HIDDEN, HIDDEN)), graphs.constant("steps", np.array(3))]
+    return graphs.saved(path, helper.make_graph(nodes, "looped", [x], [y], weights), opset=23)
+
+
+def test_a_weight_of_a_loop_and_of_a_product_beside_it_is_stored_once(tmp_path: Path) -> None:
+    file = looped(tmp_path / "model.onnx")
+    int8 = graphopt.optimize(file, "int8", tmp_path / "int8").manifest
+    assert int8.weights is not None
+    assert int8.weights.bits_per_weight == 9  # a code, and a scale of 32 bits for 32 codes
+    assert verify(file, tmp_path / "int8").checks[0].status == "proved"
+    # Without codes for what the loop reads, the product beside it stays in floats.
+    report = graphopt.optimize(file, "int4-rtn", tmp_path / "int4").manifest
+    (step,) = (step for step in report.passes if step.name == "quantize_weights")
+    assert [skip.reason.code for skip in step.skips if skip.where == "outer_product"] == [
+        "quantize_weights.also-inside"
+    ]
+
+
 def test_what_is_small_read_by_others_or_computed_stays(tmp_path: Path) -> None:
     file = recurrent(tmp_path / "model.onnx")
     model = ir.load(file)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from onnx import TensorProto, helper
 
 from graphopt.errors import InputError
 from graphopt.graph.onnx_file import load
@@ -71,3 +73,52 @@ def test_what_cannot_be_drawn_or_run_is_refused(tmp_path: Path) -> None:
     graph.inputs[0].shape = ir.Shape(["N", 3, 8, "W"])
     with pytest.raises(InputError, match=r"none of the random inputs that were tried; the first were pixels \[2, 3, 8"):
         Samples().settle(graph, open_session(file, threads=1))
+
+
+def waves(path: Path, nodes: list[onnx.NodeProto], weights: list[onnx.TensorProto], rank: int = 2) -> Path:
+    """Waves [B, N] and how long each is, and y of what ``nodes`` make of them."""
+    inputs = [
+        helper.make_tensor_value_info("waves", TensorProto.FLOAT, ["B", "N"]),
+        helper.make_tensor_value_info("waves_lens", TensorProto.INT64, ["B"]),
+    ]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * rank)]
+    return graphs.saved(path, helper.make_graph(nodes, "waves", inputs, outputs, weights))
+
+
+def test_a_letter_is_a_batch_in_front_and_a_length_elsewhere(tmp_path: Path) -> None:
+    # As long as 30 on both sides are padded by reflection: there must be more than those.
+    nodes = [
+        helper.make_node("Cast", ["waves_lens"], ["lens"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["lens", "one"], ["column"]),
+        helper.make_node("Pad", ["waves", "pads"], ["wide"], mode="reflect"),
+        helper.make_node("Mul", ["wide", "column"], ["y"]),
+    ]
+    weights = [graphs.constant("one", np.array([1])), graphs.constant("pads", np.array([0, 30, 0, 30]))]
+    samples, graph = settled(waves(tmp_path / "waves.onnx", nodes, weights))
+    feeds = samples.feeds(graph, 1)[0]
+    assert feeds["waves"].shape == (2, 32)
+    assert feeds["waves_lens"].tolist() == [32, 32]
+
+
+def test_sizes_whose_outputs_say_something_come_first(tmp_path: Path) -> None:
+    """Of a wave that is no longer than 100 nothing is left but zeros, as of features that a mask hides."""
+    nodes = [
+        helper.make_node("Shape", ["waves"], ["size"], start=1, end=2),
+        helper.make_node("Greater", ["size", "hundred"], ["is_long"]),
+        helper.make_node("Cast", ["is_long"], ["factor"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["waves", "factor"], ["y"]),
+    ]
+    samples, graph = settled(waves(tmp_path / "waves.onnx", nodes, [graphs.constant("hundred", np.array([100]))]))
+    assert samples.feeds(graph, 1)[0]["waves"].shape == (2, 128)
+
+
+def test_spectra_are_tried_with_long_signals_first(tmp_path: Path) -> None:
+    """onnxruntime may end the process, by a signal, where one is shorter than a frame."""
+    nodes = [
+        helper.make_node("Unsqueeze", ["waves", "two"], ["wide"]),
+        helper.make_node("DFT", ["wide"], ["y"], axis=1),
+    ]
+    file = waves(tmp_path / "waves.onnx", nodes, [graphs.constant("two", np.array([2]))], rank=3)
+    lengths = [sizes["N"] for sizes in RandomInputs.of_graph(load(file).graph).sizes() if sizes["B"] != sizes["N"]]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == 16000

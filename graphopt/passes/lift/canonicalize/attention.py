@@ -105,6 +105,9 @@ def take_cache(model: ir.Model, ledger: Ledger) -> None:
         attention = ir.node("Attention", inputs, dict(node.attributes), num_outputs=count, name=node.name)
         olds = (node.outputs[0], present_key, present_value, *node.outputs[3:])
         replace(node, attention, dict(zip(olds, attention.outputs, strict=True)))
+        if any(value.uses() for value in attention.outputs[1:3]):
+            # What else reads the cache, such as a sum of the exponents of all scores, stood in front of the softmax.
+            model.graph.sort()
         ledger.changed(attention, CACHE_TAKEN(), [concat.name or "" for concat in concats if concat])
 
 

@@ -11,7 +11,7 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass
 from graphopt.passes.lift.canonicalize.attention import group_heads, take_cache
-from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune, split_gemm
+from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune, read_invariants_outside, split_gemm
 from graphopt.passes.lift.canonicalize.flat_heads import take_heads_apart
 from graphopt.passes.lift.canonicalize.flattened import drop_idle_casts, drop_idle_reshapes, unflatten_products
 from graphopt.passes.lift.canonicalize.fused_activations import lift_fused_activations
@@ -64,9 +64,10 @@ class Canonicalize(Pass):
     ``ai.graphopt::LinearRecurrence``: what its step means is found out by running it.
 
     Also: onnxruntime's own fused ops (``GroupQueryAttention``, ``MultiHeadAttention``, norms with a sum in front,
-    ``FastGelu``) become what they fuse, constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without
-    reshapes around it, every weight is stored in the layout it is read in, repeated computations are merged. SiLU stays
-    ``Mul(x, Sigmoid(x))``: onnxruntime fuses that into one kernel, and has none for the standard ``Swish`` of opset 24.
+    ``FastGelu``) become what they fuse, what no step of a ``Loop`` changes is read from outside of it, constants become
+    initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without reshapes around it, every weight is stored in the
+    layout it is read in, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``: onnxruntime fuses that
+    into one kernel, and has none for the standard ``Swish`` of opset 24.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -86,6 +87,7 @@ def _lift(model: ir.Model, context: Context) -> None:
     ledger = context.ledger
     raise_opset(model, ledger)
     merge_and_prune(model, ledger)
+    read_invariants_outside(model, ledger)
     state_shapes(model, ledger)
     if lift_recurrences(model, context):
         merge_and_prune(model, ledger)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Ledger
 
 PRUNING = Rule("canonicalize.pruned", "removed {nodes} constant, identity, repeated or unused node(s)")
+INVARIANTS = Rule("canonicalize.invariants", "{states} state(s) that no step changes are read from outside of the Loop")
 GEMM_SPLIT = Rule("canonicalize.gemm-split", "Gemm became MatMul and Add")
 GEMM_SCALES = Rule("canonicalize.gemm-scales", "Gemm with alpha or beta other than 1")
 GEMM_TRANSPOSES = Rule("canonicalize.gemm-transposes", "Gemm that transposes its activation")
@@ -58,6 +59,46 @@ def _drop_identities(model: ir.Model) -> None:
             if is_output:
                 source.name = output.name
             graph.remove(node, safe=True)
+
+
+def read_invariants_outside(model: ir.Model, ledger: Ledger) -> None:
+    """Let the body of a ``Loop`` read from outside what each step hands on as it is, such as weights of an LSTM.
+
+    before::
+
+        y, w = Loop(count, go_on, y0, w0)      body(i, go_on, y, w): go_on', MatMul(y, w), w
+
+    after::
+
+        y = Loop(count, go_on, y0)             body(i, go_on, y): go_on', MatMul(y, w0)
+    """
+    for node in list(model.graph.all_nodes()):
+        if (node.domain, node.op_type) != ("", "Loop"):
+            continue
+        body, inputs, outputs = node.attributes["body"].as_graph(), list(node.inputs), list(node.outputs)
+        count = 0
+        for state in reversed(range(len(inputs) - 2)):
+            initial, inner, last = inputs[2 + state], body.inputs[2 + state], _source(body.outputs[1 + state])
+            if initial is None or last is not inner or outputs[state].is_graph_output():
+                continue
+            body.outputs.pop(1 + state)
+            body.inputs.pop(2 + state)
+            inputs.pop(2 + state)
+            inner.replace_all_uses_with(initial)
+            outputs.pop(state).replace_all_uses_with(initial)
+            count += 1
+        if not count:
+            continue
+        loop = ir.node("Loop", inputs, dict(node.attributes), num_outputs=len(outputs), name=node.name)
+        replace(node, loop, dict(zip(outputs, loop.outputs, strict=True)))
+        ledger.changed(loop, INVARIANTS(states=count))
+
+
+def _source(value: ir.Value) -> ir.Value:
+    """Return what ``value`` is, where it is an identity of something."""
+    node = value.producer()
+    is_identity = node is not None and (node.domain, node.op_type) == ("", "Identity")
+    return node.inputs[0] if is_identity and node.inputs[0] is not None else value  # type: ignore[union-attr]
 
 
 def split_gemm(model: ir.Model, ledger: Ledger) -> None:

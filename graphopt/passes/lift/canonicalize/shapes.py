@@ -7,7 +7,7 @@ integer constants go in: no weight is read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -29,7 +29,9 @@ _SMALL = 64
 SHAPES_STATED = Rule(
     "canonicalize.shapes-stated", "stated the shapes of {values} value(s) that had none, or only in part"
 )
-NOT_INFERRED = Rule("canonicalize.shapes-not-inferred", "the shapes that it leaves out could not be inferred ({error})")
+NOT_INFERRED = Rule(
+    "canonicalize.shapes-not-inferred", "shapes that it leaves out could not be inferred, at least in part ({error})"
+)
 
 
 def state_shapes(model: ir.Model, ledger: Ledger) -> None:
@@ -39,19 +41,12 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
     # onnxruntime's inference does not know the standard Attention; exporters that write it state shapes.
     if attentions(model) or not any(_is_product_or_reshape(value) for value in lacking):
         return
-    try:
-        from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-    except ImportError as error:
-        raise MissingDependencyError(str(error), remedy='pip install "graphopt[cpu]"') from error
-    try:
-        inferred_model = SymbolicShapeInference.infer_shapes(ir.to_proto(_without_weights(model)), auto_merge=True)
-    except Exception as error:  # whatever it raises: what it cannot follow stays as it is
-        ledger.skipped("graph", NOT_INFERRED(error=repr(error)))
-        return
-    values = {value.name: value for node in ir.from_proto(inferred_model).graph for value in node.outputs}
+    values, why_not = _inferred_values(_without_weights(model))
+    if why_not:
+        ledger.skipped("graph", NOT_INFERRED(error=why_not))
     count = 0
     for value in lacking:
-        inferred_value = values.get(value.name)
+        inferred_value = values.get(value.name or "")
         if inferred_value is None or inferred_value.shape is None:
             continue
         value.shape, value.type = ir.Shape(list(inferred_value.shape)), value.type or inferred_value.type
@@ -63,6 +58,31 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
     _pick_sizes(model)
     fold_constants(model, output_size_limit=_SMALL, should_fold=_is_small_integer)
     merge_and_prune(model, ledger)
+
+
+def _inferred_values(model: ir.Model) -> tuple[dict[str, ir.Value], str]:
+    """Return values of ``model`` with the shapes that could be inferred, by name, and why others could not be.
+
+    Raises:
+        MissingDependencyError: a package is missing that onnxruntime's inference needs.
+    """
+    try:
+        from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+    except ImportError as error:
+        raise MissingDependencyError(str(error), remedy='pip install "graphopt[cpu]"') from error
+    # What `infer_shapes` does, but for this: where a node cannot be followed it leaves a file in the current folder,
+    # and nothing of what was inferred.
+    inference: Any = SymbolicShapeInference(int_max=2**31 - 1, auto_merge=True, guess_output_rank=False, verbose=0)
+    is_complete, why_not = True, ""
+    try:
+        inference._preprocess(ir.to_proto(model))
+        while inference.run_:
+            is_complete = inference._infer_impl()
+    except Exception as error:  # whatever it raises: what it cannot follow stays as it is
+        why_not = str(error) or type(error).__name__
+    infos = (info for info in inference.known_vi_.values() if info.type.WhichOneof("value") == "tensor_type")
+    values = {info.name: ir.serde.deserialize_value_info_proto(info, None) for info in infos}
+    return values, why_not or ("" if is_complete else "some nodes are not known to onnxruntime's inference")
 
 
 def _pick_sizes(model: ir.Model) -> None:
@@ -128,6 +148,10 @@ def _unknown(dim: int | ir.SymbolicDim) -> bool:
 def _without_weights(model: ir.Model) -> ir.Model:
     """Return a copy in which every constant but small integers is an input."""
     copy = model.clone()
+    # onnxruntime's inference knows axes that are an input of some reductions only, and all have the shape of a sum.
+    for node in copy.graph:
+        if not node.domain and node.op_type.startswith("Reduce") and len(node.inputs) > 1:
+            node.op_type = "ReduceSum"
     for value in (value for node in copy.graph for value in node.outputs if value.name and _lacks(value)):
         value.shape = None
     for name, value in list(copy.graph.initializers.items()):

@@ -72,3 +72,26 @@ def test_a_cache_that_the_mask_is_computed_from_stays_outside(mask_of: str) -> N
             "mask is computed from present_v, the cache with the new tokens, which the node would only then make"
         ]
     TopologicalSortPass()(model)  # raises where the graph has a circle
+
+
+def test_what_else_reads_the_cache_stands_behind_attention() -> None:
+    """Granite's sinks weigh the output by a sum over all scores, which is computed in front of the softmax."""
+    model = ir.from_proto(
+        onnx.parser.parse_model(
+            """<ir_version: 10, opset_import: ["": 23]>
+            g (float[1, 2, n, 4] q, float[1, 2, n, 4] k, float[1, 2, n, 4] v, float[1, 2, p, 4] past_k,
+               float[1, 2, p, 4] past_v)
+            => (float[1, 2, n, 4] z, float[1, 2, t, 4] present_k, float[1, 2, t, 4] present_v)
+            {
+                present_k = Concat<axis = 2>(past_k, k)
+                total = ReduceSum<keepdims = 0>(present_k)
+                present_v = Concat<axis = 2>(past_v, v)
+                y = Attention(q, present_k, present_v)
+                z = Mul(y, total)
+            }"""
+        )
+    )
+    take_cache(model, Ledger(PassReport(name="canonicalize", effect="exact")))
+    order = [node.op_type for node in model.graph]
+    assert order.index("Attention") < order.index("ReduceSum") < order.index("Mul")
+    model.clone()  # raises where a node stands in front of what it reads

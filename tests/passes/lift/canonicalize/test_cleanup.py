@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx.parser
 import onnx_ir as ir
 import pytest
 
@@ -43,3 +44,35 @@ def test_a_gemm_that_does_more_is_left_alone(attribute: str, value: float, reaso
     graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 23}, name="gemm")
     report = canonicalize(ir.Model(graph, ir_version=10))
     assert [(skip.where, reason in str(skip.reason)) for skip in report.skips] == [("gemm", True)]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_what_no_step_of_a_loop_changes_is_read_from_outside(tmp_path: Path, steps: int) -> None:
+    model = ir.from_proto(
+        onnx.parser.parse_model(
+            """<ir_version: 10, opset_import: ["": 23]>
+            g (int64 steps, float[2, 4] x, float[4, 4] w) => (float[2, 4] y, float[4, 4] z) {
+                go = Constant<value = bool {1}>()
+                y, last = Loop(steps, go, x, w) <body = step (int64 i, bool on, float[2, 4] s, float[4, 4] v)
+                    => (bool on_again, float[2, 4] next, float[4, 4] same) {
+                        on_again = Identity(on)
+                        next = MatMul(s, v)
+                        same = Identity(v)
+                    }>
+                z = Neg(last)
+            }"""
+        )
+    )
+    random = np.random.default_rng(0)
+    feeds = {name: random.standard_normal((n, 4)).astype(np.float32) for name, n in (("x", 2), ("w", 4))}
+    feeds["steps"] = np.array(steps)
+    results = []
+    for name in ("before", "after"):
+        ir.save(model, tmp_path / f"{name}.onnx")
+        results.append(open_session(tmp_path / f"{name}.onnx").run(None, feeds))
+        report = canonicalize(model)
+    (loop,) = (node for node in model.graph if node.op_type == "Loop")
+    assert (len(loop.inputs), len(loop.outputs), len(loop.attributes["body"].as_graph().inputs)) == (3, 1, 3)
+    assert not [change for change in report.changes if change.what.code == "canonicalize.invariants"]  # the second time
+    for before, after in zip(*results, strict=True):
+        np.testing.assert_array_equal(before, after)
