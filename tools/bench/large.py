@@ -2,6 +2,7 @@
 
     python tools/bench/large.py llama-3.1-8b -r int4-rtn --no-verify               # whole
     python tools/bench/large.py llama-3.1-70b -r small --layers 1,2 --windows 2    # a forecast from one layer
+    python tools/bench/large.py llama-3.1-70b --no-compile                         # the export alone
     python tools/bench/large.py FOLDER -r small --layers 2                         # the model of a config.json
 
 Weights are random and made on the fly: nothing of them lies on the disk in floating point. A model is never run as a
@@ -16,6 +17,7 @@ Memory is what the system reports as the most that was resident, pages of mapped
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -90,19 +92,25 @@ def compile_stages(artifact: Artifact, recipe: Recipe, folder: Path, stages: Sta
     return written
 
 
-def measure(config: dict[str, Any], recipe: Recipe, folder: Path, *, verified: bool) -> dict[str, Any]:
-    """Compile a model of random weights in an empty folder, and return what each stage took."""
+def measure(config: dict[str, Any], recipe: Recipe | None, folder: Path, *, verified: bool) -> dict[str, Any]:
+    """Export a model of random weights in an empty folder, compile it, and return what each stage took.
+
+    A run that is cut off by SIGINT returns what was measured until then.
+    """
     source = folder / "source"
     source.mkdir()
-    others, stages = Others(), Stages(folder)
+    others, stages, written = Others(), Stages(folder), 0
     with stages.watch():
         stages.begin("export")
         artifact = make_artifact(config, source)
-        written = compile_stages(artifact, recipe, folder, stages, verified=verified)
+        if recipe is not None:
+            with contextlib.suppress(KeyboardInterrupt):
+                written = compile_stages(artifact, recipe, folder, stages, verified=verified)
     return {
         "layers": config["num_hidden_layers"],
         "parameters": artifact.manifest.weights.parameters,
         "written": written,
+        "progress": stages.progress,
         "others": others.share(),
         "stages": {name: cost.as_dict() for name, cost in stages.costs.items()},
     }
@@ -120,14 +128,21 @@ def forecast(first: dict[str, Any], second: dict[str, Any], layers: int) -> dict
         stages[name] = {kind: max(0.0, extend(less[kind], more[kind])) for kind in more}
         stages[name]["memory"] = max(less["memory"], more["memory"])
     totals = {key: extend(first[key], second[key]) for key in ("parameters", "written")}
-    return {"layers": layers, "others": max(first["others"], second["others"]), "stages": stages, **totals}
+    progress = f"from {first['layers']} and {second['layers']} layers"
+    return {
+        "layers": layers,
+        "progress": progress,
+        "others": max(first["others"], second["others"]),
+        "stages": stages,
+        **totals,
+    }
 
 
 def print_run(run: dict[str, Any], *, is_forecast: bool = False) -> None:
     """Print one model as a table."""
     count = run["parameters"]
     label = "forecast" if is_forecast else "measured"
-    print(f"\n{label}: {run['layers']} layers, {count / 1e9:.2f} billion weights\n")
+    print(f"\n{label}: {run['layers']} layers, {count / 1e9:.2f} billion weights, {run['progress']}\n")
     print("| stage | seconds | of processors | ns of processors a weight | memory, GB | disk, GB |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, cost in run["stages"].items():
@@ -157,6 +172,7 @@ def main(
     window: Annotated[int, typer.Option(help="tokens of a window")] = 1024,
     work: Annotated[Path, typer.Option(help="where folders are made, and removed again")] = Path(),
     verified: Annotated[bool, typer.Option("--verify/--no-verify", help="verify the result too")] = True,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="compile what was exported")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print one line of JSON for each model")] = False,
 ) -> None:
     """Compile a model of random weights, and print what it takes."""
@@ -168,6 +184,7 @@ def main(
         for count in counts:
             options = ["-r", recipe, "--layers", str(count), "--windows", str(windows), "--window", str(window)]
             options += [] if vocabulary is None else ["--vocabulary", str(vocabulary)]
+            options += [] if compiled else ["--no-compile"]
             options += ["--work", str(work), "--verify" if verified else "--no-verify", "--json"]
             command = [sys.executable, __file__, model, *options]
             runs.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
@@ -180,7 +197,7 @@ def main(
     with tempfile.TemporaryDirectory(prefix="large-", dir=work) as folder:
         run = measure(
             {**config, "num_hidden_layers": counts[0]},
-            loaded.model_copy(update={"calibration": calibration}),
+            loaded.model_copy(update={"calibration": calibration}) if compiled else None,
             Path(folder),
             verified=verified,
         )

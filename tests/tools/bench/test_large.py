@@ -74,9 +74,13 @@ def test_a_model_that_lies_nowhere_is_calibrated_compiled_and_verified(random_ar
 def test_a_forecast_goes_on_with_what_a_layer_takes(capsys: pytest.CaptureFixture[str]) -> None:
     def run(layers: int, seconds: float, memory: int) -> dict[str, Any]:
         cost = {"seconds": seconds, "worked": 2 * seconds, "memory": memory, "disk": 10 * layers}
-        return {"layers": layers, "parameters": 100 + 50 * layers, "written": 30 * layers, "others": 0.1} | {
-            "stages": {"export": cost}
-        }
+        return {
+            "layers": layers,
+            "parameters": 100 + 50 * layers,
+            "written": 30 * layers,
+            "others": 0.1,
+            "progress": "",
+        } | {"stages": {"export": cost}}
 
     result = forecast(run(1, 5.0, 70), run(3, 9.0, 60), 11)
     assert result["stages"]["export"] == {"seconds": 25.0, "worked": 50.0, "memory": 70, "disk": 110}

@@ -49,10 +49,15 @@ class Stages:
 
     Args:
         folder: whose disk is watched.
+
+    Attributes:
+        costs: of each stage.
+        progress: how far the last of them is.
     """
 
     def __init__(self, folder: Path) -> None:
         self.costs: dict[str, Cost] = {}
+        self.progress = ""
         self._folder, self._name, self._ended = folder, "", threading.Event()
         self._largest = 0
 
@@ -60,14 +65,14 @@ class Stages:
         """Return what takes the lines of progress of a command."""
 
         def take(stage: str, count: int = 0, total: int | None = None) -> None:
-            del count, total
             self.begin(f"{command}: {stage}")
+            self.progress = f"{command}: {stage}" + (f", {count} of {total}" if total else "")
 
         return take
 
     def begin(self, stage: str) -> None:
         """Begin a stage, and end the one before, unless it is the same but for numbers of parts."""
-        name = re.sub(r", part \d+ of \d+", "", stage)
+        self.progress, name = stage, re.sub(r", part \d+ of \d+", "", stage)
         if name != self._name:
             self._close()
             self._name = name
