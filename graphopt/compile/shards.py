@@ -28,6 +28,7 @@ from graphopt.graph.weights.work_folder import (
     open_work_folder,
     write_whole,
 )
+from graphopt.ort.capacity import no_room_for
 from graphopt.passes.context import Statistics
 from graphopt.passes.recipe import Recipe
 from graphopt.util.progress import Progress, silent
@@ -111,8 +112,8 @@ def evaluate_shard(
         request = Request(model=str(Path(model).absolute()), recipe=recipe.model_dump(mode="json"), shards=shards)
         _agree(folder / _REQUEST, request)
         for run in compilation.apply(compilation.before_phase("lower")):
-            if run.report.claims is not None:
-                # The proof reads these weights, so `assemble` looks for them.
+            if run.report.claims is not None and no_room_for(compilation.model) is None:
+                # `assemble` proves and runs the model behind the pass, so it looks for these weights.
                 _keep(compilation.model)
         expressions = [tensor.expression for _, tensor in computed_weights(compilation.model)]
         compilation.evaluator.values(

@@ -51,7 +51,7 @@ PIECE_BYTES = 1 << 30
 """Bytes that the sums of one piece may take; its weights, and the inputs of its products for one text, come on top."""
 
 # What would make other numbers of the same model and text.
-_VERSION = 3
+_VERSION = 4
 
 
 class Calibration:

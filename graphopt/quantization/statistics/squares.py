@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.quantization.statistics.symmetric import PANEL, panels
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -15,9 +17,6 @@ Doubles = npt.NDArray[np.float64]
 
 Product = tuple[tuple[int, int], npt.NDArray[np.float32]]
 """A block of x^T x: its first row and column, and its numbers."""
-
-# Rows of a block.
-_BLOCK = 512
 
 
 class Squares:
@@ -56,30 +55,31 @@ class Squares:
                 sums[row : row + len(block)] = np.diagonal(block)
         return sums
 
-    def mean_over(self, tokens: int) -> npt.NDArray[np.float32]:
-        """Return all of the sum, divided by a number of tokens, float32 [rows, rows]."""
-        mean = np.zeros((self._rows, self._rows), np.float32)
-        for (row, column), block in self._blocks.items():
-            rows, columns = (slice(start, start + size) for start, size in zip((row, column), block.shape, strict=True))
-            np.divide(block, tokens, out=mean[rows, columns], casting="same_kind")
-            mean[columns, rows] = mean[rows, columns].T
-        return mean
+    def panels_over(self, tokens: int) -> Iterator[npt.NDArray[np.float32]]:
+        """Yield the sum, divided by a number of tokens, in panels as :class:`Symmetric` has them."""
+        for panel in panels(self._rows):
+            mean = np.zeros((panel.stop - panel.start, self._rows - panel.start), np.float32)
+            for column in range(panel.start, self._rows, PANEL):
+                block = self._blocks.get((panel.start, column))
+                if block is not None:
+                    columns = slice(column - panel.start, column - panel.start + block.shape[1])
+                    np.divide(block, tokens, out=mean[:, columns], casting="same_kind")
+            yield mean
 
     def release(self) -> None:
         """Give the memory away; the sum is 0 then."""
-        self._spare += [block for block in self._blocks.values() if block.shape == (_BLOCK, _BLOCK)]
+        self._spare += [block for block in self._blocks.values() if block.shape == (PANEL, PANEL)]
         self._blocks.clear()
 
     def _allocate(self, shape: tuple[int, ...]) -> Doubles:
-        return self._spare.pop() if shape == (_BLOCK, _BLOCK) and self._spare else np.empty(shape)
+        return self._spare.pop() if shape == (PANEL, PANEL) and self._spare else np.empty(shape)
 
 
 def products_of(x: npt.NDArray[np.float32]) -> Iterator[Product]:
     """Yield the blocks of x^T x on and above the diagonal, in float32; each is overwritten by the next."""
     size = x.shape[-1]
-    buffer = np.empty(min(_BLOCK, size) ** 2, np.float32)
-    slices = [slice(start, min(start + _BLOCK, size)) for start in range(0, size, _BLOCK)]
-    for rows, columns in itertools.combinations_with_replacement(slices, 2):
+    buffer = np.empty(min(PANEL, size) ** 2, np.float32)
+    for rows, columns in itertools.combinations_with_replacement(panels(size), 2):
         shape = rows.stop - rows.start, columns.stop - columns.start
         product = buffer[: shape[0] * shape[1]].reshape(shape)
         # NumPy sees where both sides are one array, and computes half of the product.

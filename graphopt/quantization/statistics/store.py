@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from pathlib import Path
@@ -16,8 +17,11 @@ from graphopt.errors import InputError
 from graphopt.graph.weights.disk import writing
 from graphopt.graph.weights.leaves import StoredBytes, digest_of_array
 from graphopt.graph.weights.work_folder import write_whole
+from graphopt.quantization.statistics.symmetric import Symmetric, packed_size, panels
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from graphopt.quantization.statistics.moments import Moments
 
 
@@ -35,8 +39,9 @@ class InputStatistics(BaseModel):
         kurtosis: mean of x^4 over the squared mean of x^2: 3 for normal numbers, more where a few inputs are large.
         noise: what 4 bits in groups of 32 add, as a share of ``mean_square``: 0.0065 for normal numbers, more where a
             few numbers of a group are large.
-        digest: of the Hessian's content.
-        hessian_file: where X^T X / tokens lies, float32 [rows, rows].
+        digest: of the content of ``hessian_file``.
+        hessian_file: where X^T X / tokens lies, float32, half of its [rows, rows]: see
+            :mod:`graphopt.quantization.statistics.symmetric`.
         mean_file: where the means and the largest magnitudes of all rows lie, float32 [2, rows].
         shift_digest: of the content of ``shift_file``.
         shift_file: where Y^T (X - Y) / tokens lies, float32 [rows, rows], for inputs Y that are those of a model whose
@@ -60,9 +65,10 @@ class InputStatistics(BaseModel):
     shift_digest: str | None = None
     shift_file: Path | None = None
 
-    def hessian(self) -> StoredBytes:
+    def hessian(self) -> Symmetric:
         """Return X^T X / tokens as an expression, float32 [rows, rows]."""
-        return StoredBytes(str(self.hessian_file), 0, ir.DataType.FLOAT, (self.rows, self.rows), self.digest)
+        dims = (packed_size(self.rows),)
+        return Symmetric(StoredBytes(str(self.hessian_file), 0, ir.DataType.FLOAT, dims, self.digest), self.rows)
 
     def shift(self) -> StoredBytes | None:
         """Return Y^T (X - Y) / tokens as an expression, float32 [rows, rows]; ``None`` for inputs X."""
@@ -109,37 +115,46 @@ def write_statistics(
     Raises:
         InputError: it is NaN or infinite, or too large for float32; or the disk is full.
     """
-    tokens = max(moments.tokens, 1)
+    tokens, rows = max(moments.tokens, 1), moments.rows
+    hessian_file, mean_file = folder / f"{number}.hessian", folder / f"{number}.mean"
+    diagonal, is_finite, digest = np.empty(rows, np.float32), True, hashlib.sha256(f"panels {rows}".encode())
+
+    def mean_panels() -> Iterator[npt.NDArray[np.float32]]:
+        nonlocal is_finite
+        for panel, mean in zip(panels(rows), moments.squares.panels_over(tokens), strict=True):
+            diagonal[panel], is_finite = np.diagonal(mean), is_finite and bool(np.isfinite(mean).all())
+            digest.update(mean.data)
+            yield mean
+
     with np.errstate(over="ignore"):
-        hessian = moments.squares.mean_over(tokens)
+        _write(hessian_file, mean_panels(), 4 * packed_size(rows))
         vectors = np.stack([moments.total / tokens, moments.largest]).astype(np.float32)
-    if not np.isfinite(hessian).all() or not np.isfinite(vectors).all():
-        bad = int(np.argmin(np.isfinite(np.diagonal(hessian))))
+    if not is_finite or not np.isfinite(vectors).all():
+        hessian_file.unlink()
+        bad = int(np.argmin(np.isfinite(diagonal)))
         raise InputError(
             f"the inputs of a product, or their squares, are NaN, infinite or too large, the first of them input {bad}",
             tensor=value.name,
             shape=[moments.tokens, moments.rows],
             remedy="the model computes such numbers on this text: calibrate on another, or round to nearest",
         )
-    hessian_file, mean_file = folder / f"{number}.hessian", folder / f"{number}.mean"
-    _write(hessian_file, hessian)
-    _write(mean_file, vectors)
+    _write(mean_file, [vectors], vectors.nbytes)
     shift_file, shift_digest = None, None
     if shift is not None:
         mean_shift, shift_file = (shift / tokens).astype(np.float32), folder / f"{number}.shift"
         shift_digest = digest_of_array(mean_shift, ir.DataType.FLOAT)
-        _write(shift_file, mean_shift)
+        _write(shift_file, [mean_shift], mean_shift.nbytes)
     return InputStatistics(
         value=value.name or "",
         text=text,
         rows=moments.rows,
         tokens=moments.tokens,
-        dead=int((np.diagonal(hessian) == 0).sum()),
-        mean_square=float(np.diagonal(hessian).mean(dtype=np.float64)),
+        dead=int((diagonal == 0).sum()),
+        mean_square=float(diagonal.mean(dtype=np.float64)),
         largest=float(moments.largest.max(initial=0.0)),
         kurtosis=moments.kurtosis,
         noise=moments.noise,
-        digest=digest_of_array(hessian, ir.DataType.FLOAT),
+        digest=digest.hexdigest(),
         hessian_file=hessian_file,
         mean_file=mean_file,
         shift_digest=shift_digest,
@@ -161,7 +176,7 @@ def read_index(file: Path) -> Index | None:
         raise InputError("this is no index of statistics", file=file, remedy="remove its folder") from error
     inputs: dict[str, InputStatistics] = {}
     for name, statistics in index.inputs.items():
-        sizes = {"hessian_file": 4 * statistics.rows**2, "mean_file": 8 * statistics.rows}
+        sizes = {"hessian_file": 4 * packed_size(statistics.rows), "mean_file": 8 * statistics.rows}
         if statistics.shift_file is not None:
             sizes["shift_file"] = 4 * statistics.rows**2
         files = {key: file.parent / getattr(statistics, key).name for key in sizes}
@@ -177,8 +192,9 @@ def write_index(index: Index, file: Path) -> None:
     write_whole(file, index.model_dump_json(indent=1))
 
 
-def _write(file: Path, array: npt.NDArray[np.float32]) -> None:
+def _write(file: Path, arrays: Iterable[npt.NDArray[np.float32]], size: int) -> None:
     descriptor, name = tempfile.mkstemp(dir=file.parent)
-    with writing(file.parent, array.nbytes), os.fdopen(descriptor, "wb") as stream:
-        stream.write(np.ascontiguousarray(array).data)
+    with writing(file.parent, size), os.fdopen(descriptor, "wb") as stream:
+        for array in arrays:
+            stream.write(np.ascontiguousarray(array).data)
     os.replace(name, file)

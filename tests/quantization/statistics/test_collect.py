@@ -19,6 +19,7 @@ from graphopt.quantization.statistics.collect import PIECE_BYTES
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.partition import pieces_of
 from graphopt.quantization.statistics.squares import Squares
+from graphopt.quantization.statistics.symmetric import packed_size, unpack
 from tests.families import POSITIONS, VOCABULARY
 from tests.graphs import canonical, residual_model
 
@@ -31,6 +32,11 @@ def texts(number: int = 3, length: int = 20, vocabulary: int = 24) -> list[np.nd
 def calibration(folder: Path, runner: Runner | None, **given: Any) -> Calibration:
     chosen = given.pop("texts", None) or texts()
     return Calibration(folder, lambda: chosen, runner, **given)
+
+
+def mean(squares: Squares, tokens: int = 1) -> np.ndarray:
+    """Return the whole matrix of a sum, over a number of tokens."""
+    return unpack(np.concatenate([panel.ravel() for panel in squares.panels_over(tokens)]), squares.diagonal().size)
 
 
 def expected(model: ir.Model, value: ir.Value, rows: list[np.ndarray]) -> np.ndarray:
@@ -167,18 +173,20 @@ def test_blocks_make_the_whole_and_memory_of_another_sum_leaves_nothing(rows: in
     for _ in range(2):
         x = random.standard_normal((2, 40, rows), np.float32)
         squares = Squares(rows, spare)
-        assert not squares.mean_over(1).any()
+        assert not mean(squares).any()
         for part in x:
             squares.add(part)
         exact = sum(part.T.astype(np.float64) @ part for part in x)
-        found = squares.mean_over(1)
+        found = mean(squares)
         assert np.array_equal(found, found.T)
+        # half of the numbers, and of each panel the other half of its square on the diagonal
+        assert packed_size(rows) <= rows * (rows + min(rows, 512)) / 2
         # 40 products in float32, each off by half of 2^-23 of it, and the sum rounded to it
         bound = 42 * 2.0**-24 * sum(np.abs(part).T.astype(np.float64) @ np.abs(part) for part in x)
         assert (np.abs(found - exact) <= bound).all()
         assert np.allclose(squares.diagonal(), np.diagonal(exact), rtol=1e-5)
         squares.release()
-        assert not squares.mean_over(1).any()
+        assert not mean(squares).any()
     assert len(spare) == {512: 1, 513: 1, 1100: 3}.get(rows, 0)
 
 
@@ -190,7 +198,7 @@ def test_moments_add_up_in_any_portions() -> None:
         two.add(part)
     assert one.tokens == two.tokens == 2500
     # sums of 1024 products in float32
-    assert np.allclose(one.squares.mean_over(1), X.T.astype(np.float64) @ X, atol=1e-3)
-    assert np.allclose(one.squares.mean_over(1), two.squares.mean_over(1), atol=1e-3)
+    assert np.allclose(mean(one.squares), X.T.astype(np.float64) @ X, atol=1e-3)
+    assert np.allclose(mean(one.squares), mean(two.squares), atol=1e-3)
     assert one.kurtosis == pytest.approx(3, abs=0.3)
     assert Moments(4).kurtosis == 0

@@ -18,7 +18,7 @@ from graphopt.ort.runner import Runner
 from graphopt.quantization.statistics import windows
 from graphopt.quantization.statistics.moments import Moments, terms_of
 from tests.graphs import residual_model
-from tests.quantization.statistics.test_collect import calibration, texts
+from tests.quantization.statistics.test_collect import calibration, mean, texts
 
 
 class OutOfOrder(DistantExecutor):
@@ -80,7 +80,7 @@ def test_terms_add_up_in_any_process_as_inputs_do() -> None:
     together.add(x)
     for terms in [terms.copy() for terms in terms_of(x)]:
         apart.add_terms(terms)
-    assert np.array_equal(together.squares.mean_over(2100), apart.squares.mean_over(2100))
+    assert np.array_equal(mean(together.squares, 2100), mean(apart.squares, 2100))
     assert np.array_equal(together.total, apart.total)
     assert np.array_equal(together.largest, apart.largest)
     assert (together.tokens, together.fourth, together.coarse) == (apart.tokens, apart.fourth, apart.coarse)
