@@ -30,6 +30,7 @@ import typer
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt import optimize
+from graphopt.analysis.structure.cost import weight_totals
 from graphopt.artifact.artifact import Artifact
 from graphopt.compile.calibration.inputs import collect
 from graphopt.compile.replay import verify
@@ -108,7 +109,7 @@ def measure(config: dict[str, Any], recipe: Recipe | None, folder: Path, *, veri
                 written = compile_stages(artifact, recipe, folder, stages, verified=verified)
     return {
         "layers": config["num_hidden_layers"],
-        "parameters": artifact.manifest.weights.parameters,
+        "parameters": weight_totals(artifact.model).parameters,
         "written": written,
         "progress": stages.progress,
         "others": others.share(),
@@ -119,7 +120,7 @@ def measure(config: dict[str, Any], recipe: Recipe | None, folder: Path, *, veri
 def forecast(first: dict[str, Any], second: dict[str, Any], layers: int) -> dict[str, Any]:
     """Return what a model of ``layers`` layers would take, from two with fewer: each layer as much as another."""
 
-    def extend(less: float, more: float) -> float:
+    def extend(less: Any, more: Any) -> Any:
         return less + (more - less) * (layers - first["layers"]) / (second["layers"] - first["layers"])
 
     stages = {}
