@@ -43,19 +43,36 @@ class Etcd:
             if certificate := environment.get("ETCD_AUTH_CLIENT_CERT"):
                 self._context.load_cert_chain(certificate, environment.get("ETCD_AUTH_CLIENT_KEY"))
         self._token = ""
-        self._lease, self._lease_end = "", 0.0
+        self._lease, self._lease_end = 0, 0.0
 
     def load(self, key: str) -> str | None:
         """Return what a key holds."""
         pairs = self._call("kv/range", {"key": _encode(key)}).get("kvs", [])
         return base64.b64decode(pairs[0]["value"]).decode() if pairs else None
 
-    def save(self, key: str, text: str) -> None:
-        """Let a key hold a text."""
-        if time.monotonic() > self._lease_end:
-            self._lease = self._call("lease/grant", {"TTL": _KEEP})["ID"]
-            self._lease_end = time.monotonic() + _KEEP / 2
-        self._call("kv/put", {"key": _encode(key), "value": _encode(text), "lease": self._lease})
+    def save(self, key: str, text: str, lease: int | None = None) -> None:
+        """Let a key hold a text, as long as a lease lasts."""
+        if lease is None:
+            if time.monotonic() > self._lease_end:
+                self._lease = self.grant(_KEEP)
+                self._lease_end = time.monotonic() + _KEEP / 2
+            lease = self._lease
+        self._call("kv/put", {"key": _encode(key), "value": _encode(text), "lease": str(lease)})
+
+    def keys(self, prefix: str) -> list[str]:
+        """Return the keys that begin with a prefix, without it."""
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        body = {"key": _encode(prefix), "range_end": _encode(end), "keys_only": True}
+        pairs = self._call("kv/range", body).get("kvs", [])
+        return [base64.b64decode(pair["key"]).decode().removeprefix(prefix) for pair in pairs]
+
+    def grant(self, seconds: int) -> int:
+        """Return a new lease that ends when it is not renewed for so long."""
+        return int(self._call("lease/grant", {"TTL": seconds})["ID"])
+
+    def renew(self, lease: int) -> bool:
+        """Let a lease begin again; return whether it had not ended."""
+        return bool(int(self._call("lease/keepalive", {"ID": str(lease)})["result"].get("TTL", 0)))
 
     def remove(self, key: str) -> None:
         """Forget a key."""

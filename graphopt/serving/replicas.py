@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING
 from graphopt.errors import InputError
 from graphopt.serving.checks import check_command, check_etcd, check_folder, check_packages, check_ports, free_port
 from graphopt.serving.etcd import ENDPOINTS, Etcd
+from graphopt.serving.presence import LEASE_OF_DYNAMO, LEASE_OF_HOST, Presence
 from graphopt.serving.worker import instance_file
 
 if TYPE_CHECKING:
@@ -115,6 +116,10 @@ def serve(folder: Path | None, settings: Settings, say: Callable[[str], None]) -
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, lambda code, _: signals.append(code)))
         processes = _start(folder, settings, port, state, say)
+        if settings.discovery == "etcd":
+            presence = _presence(processes, state, say)
+            presence.start()
+            stack.callback(presence.stop)
         stack.callback(_stop, processes, settings.patience, signals)
         is_announced = not settings.front
         while not signals:
@@ -148,7 +153,8 @@ def _start(
             try:
                 Etcd(environment).revoke(int(file.read_text()))
             except OSError as error:
-                say(f"etcd at {environment.get(ENDPOINTS)} cannot be told that a worker ended: {error}")
+                say(f"etcd at {environment.get(ENDPOINTS)} cannot be told yet that a worker ended: {error}")
+            file.unlink()
 
     processes = []
     if settings.front:
@@ -171,6 +177,24 @@ def _start(
     return processes
 
 
+def _presence(processes: list[_Process], state: Path, say: Callable[[str], None]) -> Presence:
+    """Return what speaks for the workers here."""
+
+    def workers() -> dict[int, _Process]:
+        by_lease = {}
+        for process in processes:
+            with contextlib.suppress(OSError, ValueError):
+                by_lease[int(instance_file(state, process.process.pid).read_text())] = process
+        return by_lease
+
+    def start_again(lease: int) -> None:
+        if process := workers().get(lease):
+            say(f"etcd has forgotten the {process.title}, which ends and starts again")
+            process.stop(signal.SIGTERM)
+
+    return Presence(Etcd(os.environ), lambda: set(workers()), start_again, say)
+
+
 def _environment(settings: Settings, state: Path) -> dict[str, str]:
     patience = str(math.ceil(settings.patience))
     environment = {
@@ -181,9 +205,11 @@ def _environment(settings: Settings, state: Path) -> dict[str, str]:
         "DYN_RUNTIME_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": patience,
         # Status 200 waits for the first token so long: what a worker refuses gets a status of its own.
         "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "5000",
-        # A host that is lost gets nothing for as long as etcd lists it.
-        "ETCD_LEASE_TTL": "10",
-        "DYN_RUNTIME_INHIBITED_DURATION_SECS": "10",
+        # A host that is lost gets nothing for as long as etcd lists it, see Presence.
+        "DYN_RUNTIME_INHIBITED_DURATION_SECS": str(LEASE_OF_HOST),
+        "ETCD_LEASE_TTL": str(LEASE_OF_DYNAMO),
+        # What starts again while etcd is away waits for it.
+        "ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS": str(LEASE_OF_DYNAMO),
         "DYN_TCP_CONNECT_TIMEOUT": "1",
         **os.environ,
         "DYN_DISCOVERY_BACKEND": settings.discovery,

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from graphopt.inference.conversation.template import TEMPLATE
 from graphopt.inference.session import Session, load
 from graphopt.passes.recipe import Recipe
 from graphopt.serving.batch import Batch
+from graphopt.serving.etcd import ENDPOINTS, Etcd
 from graphopt.serving.stream import Turn
 from tests.inference.conversation.conftest import PYTHON
 
@@ -72,3 +78,24 @@ def with_blocks(served: Path, folder: Path, blocks: int, **model: object) -> Pat
     config["model"] |= model
     (folder / GENAI_CONFIG).write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Where an etcd of its own is."""
+    if shutil.which("etcd") is None:
+        pytest.skip("etcd is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        address = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    command = ["etcd", "--data-dir", str(tmp_path_factory.mktemp("etcd")), "--listen-peer-urls", "http://127.0.0.1:0"]
+    command += ["--listen-client-urls", address, "--advertise-client-urls", address]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environment = {ENDPOINTS: address}
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            Etcd(environment).load("a")
+            break
+        time.sleep(0.1)
+    yield environment
+    process.terminate()
+    process.wait()

@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from graphopt.serving.etcd import ENDPOINTS, Etcd
 from graphopt.serving.journal import Journal
-
-
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    if shutil.which("etcd") is None:
-        pytest.skip("etcd is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        address = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    command = ["etcd", "--data-dir", str(tmp_path_factory.mktemp("etcd")), "--listen-peer-urls", "http://127.0.0.1:0"]
-    command += ["--listen-client-urls", address, "--advertise-client-urls", address]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    environment = {ENDPOINTS: address}
-    for _ in range(200):
-        with contextlib.suppress(OSError):
-            Etcd(environment).load("a")
-            break
-        time.sleep(0.1)
-    yield environment
-    process.terminate()
-    process.wait()
 
 
 def test_keys_and_leases(environment: dict[str, str]) -> None:

@@ -110,6 +110,7 @@ def test_a_host_that_is_killed_loses_no_stream(cluster: Cluster, expected: Any) 
 
     assert read_all(cluster, 200, kill) == expected(list(TEXTS), [200] * 8, least=True)
     assert cluster.processes["a"].wait(10) == -signal.SIGKILL
+    assert "\ndynamo_frontend_model_migration_total{" in get(f"{cluster.url.removesuffix('/v1')}/metrics")
 
 
 def test_a_host_that_joins_gets_requests_and_one_that_ends_ends_them(cluster: Cluster, expected: Any) -> None:

@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.serving.test_server import Served
+from tests.serving.test_deployment import metrics
+from tests.serving.test_hosts import free_port
+from tests.serving.test_server import Served, get
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("dynamo"), reason="the extra `serve` is not installed"),
@@ -74,7 +76,9 @@ class Proxy:
 
 @pytest.fixture(scope="module")
 def server(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served_by = Served(served, tmp_path_factory.mktemp("faults"), "--threads", 1)
+    port = free_port()
+    served_by = Served(served, tmp_path_factory.mktemp("faults"), "--threads", 1, "--metrics-port", port)
+    served_by.metrics = f"http://127.0.0.1:{port}/metrics"  # type: ignore[attr-defined]
     yield served_by
     assert served_by.close() == 0
 
@@ -117,6 +121,15 @@ def test_a_short_token_lets_nobody_in(server: Served, tmp_path: Path) -> None:
         assert proxy.ask("/v1/models", token=token).status == 401
         assert proxy.ask("/v1/models").status == 401
         proxy.close()
+
+
+def test_metrics_on_the_dashboard_exist(server: Served) -> None:
+    server.client.completions.create(model="python", prompt="x", max_tokens=4, stream=True).close()
+    server.text(TEXT, 4)
+    texts = get(f"{server.url.removesuffix('/v1')}/metrics") + get(server.metrics)  # type: ignore[attr-defined]
+    offered = set(re.findall(r"^# TYPE (\w+)", texts, re.MULTILINE))
+    # counted since the first one; tests/serving/test_hosts.py lets requests move
+    assert metrics() - offered == {"dynamo_frontend_model_migration_total"}
 
 
 @pytest.fixture(scope="module")
