@@ -21,7 +21,7 @@ from tools.bench.parts.onnxruntime_engines import STOP_SPINNING, Bound
 from tools.bench.parts.problem import Array, Problem
 from tools.bench.parts.unavailable import UnavailableError
 
-_FORMATS = ("int4", "fp6", "fp6-e3m2", "int8", "nf4", "nl4", "t2", "t3", "t4")
+_FORMATS = ("int4", "fp6", "fp6-e3m2", "int8", "nf4", "nl4", "nl5", "t2", "t3", "t4", "t5")
 _MODES = ("int8", "bfloat16", "float32", "int16")
 # Beside int8, which every format has by default: what serves prefill, what is exact, what E3M2 needs to be so.
 _DEFAULTS = {("int4", "bfloat16"), ("int4", "float32"), ("fp6-e3m2", "bfloat16"), ("fp6-e3m2", "int16")}
