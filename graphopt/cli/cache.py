@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -20,6 +20,9 @@ def make(
     prompt_file: Annotated[Path | None, typer.Option("--prompt-file", help="the same, in a file")] = None,
     system: Annotated[str | None, typer.Option("--system", help="what the model is told before chats")] = None,
     system_file: Annotated[Path | None, typer.Option("--system-file", help="the same, in a file")] = None,
+    loss: Annotated[
+        Literal["none", "scales", "values"], typer.Option("--loss", help="what the file may lose of states")
+    ] = "none",
     threads: Threads = 0,
     device: OnDevice = "cpu",
     as_json: Json = False,
@@ -27,7 +30,9 @@ def make(
     """Let a model read a beginning that many prompts share, and keep its states in a file.
 
     `graphopt run --cache FILE` goes on from there: what --prompt says comes behind the text of the file, and a chat
-    begins with its system prompt. A file is of one model; another refuses it.
+    begins with its system prompt. A file is of one model; another refuses it. The file is compressed: int4 pages take
+    0.88 of their bytes in it, 0.69 with `--loss scales`, which rounds what belongs to codes, and 0.55 with `--loss
+    values`, which also takes codes of values to every third level.
     """
     from graphopt.inference.prompt_cache import PromptCache
     from graphopt.inference.session import load
@@ -43,7 +48,7 @@ def make(
             cache = PromptCache.read_text(session, texts[0] or texts[1] or "")
         else:
             cache = PromptCache.read_system(session, texts[2] or texts[3] or "")
-        cache.save(output)
+        cache.save(output, loss)
     _print(output, as_json)
 
 
@@ -66,6 +71,7 @@ def _print(file: Path, as_json: bool) -> None:
         "tokens": tokens,
         "rows": len(content.tokens),
         "bytes": size,
+        "loss": content.loss,
         "kind": None if prompt is None else "text" if prompt.system is None else "system prompt",
         "text": None if prompt is None else prompt.text,
     }

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from graphopt.inference.session import Session
+    from graphopt.inference.states.compression import Loss
 
 
 class PromptCache:
@@ -89,13 +90,17 @@ class PromptCache:
         decoder.keep()
         return cls(session, prompt, decoder)
 
-    def save(self, file: str | Path) -> None:
+    def save(self, file: str | Path, loss: Loss = "none") -> None:
         """Write the states and the prompt.
+
+        Args:
+            file: where to.
+            loss: what may be lost, see :mod:`graphopt.inference.states.compression`; nothing by default.
 
         Raises:
             InputError: the states of the graph cannot be saved.
         """
-        self.decoder.save(file, self.prompt)
+        self.decoder.save(file, self.prompt, loss)
 
     def fork(self, prompts: Sequence[Sequence[int]]) -> tuple[Decoder, int]:
         """Return a decoder with a row for each prompt, and how many tokens of each its row has read.

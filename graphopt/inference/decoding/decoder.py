@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from graphopt.inference.session import Session
+    from graphopt.inference.states.compression import Loss
     from graphopt.inference.states.eviction import Eviction
     from graphopt.inference.states.store import Ability, Mark, StateStore
     from graphopt.tasks.ports import Array, IntArray
@@ -275,12 +276,13 @@ class Decoder:
         if (rows.tokens > eviction.keep).any():
             self._rows = rows.evict(self.states.evict(rows.tokens, eviction))
 
-    def save(self, file: str | Path, prompt: SavedPrompt | None = None) -> None:
+    def save(self, file: str | Path, prompt: SavedPrompt | None = None, loss: Loss = "none") -> None:
         """Write the states to a file, from which :meth:`restore` continues.
 
         Args:
             file: where to.
             prompt: what the states were made of, for :class:`graphopt.inference.prompt_cache.PromptCache`.
+            loss: what may be lost, see :mod:`graphopt.inference.states.compression`; nothing by default.
 
         Raises:
             InputError: the states of the graph cannot be saved.
@@ -294,8 +296,16 @@ class Decoder:
                 "rows of a cache that grows are saved without padding, and a row has some",
                 remedy="save prompts one by one, or add the step page_kv to the recipe",
             )
-        arrays, columns = states.save(tokens), self._rows.columns
-        StateFile(self._session.fingerprint, states.layout, tokens, columns, arrays, prompt).write(Path(file))
+        StateFile.write(
+            Path(file),
+            states.save(tokens),
+            model=self._session.fingerprint,
+            layout=states.layout,
+            tokens=tokens,
+            columns=self._rows.columns,
+            prompt=prompt,
+            loss=loss,
+        )
 
     @classmethod
     def restore(cls, session: Session, file: str | Path) -> Decoder:
@@ -308,7 +318,7 @@ class Decoder:
         decoder = cls(session, len(content.tokens)) if content.model == session.fingerprint else None
         if decoder is None or content.layout != decoder.states.layout:
             raise InputError("the cache is of another model", file=file, remedy=f"it was not written by {session.file}")
-        decoder.states.restore(content.states)
+        decoder.states.restore(content.states())
         decoder._rows = decoder._rows.at_length(content.tokens, content.columns)
         return decoder
 

@@ -98,7 +98,8 @@ class HybridStates(StateStore):
         """See :class:`StateStore`."""
         parts = [store.save(tokens) for store in self._stores]
         arrays = {name: array for states in parts for name, array in states.arrays.items()}
-        return SavedStates(arrays, json.dumps([states.progress for states in parts]))
+        layers = tuple(layer for states in parts for layer in states.layers)
+        return SavedStates(arrays, json.dumps([states.progress for states in parts]), layers)
 
     def restore(self, states: SavedStates) -> None:
         """See :class:`StateStore`."""

@@ -279,7 +279,8 @@ class PagedStates(StateStore):
 
     def save(self, tokens: IntArray) -> SavedStates:
         """See :class:`StateStore`: pages in use only."""
-        return SavedStates(self.contents(tokens), json.dumps([pages.tolist() for pages in self.oldest]))
+        progress = json.dumps([pages.tolist() for pages in self.oldest])
+        return SavedStates(self.contents(tokens), progress, self.layers)
 
     def evict(self, tokens: IntArray, eviction: Eviction) -> IntArray:
         """See :class:`StateStore`: the pages have room for what stays, and for what may come before the next eviction.

@@ -1,8 +1,10 @@
-"""States of a batch in a file: safetensors, with the SHA-256 of the content.
+"""States of a batch in a file: safetensors of compressed bytes, with the SHA-256 of each tensor.
 
-Only pages that are in use are written. A file says of which model, and of which layers, sizes and policies it is; a
-cache of another model is refused, and so is a file that was changed or cut off. States of bfloat16 and float8 are
-written as the unsigned integers of their bits, as not every reader of safetensors knows these types; the file says so.
+    pages in use -> groups of pages, each compressed by itself (:mod:`graphopt.inference.states.compression`) -> tensors
+
+The header of safetensors is the index: a group of pages is found, checked and read without those before it. A file says
+of which model, and of which layers, sizes and policies it is; a cache of another model is refused before its states are
+read, and so is a file that was changed or cut off.
 """
 
 from __future__ import annotations
@@ -11,25 +13,26 @@ import hashlib
 import json
 import os
 import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from graphopt.errors import InputError
+from graphopt.inference.states.compression import Bytes, Loss, compress, decompress
 from graphopt.inference.states.store import SavedStates
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-    from graphopt.inference.states.store import Array
     from graphopt.tasks.ports import IntArray
 
-_FORMAT = "graphopt cache 1"
+_FORMAT = "graphopt cache 2"
 
 _TYPES = {dtype.name: dtype for dtype in FLOATS.values()}
 
@@ -50,82 +53,137 @@ class SavedPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class StateFile:
-    """The content of such a file.
+    """What such a file says of its states; :meth:`states` reads them.
 
     Attributes:
+        file: where it is.
         model: fingerprint of the model.
         layout: kinds, sizes and policies of the states, see :attr:`StateStore.layout`.
         tokens: tokens that each row has, int64 [batch].
         columns: columns fed so far.
-        states: the states.
+        loss: what the file has lost of the states.
         prompt: what they were made of, where that was saved.
     """
 
+    file: Path
     model: str
     layout: str
     tokens: IntArray
     columns: int
-    states: SavedStates
-    prompt: SavedPrompt | None = None
+    loss: Loss
+    prompt: SavedPrompt | None
+    _progress: str
+    _description: str
+    _digests: Mapping[str, str]
 
-    def write(self, file: Path) -> None:
-        """Write the file, whole or not at all."""
+    @classmethod
+    def write(
+        cls,
+        file: Path,
+        states: SavedStates,
+        *,
+        model: str,
+        layout: str,
+        tokens: IntArray,
+        columns: int,
+        prompt: SavedPrompt | None = None,
+        loss: Loss = "none",
+    ) -> None:
+        """Write a file, whole or not at all; arguments as the attributes."""
+        content, description = compress(states.arrays, states.layers, tokens, loss)
         metadata = {
             "format": _FORMAT,
-            "model": self.model,
-            "layers": self.layout,
-            "tokens": json.dumps(self.tokens.tolist()),
-            "columns": str(self.columns),
-            "oldest": self.states.progress,
+            "model": model,
+            "layers": layout,
+            "tokens": json.dumps(tokens.tolist()),
+            "columns": str(columns),
+            "oldest": states.progress,
+            "states": description,
+            "digests": json.dumps({name: _digest(tensor) for name, tensor in content.items()}),
         }
-        if self.prompt is not None:
-            metadata["prompt"] = json.dumps(self.prompt._asdict())
-        states = {name: np.ascontiguousarray(array) for name, array in self.states.arrays.items()}
-        types = {name: array.dtype.name for name, array in states.items() if array.dtype.kind == "V"}
-        if types:
-            metadata["types"] = json.dumps(types)
-            states |= {name: states[name].view(f"u{states[name].itemsize}") for name in types}
-        metadata["sha256"] = _digest(metadata, states)
+        if prompt is not None:
+            metadata["prompt"] = json.dumps(prompt._asdict())
+        metadata["sha256"] = _digest_of(metadata)
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
         os.close(handle)
         try:
-            save_file(states, temporary, metadata=metadata)
+            save_file(content, temporary, metadata=metadata)
             Path(temporary).replace(file)
         finally:
             Path(temporary).unlink(missing_ok=True)
 
     @classmethod
     def load(cls, file: Path) -> StateFile:
-        """Read a file.
+        """Read what a file says of its states.
 
         Raises:
-            InputError: the file is missing, is not a cache file, or its content has changed since it was written.
+            InputError: the file is missing, is not a cache file, or what it says has changed since it was written.
         """
         if not file.is_file():
             raise InputError("there is no cache file here", file=file)
-        try:
-            with safe_open(file, framework="numpy") as reader:
-                metadata = reader.metadata() or {}
-                arrays = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118, it is no dict
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"the cache file cannot be read: {error}", file=file) from error
+        with _open(file) as reader:
+            metadata = reader.metadata() or {}
         if metadata.get("format") != _FORMAT:
             raise InputError("this is no graphopt cache file", file=file, remedy=f"its format must be {_FORMAT!r}")
-        if metadata.pop("sha256", None) != _digest(metadata, arrays):
-            raise InputError("the cache file has changed since it was written", file=file, remedy="make it again")
-        types = json.loads(metadata.get("types", "{}"))
-        arrays |= {name: arrays[name].view(_TYPES[type_name]) for name, type_name in types.items()}
-        tokens = np.array(json.loads(metadata["tokens"]), np.int64)
-        states = SavedStates(arrays, metadata["oldest"])
-        prompt = SavedPrompt(**json.loads(metadata["prompt"])) if "prompt" in metadata else None
-        return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), states, prompt)
+        if metadata.pop("sha256", None) != _digest_of(metadata):
+            raise _change_error(file)
+        return cls(
+            file=file,
+            model=metadata["model"],
+            layout=metadata["layers"],
+            tokens=np.array(json.loads(metadata["tokens"]), np.int64),
+            columns=int(metadata["columns"]),
+            loss=json.loads(metadata["states"])["loss"],
+            prompt=SavedPrompt(**json.loads(metadata["prompt"])) if "prompt" in metadata else None,
+            _progress=metadata["oldest"],
+            _description=metadata["states"],
+            _digests=json.loads(metadata["digests"]),
+        )
+
+    def states(self) -> SavedStates:
+        """Read the states.
+
+        Raises:
+            InputError: a tensor of the file is missing or has changed since it was written.
+        """
+        with _open(self.file) as reader:
+
+            def get(name: str) -> Bytes:
+                tensor: Bytes = reader.get_tensor(name)
+                if self._digests[name] != _digest(tensor):
+                    raise _change_error(self.file)
+                return tensor
+
+            try:
+                arrays = decompress(get, self._description, self.tokens, _TYPES)
+            except (SafetensorError, KeyError, ValueError, AssertionError) as error:
+                raise InputError(f"the cache file cannot be read: {error}", file=self.file) from error
+        return SavedStates(arrays, self._progress)
 
 
-def _digest(metadata: Mapping[str, str], states: Mapping[str, Array]) -> str:
-    """Return the SHA-256 of metadata and tensors, independent of their order in the file."""
-    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
-    for name, array in sorted(states.items()):
-        digest.update(json.dumps([name, array.dtype.str, array.shape]).encode())
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """Open a file of safetensors.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        with safe_open(file, framework="numpy") as reader:
+            yield reader
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"the cache file cannot be read: {error}", file=file) from error
+
+
+def _change_error(file: Path) -> InputError:
+    return InputError("the cache file has changed since it was written", file=file, remedy="make it again")
+
+
+def _digest(tensor: Bytes) -> str:
+    return hashlib.sha256(tensor.data).hexdigest()
+
+
+def _digest_of(metadata: Mapping[str, str]) -> str:
+    """Return the SHA-256 of metadata, independent of its order in the file."""
+    return hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode()).hexdigest()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     import onnxruntime
 
+    from graphopt.analysis.structure.paged_caches import PagedLayer
     from graphopt.inference.states.eviction import Eviction
     from graphopt.tasks.ports import IntArray
 
@@ -61,10 +62,12 @@ class SavedStates:
     Attributes:
         arrays: by graph input.
         progress: what else a store needs to continue from them, as JSON.
+        layers: whose states lie in pages.
     """
 
     arrays: Mapping[str, Array]
     progress: str
+    layers: tuple[PagedLayer, ...] = ()
 
 
 class StateStore(ABC):

@@ -1,0 +1,393 @@
+"""States in fewer bytes, for files: pages of codes by their entropy, everything else by that of its bytes.
+
+After CacheGen (Liu et al., SIGCOMM 2024, arXiv 2310.07240, section 5.2): numbers of a token are near those of the token
+before it, and channels differ from one another. There deltas to every tenth token are coded, per channel and layer.
+Here pages are codes already, whose deltas have as many levels again, so the code of the token before is the context:
+
+    code of a token and channel  ~  frequencies of (class of the channel, code of the token before in that channel)
+
+Channels with a similar mean code and a similar correlation of neighbouring tokens are one class: 32 classes need a
+hundredth of the tables that channels would, and come to within 0.01 bits of them. The first token of a page has no
+token before it, so that pages are read in groups that know nothing of one another.
+
+Three levels say what may be lost (:data:`Loss`):
+
+    none      every number comes back to the bit
+    scales    codes stay; lows and steps, a fifth of the bytes of int4 pages and hardly compressible as floats, are
+              rounded to what codes can tell apart; floats become float16
+    values    the codes of values, which matter less than those of keys, go to the nearest multiple of 3 as well
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.analysis.structure.paged_caches import from_json, to_json
+from graphopt.errors import InputError
+from graphopt.inference.states.entropy_coding import (
+    FrequencyTables,
+    SymbolDecoder,
+    SymbolEncoder,
+    pack_planes,
+    unpack_planes,
+)
+from graphopt.inference.states.rewinding import group_layers
+from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, unpack_keys, unpack_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.tasks.ports import IntArray
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Singles = npt.NDArray[np.float32]
+
+GROUP_TOKENS = 1024
+"""Tokens of the pages that are read together."""
+
+_CONTEXT_BITS = 4
+"""Of the code of the token before, the upper ones, that are a context."""
+
+_NO_CODE = 1 << _CONTEXT_BITS
+"""The context of a token that has none before it."""
+
+_MEANS, _CORRELATIONS = 8, 4
+
+_OCTAVE, _STEP = 32, 8
+"""Rounded scales: steps to a 32nd of an octave, the middle of a set to an 8th of its step. The ends of 15 levels then
+move by 0.06 steps, where rounding to codes has moved numbers by 0.29 (root of mean squares)."""
+
+_THIRD = 3
+
+
+Loss = Literal["none", "scales", "values"]
+"""What a file may lose of states."""
+
+
+@dataclass(frozen=True)
+class CodeGroup:
+    """Layers whose pages of codes have the same sizes, and lie one after the other.
+
+    Attributes:
+        layers: of the graph.
+        tokens: of each row, int64 [batch].
+        loss: what may be lost.
+    """
+
+    layers: list[PagedLayer]
+    tokens: IntArray
+    loss: Loss
+
+    @property
+    def first(self) -> PagedLayer:
+        """A layer of them."""
+        return self.layers[0]
+
+    @property
+    def name(self) -> str:
+        """What tensors of the file call it."""
+        return f"codes.{self.first.number}"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The states that hold codes."""
+        return ("keys", "values")[: self.first.attributes.parts]
+
+    def names(self, state: str) -> list[str]:
+        """Return the graph inputs of a state of all layers."""
+        return [layer.port(state) for layer in self.layers]
+
+    def divisor(self, part: str) -> int:
+        """Return by what codes are divided: 1 where none is lost."""
+        return _THIRD if part == "values" and self.loss == "values" else 1
+
+    def symbols(self, part: str) -> int:
+        """Return how many symbols there are of codes."""
+        levels, divisor = self.first.attributes.levels or 0, self.divisor(part)
+        return (levels + divisor // 2) // divisor + 1
+
+    def contexts(self, part: str) -> int:
+        """Return how many contexts a symbol has."""
+        return _MEANS * _CORRELATIONS * (_NO_CODE + 1) if self.symbols(part) <= _NO_CODE else _NO_CODE + 1
+
+    def pages(self) -> Iterator[tuple[Array, Array]]:
+        """Yield rows and pages, int64 [n] each, of the pages of codes that are read together.
+
+        Pages that are still floats are none of them: their codes come when they leave the newest.
+        """
+        kv = self.first.attributes
+        step = max(1, GROUP_TOKENS // kv.page)
+        used = -(-self.tokens // kv.page)
+        for begin in range(0, int(used.max(initial=0)), step):
+            pages = np.arange(begin, begin + step)[None]
+            rows, offsets = np.nonzero((pages < used[:, None]) & ~kv.is_recent(pages, self.tokens[:, None]))
+            if len(rows):
+                yield rows, begin + offsets
+
+
+def code_groups(layers: tuple[PagedLayer, ...], tokens: IntArray, loss: Loss) -> list[CodeGroup]:
+    """Return the layers whose pages are codes and stay where they are: those of a ring are few."""
+    groups = [[layers[index] for index in indices] for indices in group_layers(layers)]
+    return [CodeGroup(group, tokens, loss) for group in groups if group[0].attributes.levels and not group[0].wraps]
+
+
+def compress(
+    arrays: Mapping[str, Array], layers: tuple[PagedLayer, ...], tokens: IntArray, loss: Loss
+) -> tuple[dict[str, Bytes], str]:
+    """Return states as named bytes, and as JSON what :func:`decompress` has to know besides.
+
+    Args:
+        arrays: of a store, by graph input, see :class:`graphopt.inference.states.store.SavedStates`.
+        layers: those of them that lie in pages.
+        tokens: of each row, int64 [batch].
+        loss: what may be lost.
+
+    Raises:
+        InputError: there is no such loss.
+    """
+    if loss not in get_args(Loss):
+        raise InputError(f"the loss {loss!r}", remedy=f"give one of {', '.join(get_args(Loss))}")
+    groups, content = code_groups(layers, tokens, loss), dict[str, Bytes]()
+    in_groups = {name for group in groups for state in (*group.parts, "scales") for name in group.names(state)}
+    for group in groups:
+        for part in group.parts:
+            _compress_codes(group, part, arrays, content)
+        for index, (rows, pages) in enumerate(group.pages()):
+            scales = np.stack([arrays[name][rows, :, pages] for name in group.names("scales")], axis=1)
+            for kind, numbers in _split_scales(group, scales).items():
+                content[f"{group.name}.{kind}.{index}"] = _pack_scales(group, kind, numbers)
+    types = {}
+    for name, array in arrays.items():
+        in_file = array
+        if name not in in_groups:
+            if loss != "none" and array.dtype == np.float32 and (np.abs(array) < np.finfo(np.float16).max).all():
+                in_file = array.astype(np.float16)
+            content[name] = pack_planes(in_file)
+        types[name] = [array.dtype.name, array.shape, in_file.dtype.name]
+    return content, json.dumps({"arrays": types, "pages": to_json(layers), "loss": loss})
+
+
+def decompress(
+    get: Callable[[str], Bytes], description: str, tokens: IntArray, types: Mapping[str, np.dtype[Any]]
+) -> dict[str, Array]:
+    """Return states that :func:`compress` was given.
+
+    Args:
+        get: returns the bytes of a name.
+        description: what :func:`compress` returned besides.
+        tokens: of each row, int64 [batch].
+        types: those that NumPy does not know by their names.
+
+    Raises:
+        ValueError, KeyError: they are not the bytes of such states.
+    """
+    facts = json.loads(description)
+    shapes = {name: tuple(shape) for name, (_, shape, _) in facts["arrays"].items()}
+    dtypes = {name: _type(dtype, types) for name, (dtype, _, _) in facts["arrays"].items()}
+    file_types = {name: _type(dtype, types) for name, (_, _, dtype) in facts["arrays"].items()}
+    groups = code_groups(from_json(facts["pages"]), tokens, facts["loss"])
+    in_groups = {name for group in groups for state in (*group.parts, "scales") for name in group.names(state)}
+    arrays = {name: np.zeros(shapes[name], dtypes[name]) for name in in_groups}
+    for group in groups:
+        for part in group.parts:
+            _decompress_codes(group, part, get, arrays)
+        for index, (rows, pages) in enumerate(group.pages()):
+            _decompress_scales(group, index, get, [arrays[name] for name in group.names("scales")], rows, pages)
+    for name in facts["arrays"]:
+        if name not in in_groups:
+            numbers = unpack_planes(get(name), file_types[name], shapes[name])
+            arrays[name] = numbers.astype(dtypes[name], copy=False)
+    return {name: arrays[name] for name in facts["arrays"]}
+
+
+def _type(name: str, types: Mapping[str, np.dtype[Any]]) -> np.dtype[Any]:
+    return types[name] if name in types else np.dtype(name)
+
+
+def _read_codes(group: CodeGroup, part: str, arrays: Mapping[str, Array], rows: Array, pages: Array) -> Bytes:
+    """Return the symbols of pages, uint8 [T, n, L H D]: token by token, all channels of all layers and heads."""
+    layer = group.first
+    unpack = unpack_keys if part == "keys" else unpack_values
+    sizes = (layer.attributes.page, layer.head_size, layer.attributes.storage)
+    divisor = group.divisor(part)
+    # of shape n, L, H, T, D
+    codes = np.stack([unpack(arrays[name][rows, :, pages], *sizes) for name in group.names(part)], axis=1)
+    if divisor > 1:
+        codes = (codes + np.uint8(divisor // 2)) // np.uint8(divisor)
+    symbols = np.ascontiguousarray(np.moveaxis(codes, 3, 0))
+    return symbols.reshape(*symbols.shape[:2], -1)
+
+
+def _compress_codes(group: CodeGroup, part: str, arrays: Mapping[str, Array], content: dict[str, Bytes]) -> None:
+    totals = np.zeros((group.contexts(part), group.symbols(part)), np.int64)
+    classes = _classes(group, part, arrays)
+    for rows, pages in group.pages():
+        symbols = _read_codes(group, part, arrays, rows, pages)
+        for token, contexts in zip(symbols, _contexts_of(group, part, symbols, classes), strict=True):
+            cells = contexts.astype(np.int64) * totals.shape[1] + token.ravel()
+            totals += np.bincount(cells, minlength=totals.size).reshape(totals.shape)
+    tables = FrequencyTables.of_totals(totals)
+    content[f"{group.name}.{part}.classes"] = classes
+    content[f"{group.name}.{part}.frequencies"] = pack_planes(tables.counts)
+    for index, (rows, pages) in enumerate(group.pages()):
+        encoder, symbols = SymbolEncoder(tables), _read_codes(group, part, arrays, rows, pages)
+        for token, contexts in zip(symbols, _contexts_of(group, part, symbols, classes), strict=True):
+            encoder.encode(token.ravel(), contexts)
+        content[f"{group.name}.{part}.{index}"] = encoder.bytes()
+
+
+def _decompress_codes(group: CodeGroup, part: str, get: Callable[[str], Bytes], arrays: Mapping[str, Array]) -> None:
+    layer, kv = group.first, group.first.attributes
+    pack = pack_keys if part == "keys" else pack_values
+    classes = get(f"{group.name}.{part}.classes")
+    channels, sizes = len(group.layers) * kv.kv_heads * layer.head_size, (group.contexts(part), group.symbols(part))
+    counts = unpack_planes(get(f"{group.name}.{part}.frequencies"), np.dtype(np.uint16), sizes)
+    if len(classes) != channels or int(classes.max(initial=0)) * (_NO_CODE + 1) >= sizes[0]:
+        raise ValueError(f"{group.name}.{part}.classes names {len(classes)} channels of {channels}")
+    tables = FrequencyTables(counts)
+    for index, (rows, pages) in enumerate(group.pages()):
+        decoder = SymbolDecoder(tables, get(f"{group.name}.{part}.{index}"))
+        symbols = np.empty((kv.page, len(rows), channels), np.uint8)
+        before = None
+        for token in symbols:
+            token[:] = decoder.decode(_contexts(group, part, before, classes, len(rows))).reshape(token.shape)
+            before = token
+        codes = symbols * np.uint8(group.divisor(part))
+        codes = np.moveaxis(codes.reshape(kv.page, len(rows), len(group.layers), kv.kv_heads, -1), 0, 3)
+        for number, name in enumerate(group.names(part)):
+            arrays[name][rows, :, pages] = pack(codes[:, number], kv.storage)
+
+
+def _classes(group: CodeGroup, part: str, arrays: Mapping[str, Array]) -> Bytes:
+    """Return the class of each channel, uint8 [L H D]: by its mean code, and by how much tokens are as those before."""
+    count, sums = 0, np.zeros((4, len(group.layers) * group.first.attributes.kv_heads * group.first.head_size))
+    for rows, pages in group.pages():
+        symbols = _read_codes(group, part, arrays, rows, pages).astype(np.float32)
+        count += symbols[1:, :, 0].size
+        later, earlier = symbols[1:], symbols[:-1]
+        sums += [
+            numbers.sum(axis=(0, 1), dtype=np.float64) for numbers in (later, later * later, earlier, later * earlier)
+        ]
+    if not count or group.contexts(part) <= _NO_CODE + 1:
+        return np.zeros(sums.shape[1], np.uint8)
+    mean, square, mean_before, product = sums / count
+    correlation = (product - mean * mean_before) / np.maximum(square - mean * mean, 1e-6)
+    return (_quantile(mean, _MEANS) * _CORRELATIONS + _quantile(correlation, _CORRELATIONS)).astype(np.uint8)
+
+
+def _quantile(numbers: Array, parts: int) -> Array:
+    """Return in which of so many equal parts of the numbers each one is."""
+    return np.searchsorted(np.quantile(numbers, np.arange(1, parts) / parts), numbers)
+
+
+def _contexts_of(group: CodeGroup, part: str, symbols: Bytes, classes: Bytes) -> Iterator[npt.NDArray[np.uint16]]:
+    before = None
+    for token in symbols:
+        yield _contexts(group, part, before, classes, len(token))
+        before = token
+
+
+def _contexts(group: CodeGroup, part: str, before: Bytes | None, classes: Bytes, rows: int) -> npt.NDArray[np.uint16]:
+    """Return the contexts of one token of pages, uint16 [n L H D], behind symbols [n, L H D] of the token before."""
+    shift = max(0, (group.symbols(part) - 1).bit_length() - _CONTEXT_BITS)
+    code = np.full((rows, len(classes)), _NO_CODE, np.uint16) if before is None else (before >> shift).astype(np.uint16)
+    contexts: npt.NDArray[np.uint16] = (code + classes.astype(np.uint16) * np.uint16(_NO_CODE + 1)).ravel()
+    return contexts
+
+
+def _split_scales(group: CodeGroup, scales: Singles) -> dict[str, Singles]:
+    """Return the scales of pages, [n, L, H, ...], by what they are of: lows and steps [..., 2, m], factors [..., m]."""
+    size, kv = group.first.head_size, group.first.attributes
+    kinds = {"key_scales": scales[..., : 2 * size].reshape(*scales.shape[:-1], 2, size)}
+    of_tokens = scales[..., 2 * size :]
+    if kv.parts > 1:
+        kinds["value_scales"] = of_tokens[..., : 2 * kv.page].reshape(*scales.shape[:-1], 2, kv.page)
+    if kv.token_factors:
+        kinds["key_factors"] = of_tokens[..., -kv.page :]
+    return kinds
+
+
+def _decompress_scales(
+    group: CodeGroup, index: int, get: Callable[[str], Bytes], arrays: list[Array], rows: Array, pages: Array
+) -> None:
+    scales = np.empty((len(rows), len(arrays), *arrays[0].shape[1:2], *arrays[0].shape[3:]), np.float32)
+    # views of the same memory
+    for kind, numbers in _split_scales(group, scales).items():
+        numbers[...] = _unpack_scales(group, kind, get(f"{group.name}.{kind}.{index}"), numbers.shape)
+    for number, array in enumerate(arrays):
+        array[rows, :, pages] = scales[:, number]
+
+
+def _pack_scales(group: CodeGroup, kind: str, numbers: Singles) -> Bytes:
+    """Return scales as bytes, the first of which says how: as they are, or rounded to 16 bits."""
+    if group.loss == "none":
+        return np.concatenate([np.zeros(1, np.uint8), pack_planes(_with_kinds_apart(kind, numbers))])
+    if kind == "key_factors":
+        return np.concatenate([np.ones(1, np.uint8), pack_planes(numbers.astype(np.float16))])
+    integers = _round_scales(group, kind, numbers)
+    if integers is None:
+        return np.concatenate([np.zeros(1, np.uint8), pack_planes(_with_kinds_apart(kind, numbers))])
+    parts = [pack_planes(numbers) for numbers in integers]
+    return np.concatenate([np.ones(1, np.uint8), np.array([len(parts[0])], "<u4").view(np.uint8), *parts])
+
+
+def _unpack_scales(group: CodeGroup, kind: str, content: Bytes, shape: tuple[int, ...]) -> Singles:
+    is_rounded, content = bool(content[0]), content[1:]
+    if is_rounded and kind == "key_factors":
+        return unpack_planes(content, np.dtype(np.float16), shape).astype(np.float32)
+    if not is_rounded:
+        sizes = shape if kind == "key_factors" else (2, *shape[:-2], shape[-1])
+        numbers = unpack_planes(content, np.dtype(np.float32), sizes)
+        return numbers if kind == "key_factors" else np.moveaxis(numbers, 0, -2)
+    end = 4 + int(content[:4].copy().view("<u4")[0])
+    half = (*shape[:-2], shape[-1])
+    zigzags = [unpack_planes(part, np.dtype(np.uint16), half) for part in (content[4:end], content[end:])]
+    exponents, middles = _sum_deltas(kind, *map(_from_zigzag, zigzags))
+    step = np.exp2(exponents / _OCTAVE)
+    low = step * (middles / _STEP - (group.first.attributes.levels or 0) / 2)
+    return np.stack([low, step], axis=-2).astype(np.float32)
+
+
+def _with_kinds_apart(kind: str, numbers: Singles) -> Singles:
+    """Let all lows stand before all steps, whose bytes have other frequencies."""
+    return numbers if kind == "key_factors" else np.moveaxis(numbers, -2, 0)
+
+
+def _round_scales(group: CodeGroup, kind: str, numbers: Singles) -> tuple[Array, Array] | None:
+    """Return steps and middles as zigzag numbers, uint16; ``None`` where a set is flat, not finite, or far from 0."""
+    low, step = np.moveaxis(numbers, -2, 0).astype(np.float64)
+    if not (np.isfinite(low).all() and (step > 0).all() and np.isfinite(step).all()):
+        return None
+    exponents = np.rint(np.log2(step) * _OCTAVE)
+    middles = np.rint((low + step * (group.first.attributes.levels or 0) / 2) / np.exp2(exponents / _OCTAVE) * _STEP)
+    if np.abs(middles).max() > np.iinfo(np.int16).max // 2:
+        return None
+    # the scales of a channel are near those of the page before, the steps of values near those of the token before
+    axis = 0 if kind == "key_scales" else -1
+    exponents = np.diff(exponents, axis=axis, prepend=0)
+    if kind == "key_scales":
+        middles = np.diff(middles, axis=axis, prepend=0)
+    return _to_zigzag(exponents.astype(np.int32)), _to_zigzag(middles.astype(np.int32))
+
+
+def _sum_deltas(kind: str, exponents: Array, middles: Array) -> tuple[Array, Array]:
+    if kind == "key_scales":
+        return exponents.cumsum(axis=0), middles.cumsum(axis=0)
+    return exponents.cumsum(axis=-1), middles
+
+
+def _to_zigzag(numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.uint16]:
+    """Return 0, -1, 1, -2 ... as 0, 1, 2, 3 ...: numbers near 0, of either sign, have an upper byte of 0."""
+    return (numbers << 1 ^ numbers >> 31).astype(np.uint16)
+
+
+def _from_zigzag(numbers: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
+    wide = numbers.astype(np.int32)
+    return (wide >> 1 ^ -(wide & 1)).astype(np.float64)

@@ -1,0 +1,123 @@
+"""Pages of every storage of codes come back: to the bit, or within what a loss allows."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from graphopt.analysis.structure.paged_caches import PagedLayer
+from graphopt.errors import InputError
+from graphopt.inference.states.compression import Loss, compress, decompress
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, unpack_values
+
+Array = npt.NDArray[Any]
+SIZE, PAGES, TOKENS = 32, 12, np.array([6 * 32 + 5, 11 * 32, 1])
+"""Pages in use: 7, 11 and 1, of which the first and the two newest are floats."""
+
+IN_CODES = ((0, range(1, 5)), (1, range(1, 9)), (2, range(0)))
+
+
+def layer_with(number: int, storage: str, **attributes: Any) -> PagedLayer:
+    kv = KVAttributes(2, 1.0, page=32, storage=storage, sink_pages=1, recent_pages=1, **attributes)
+    return PagedLayer(number, SIZE, kv)
+
+
+def filled(layers: tuple[PagedLayer, ...]) -> dict[str, Array]:
+    """Return states of pages whose codes follow one another slowly, in channels with levels of their own."""
+    random, states = np.random.default_rng(len(layers)), {}
+    for layer in layers:
+        tensors = layer.states(3, PAGES)
+        for name, tensor in tensors.items():
+            states[layer.port(name)] = random.normal(size=tensor.shape).astype(tensor.dtype)
+        levels = layer.attributes.levels or 0
+        steps = random.normal(size=(3, 2, PAGES, 32, SIZE)).cumsum(axis=3) * levels / 15
+        codes = np.clip(levels / 2 + random.normal(size=SIZE) * levels / 8 + steps, 0, levels).astype(np.uint8)
+        storage = layer.attributes.storage
+        states[layer.port("keys")] = pack_keys(codes, storage)
+        if layer.attributes.parts > 1:
+            states[layer.port("values")] = pack_values(codes[..., ::-1], storage)
+        scales = states[layer.port("scales")]
+        scales[..., SIZE : 2 * SIZE] = np.exp(random.normal(size=(*scales.shape[:-1], SIZE)))
+        scales[..., 2 * SIZE + 32 :] = np.exp(random.normal(size=scales[..., 2 * SIZE + 32 :].shape))
+    return states
+
+
+def through(states: dict[str, Array], layers: tuple[PagedLayer, ...], loss: str) -> tuple[dict[str, Array], int]:
+    content, description = compress(states, layers, TOKENS, cast("Loss", loss))
+    return decompress(content.__getitem__, description, TOKENS, {}), sum(len(each) for each in content.values())
+
+
+def pages_of(array: Array) -> Array:
+    """Return the pages that are read as codes, [pages, KV heads, ...]."""
+    return np.concatenate([array[row, :, list(pages)] for row, pages in IN_CODES if len(pages)])
+
+
+@pytest.mark.parametrize("storage", ["int8", "int6", "int4", "int3", "int2"])
+@pytest.mark.parametrize("attributes", [{}, {"token_factors": 1}, {"value_size": 16}])
+def test_pages_of_codes_come_back(storage: str, attributes: dict[str, int]) -> None:
+    layers = (layer_with(0, storage, **attributes), layer_with(3, storage, **attributes))
+    states = filled(layers)
+    found, size = through(states, layers, "none")
+    assert list(found) == list(states)
+    for name, array in states.items():
+        assert found[name].dtype == array.dtype
+        same = (lambda each: each) if name.endswith("recent") else pages_of
+        assert same(found[name]).tobytes() == same(array).tobytes()
+    # pages that are read as floats, or not at all, are left out
+    assert size < sum(array.nbytes for name, array in states.items() if name.endswith("recent")) + sum(
+        pages_of(array).nbytes for name, array in states.items() if not name.endswith("recent")
+    )
+    # a code of four bits behind one that is near it
+    codes = sum(pages_of(states[layer.port("keys")]).nbytes for layer in layers)
+    content, _ = compress(states, layers, TOKENS, "none")
+    if storage == "int4":
+        assert len(content["codes.0.keys.0"]) < 0.8 * codes
+
+
+@pytest.mark.parametrize("storage", ["int6", "int4", "int3"])
+def test_what_is_lost_is_within_its_bounds(storage: str) -> None:
+    layers = (layer_with(0, storage, token_factors=1), layer_with(1, "float16"))
+    states, levels = filled(layers[:1]), layers[0].attributes.levels or 0
+    states |= {layers[1].port(name): np.ones(each.shape, each.dtype) for name, each in layers[1].states(3, 4).items()}
+    names = [layers[0].port(name) for name in ("keys", "values", "scales")]
+    for loss in ("scales", "values"):
+        found, _ = through(states, layers, loss)
+        before, after = ([pages_of(each[name]) for name in names] for each in (states, found))
+        assert np.array_equal(before[0], after[0])
+        codes = [unpack_values(each[1], 32, SIZE, storage).astype(int) for each in (before, after)]
+        # the nearest multiple of 3 that is a code
+        expected = np.minimum((codes[0] + 1) // 3 * 3, levels // 3 * 3) if loss == "values" else codes[0]
+        assert np.array_equal(codes[1], expected)
+        for first, second in ((0, SIZE), (2 * SIZE, 2 * SIZE + 32)):
+            low, step = (slice(first, second), slice(second, 2 * second - first))
+            ends = [[each[2][..., low], each[2][..., low] + levels * each[2][..., step]] for each in (before, after)]
+            # half an 8th of a step, and half a 32nd of an octave at the ends; twice the former is room for float32
+            bound = (1 / 16 + (2 ** (1 / 64) - 1) * levels / 2) * before[2][..., step] * 1.1
+            assert all((np.abs(new - old) <= bound).all() for old, new in zip(*ends, strict=True))
+        factors = [each[2][..., 2 * SIZE + 64 :] for each in (before, after)]
+        assert np.allclose(*factors, rtol=2**-11)
+        recent = layers[0].port("recent")
+        assert np.allclose(found[recent], states[recent], rtol=2**-10, atol=1e-6)
+        assert found[layers[1].port("keys")].dtype == np.float16
+
+
+def test_scales_that_have_no_size_and_floats_out_of_range_stay_as_they_are() -> None:
+    layers = (layer_with(0, "int4"),)
+    states = filled(layers)
+    scales, recent = states[layers[0].port("scales")], states[layers[0].port("recent")]
+    scales[1, 0, 3, SIZE] = 0  # a channel with one number throughout
+    scales[1, 0, 4, 2 * SIZE + 1] = np.nan  # a value with a number that is not finite
+    recent[0, 0, 0, 0] = 1e6
+    found, _ = through(states, layers, "values")
+    for name, array in ((layers[0].port("scales"), scales), (layers[0].port("recent"), recent)):
+        same = (lambda each: each) if array is recent else pages_of
+        assert same(found[name]).tobytes() == same(array).tobytes()
+
+
+def test_a_loss_that_there_is_not_is_refused() -> None:
+    with pytest.raises(InputError, match="the loss 'all': give one of none, scales, values"):
+        through({}, (), "all")

@@ -1,0 +1,118 @@
+"""Measure files of prompts: their bytes, the time to load them beside reading, and what `--loss` costs.
+
+    python tools/bench/prompt_cache.py                       # SmolLM2, 7936 tokens; `make real` fetches it
+    python tools/bench/prompt_cache.py --tokens 2048 --recipe kv4
+
+The text is Python's documentation of its language. A prompt is read once and saved with each loss; each file is loaded,
+and the next 256 tokens are fed behind it, 16 at a time: KL of them in nats beside those behind the states that were
+never saved. Bytes are given beside those of the states in memory; those of pages and their scales alone, without pages
+that are still floats, beside the same in memory. `zstandard` compresses the states as they lie in memory. Seconds are
+those of processors, with one thread, as others may use the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, get_args
+
+import numpy as np
+import numpy.typing as npt
+import typer
+import zstandard
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import graphopt
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.states.compression import Loss
+from tools.bench.parts.machine import describe
+from tools.bench.parts.options import JsonFile, token_count
+from tools.studies.cache_quality import python_documentation
+from tools.studies.real.models import fetch
+
+NEXT, PIECE = 256, 16
+
+Logs = npt.NDArray[np.float64]
+
+
+def logs_behind(decoder: Decoder, ids: npt.NDArray[np.int64]) -> Logs:
+    """Feed tokens [n], some at a time; return logarithms of probabilities behind them, [n, vocabulary]."""
+    logits = [np.array(decoder.step(ids[None, at : at + PIECE])[0], np.float64) for at in range(0, len(ids), PIECE)]
+    scores = np.concatenate(logits)
+    scores -= scores.max(axis=1, keepdims=True)
+    logs: Logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    return logs
+
+
+def main(
+    model: Annotated[Path | None, typer.Argument(help="an artifact; SmolLM2 is made by default")] = None,
+    recipe: Annotated[str, typer.Option(help="of SmolLM2, a preset or a file")] = "rotate-kv4",
+    tokens: Annotated[str, typer.Option(help="of the prompt")] = "7936",
+    json_file: JsonFile = None,
+) -> None:
+    """Read the prompt, save and load it with each loss, print a row for each."""
+    count = token_count(tokens)
+    head = ("file", "bytes", "of states", "of pages", "saving", "loading", "of reading", "KL, mean", "KL, 99%")
+    table, rows = Table(*head), []
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / "prompt.cache"
+        if model is None:
+            model = Path(temporary) / "model"
+            graphopt.export(fetch("smollm2"), Path(temporary) / "float32")
+            graphopt.optimize(Path(temporary) / "float32", recipe, model, run=False)
+        session = graphopt.load(model, threads=1)
+        ids = np.array(session.encode(python_documentation()), np.int64)
+        decoder, began = Decoder(session, 1, room=count + NEXT), time.process_time()
+        for _ in decoder.feed(ids[None, :count]):
+            pass
+        reading = time.process_time() - began
+        states = decoder.states.save(decoder.tokens).arrays
+        in_floats = {name for name in states if name.endswith(".recent")}
+        whole = sum(array.nbytes for array in states.values())
+        pages = whole - sum(states[name].nbytes for name in in_floats)
+        zstd: int = sum(len(zstandard.compress(array.tobytes(), 3)) for array in states.values())
+        expected = logs_behind(decoder.fork([0]), ids[count : count + NEXT])
+        for loss in get_args(Loss):
+            began = time.process_time()
+            decoder.save(file, loss=loss)
+            saving, began = time.process_time() - began, time.process_time()
+            restored = Decoder.restore(session, file)
+            loading = time.process_time() - began
+            found = logs_behind(restored, ids[count : count + NEXT])
+            kl = (np.exp(expected) * (expected - found)).sum(axis=1)
+            with safe_open(file, framework="numpy") as reader:
+                floats = sum(reader.get_tensor(name).nbytes for name in in_floats)
+            size = file.stat().st_size
+            row = {
+                "loss": loss,
+                "bytes": size,
+                "of_states": size / whole,
+                "of_pages": (size - floats) / pages,
+                "saving": saving,
+                "loading": loading,
+                "reading": reading,
+                "kl": float(kl.mean()),
+                "kl_99": float(np.quantile(kl, 0.99)),
+            }
+            rows.append(row)
+            shares = (f"{row['of_states']:.3f}", f"{row['of_pages']:.3f}")
+            times = (f"{saving:.1f} s", f"{loading:.1f} s", f"{loading / reading:.3f}")
+            table.add_row(loss, f"{size:,}", *shares, *times, f"{row['kl']:.5f}", f"{row['kl_99']:.4f}")
+    console = Console(width=120)
+    console.print(f"{describe()}; {count} tokens, read in {reading:.1f} s of a processor; states {whole:,} bytes")
+    console.print(table)
+    console.print(f"zstandard, level 3, of the states as they lie: {zstd:,} bytes, {zstd / whole:.3f}")
+    if json_file is not None:
+        content = {"machine": describe(), "tokens": count, "states": whole, "zstandard": zstd, "rows": rows}
+        json_file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
