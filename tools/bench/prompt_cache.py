@@ -4,7 +4,7 @@
     python tools/bench/prompt_cache.py --tokens 2048 --recipe kv4
 
 The text is Python's documentation of its language. A prompt is read once and saved with each loss; each file is loaded,
-and the next 256 tokens are fed behind it, 16 at a time: KL of them in nats beside those behind the states that were
+and the next 256 tokens (`--next`) are fed behind it, 16 at a time: KL in nats beside those behind states that were
 never saved. Bytes are given beside those of the states in memory; those of pages and their scales alone, without pages
 that are still floats, beside the same in memory. `zstandard` compresses the states as they lie in memory. Seconds are
 those of processors, with one thread, as others may use the machine.
@@ -37,7 +37,7 @@ from tools.bench.parts.options import JsonFile, token_count
 from tools.studies.cache_quality import python_documentation
 from tools.studies.real.models import fetch
 
-NEXT, PIECE = 256, 16
+PIECE = 16
 
 Logs = npt.NDArray[np.float64]
 
@@ -55,6 +55,7 @@ def main(
     model: Annotated[Path | None, typer.Argument(help="an artifact; SmolLM2 is made by default")] = None,
     recipe: Annotated[str, typer.Option(help="of SmolLM2, a preset or a file")] = "rotate-kv4",
     tokens: Annotated[str, typer.Option(help="of the prompt")] = "7936",
+    following: Annotated[int, typer.Option("--next", min=1, help="tokens behind it that are compared")] = 256,
     json_file: JsonFile = None,
 ) -> None:
     """Read the prompt, save and load it with each loss, print a row for each."""
@@ -69,7 +70,7 @@ def main(
             graphopt.optimize(Path(temporary) / "float32", recipe, model, run=False)
         session = graphopt.load(model, threads=1)
         ids = np.array(session.encode(python_documentation()), np.int64)
-        decoder, began = Decoder(session, 1, room=count + NEXT), time.process_time()
+        decoder, began = Decoder(session, 1, room=count + following), time.process_time()
         for _ in decoder.feed(ids[None, :count]):
             pass
         reading = time.process_time() - began
@@ -78,14 +79,14 @@ def main(
         whole = sum(array.nbytes for array in states.values())
         pages = whole - sum(states[name].nbytes for name in in_floats)
         zstd: int = sum(len(zstandard.compress(array.tobytes(), 3)) for array in states.values())
-        expected = logs_behind(decoder.fork([0]), ids[count : count + NEXT])
+        expected = logs_behind(decoder.fork([0]), ids[count : count + following])
         for loss in get_args(Loss):
             began = time.process_time()
             decoder.save(file, loss=loss)
             saving, began = time.process_time() - began, time.process_time()
             restored = Decoder.restore(session, file)
             loading = time.process_time() - began
-            found = logs_behind(restored, ids[count : count + NEXT])
+            found = logs_behind(restored, ids[count : count + following])
             kl = (np.exp(expected) * (expected - found)).sum(axis=1)
             with safe_open(file, framework="numpy") as reader:
                 floats = sum(reader.get_tensor(name).nbytes for name in in_floats)
