@@ -28,8 +28,8 @@ class Chunks {
       return first;
     };
     pairs_ = take(2 * kChunk * kChunk), between_ = take(kChunk * kChunk);
-    u_ = take(kChunk * kTileLines * kColumns), written_u_ = take(kChunk * kTileLines * kColumns);
-    values_ = take(kChunk * Vp_);
+    u_ = take(kChunk * kTileLines * kColumns), written_u_ = take(kChunk * Vp_);
+    values_ = take(kChunk * Vp_), read_ = take(kTurned * Vp_);
     betas_ = take(kChunk), prefixes_ = take(kChunk), suffixes_ = take(kChunk);
     whole_ = take(Kp_), turned_ = written_ = take(kTurned * Kp_), panels_ = take(Vp_ * K_);
     numbers_ = left_ = take(kTurned * Kp_);
@@ -79,12 +79,16 @@ class Chunks {
     // tokens that fill up the last rows of the solution
     fill(u_, kChunk * kTileLines * kColumns, 0), fill(betas_ + count_, kChunk - count_, 0);
     fill(pairs_ + count_ * kChunk, (kChunk - count_) * kChunk, 0);
-    size_t v = 0;
-    for (; v + kTileLines * kColumns <= V_; v += kTileLines * kColumns) run_panel<kTileLines>(v);
-    for (; v < V_; v += kColumns) run_panel<1>(v);
+    if (is_first_ && is_last_ && V_ == Vp_) {
+      read_state();
+      by_panels([&](auto lines, size_t v) { run_panel<decltype(lines)::value, true>(v); });
+      write_state();
+    } else {
+      by_panels([&](auto lines, size_t v) { run_panel<decltype(lines)::value, false>(v); });
+    }
     for (size_t i = 0; i < count_; ++i) {
       float* const output = call_.output + (tokens_[i] * call_.heads + head_) * V_;
-      for (v = 0; v < V_; v += kColumns) store_some(output + v, load_line<Floats>(values_ + i * Vp_ + v), V_ - v);
+      for (size_t v = 0; v < V_; v += kColumns) store_some(output + v, load_line<Floats>(values_ + i * Vp_ + v), V_ - v);
     }
   }
 
@@ -165,8 +169,10 @@ class Chunks {
     const auto relate = [&](size_t of, bool is_key, float* pairs) {
       by_tiles(count_, [&](auto size, size_t first) __attribute__((always_inline)) {
         Floats sums[size][1];
-        for_lines(sums, first, [&](size_t i, size_t, size_t) __attribute__((always_inline)) { sums[i][0] = all_lanes(0.f); });
-        add_product<1, kTurned, kTurned>(turned_ + of + first, turned_, K_, sums);
+        for_lines(sums, first, [&](size_t i, size_t, size_t) __attribute__((always_inline)) {
+          sums[i][0] = all_lanes(0.f);
+        });
+        add_product(turned_ + of + first, 1, kTurned, turned_, kTurned, K_, sums);
         for_lines(sums, first, [&](size_t i, size_t row, size_t) __attribute__((always_inline)) {
           store_pairs(pairs, row, sums[i][0] * load_line<Floats>(between_ + row * kChunk), is_key);
         });
@@ -194,7 +200,8 @@ class Chunks {
       for (size_t j = i + 1; j-- > 0;) {
         Floats a = all_lanes(0.f), b = a;
         for (size_t k = 0; k < Kp_; k += kColumns) {
-          const Floats other = load_line<Floats>(numbers_ + j * Kp_ + k), factor = load_line<Floats>(factors_ + j * Kp_ + k);
+          const Floats other = load_line<Floats>(numbers_ + j * Kp_ + k);
+          const Floats factor = load_line<Floats>(factors_ + j * Kp_ + k);
           const Floats of_a = load_line<Floats>(now + k), of_b = load_line<Floats>(of_query + k);
           a = fused(of_a, other, a), b = fused(of_b, other, b);
           store_line(now + k, of_a * factor), store_line(of_query + k, of_b * factor);
@@ -206,18 +213,72 @@ class Chunks {
     }
   }
 
+  // Calls run(lines as a type, first column) for each panel.
+  template <typename Run>
+  GRAPHOPT_FORCE_INLINE void by_panels(const Run& run) const {
+    size_t v = 0;
+    constexpr size_t kWidth = kTileLines * kColumns;
+    for (; v + kWidth <= V_; v += kWidth) run(std::integral_constant<size_t, kTileLines>(), v);
+    for (; v < V_; v += kColumns) run(std::integral_constant<size_t, 1>(), v);
+  }
+
+  // Where a chunk is the whole call, its state is read and written once, row after row as memory brings it, and not packed.
+  // read_: keys and queries times the state, made of some rows of it after the other.
+  void read_state() {
+    constexpr size_t kDepth = 32;
+    const bool is_last = row_ + 1 == call_.rows && head_ + 1 == call_.heads;
+    if (!is_last) ahead_ = {before_ + K_ * V_, state_ + K_ * V_, kColumns, K_ * V_ / kColumns};
+    const size_t skipped = call_.delta ? 0 : count_;
+    for (size_t k = 0; k < K_; k += kDepth) {
+      by_panels([&](auto lines, size_t v) __attribute__((always_inline)) {
+        by_tiles(2 * count_ - skipped, [&](auto size, size_t first) __attribute__((always_inline)) {
+          ahead_.fetch();
+          const auto at = [&](size_t row, size_t j) __attribute__((always_inline)) {
+            return read_ + (skipped + row) * V_ + v + j * kColumns;
+          };
+          Floats sums[decltype(size)::value][decltype(lines)::value];
+          for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
+            sums[i][j] = k ? load_line<Floats>(at(row, j)) : all_lanes(0.f);
+          });
+          const size_t depth = K_ - k < kDepth ? K_ - k : kDepth;
+          add_product(turned_ + k * kTurned + skipped + first, 1, kTurned, before_ + k * V_ + v, V_, depth, sums);
+          for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
+            store_line(at(row, j), sums[i][j]);
+          });
+        });
+      });
+    }
+  }
+
+  void write_state() {
+    by_tiles(K_, [&](auto size, size_t first) __attribute__((always_inline)) {
+      by_panels([&](auto lines, size_t v) __attribute__((always_inline)) {
+        ahead_.fetch();
+        Floats sums[decltype(size)::value][decltype(lines)::value];
+        for_lines(sums, first, [&](size_t i, size_t k, size_t j) __attribute__((always_inline)) {
+          sums[i][j] = load_line<Floats>(before_ + k * V_ + v + j * kColumns) * whole_[k];
+        });
+        add_product(written_ + first * kTurned, kTurned, 1, written_u_ + v * kChunk, lines * kColumns, count_, sums);
+        for_lines(sums, first, [&](size_t i, size_t k, size_t j) __attribute__((always_inline)) {
+          store_line(state_ + k * V_ + v + j * kColumns, sums[i][j]);
+        });
+      });
+    });
+  }
+
   // All tokens of the chunk, for the columns from v.
-  template <size_t Lines>
+  template <size_t Lines, bool IsOnly>
   void run_panel(size_t v) {
     constexpr size_t kRow = Lines * kColumns;
-    float* const panel = panels_ + v * K_;
+    float *const panel = panels_ + v * K_, *const written = written_u_ + (IsOnly ? v * kChunk : 0);
     const size_t width = V_ - v;
     const auto of_line = [&](size_t j) { return width - j * kColumns; };  // numbers that are left
-    if (is_first_) {
-      for (size_t k = 0; k < K_; ++k) copy_lines(panel + k * kRow, before_ + k * V_ + v, width < kRow ? width : kRow, 1);
+    if (is_first_ && !IsOnly) {
+      const size_t count = width < kRow ? width : kRow;
+      for (size_t k = 0; k < K_; ++k) copy_lines(panel + k * kRow, before_ + k * V_ + v, count, 1);
     }
     Ahead keys, values;
-    look_ahead<Lines>(v, &keys, &values);
+    if (!IsOnly) look_ahead<Lines>(v, &keys, &values);
     const auto fetch = [&]() __attribute__((always_inline)) {
       keys.fetch(), values.fetch();
     };
@@ -226,16 +287,24 @@ class Chunks {
       by_tiles(count_, [&](auto size, size_t first) __attribute__((always_inline)) {
         fetch();
         Floats sums[size][Lines];
-        for_lines(sums, first, [&](size_t i, size_t, size_t j) __attribute__((always_inline)) { sums[i][j] = all_lanes(0.f); });
-        add_product<1, kTurned, kRow>(turned_ + of + first, panel, K_, sums);
-        for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) { sums[i][j] = sums[i][j] * prefixes_[row]; });
+        for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
+          sums[i][j] = IsOnly ? load_line<Floats>(read_ + (of + row) * V_ + v + j * kColumns) : all_lanes(0.f);
+        });
+        if (!IsOnly) add_product(turned_ + of + first, 1, kTurned, panel, kRow, K_, sums);
+        for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
+          sums[i][j] = sums[i][j] * prefixes_[row];
+        });
         end(first, sums);
       });
     };
-    const auto value = [&](size_t i, size_t j) __attribute__((always_inline)) { return values_ + i * Vp_ + v + j * kColumns; };
-    const auto line_of = [&](float* lines, size_t i, size_t j) __attribute__((always_inline)) { return lines + i * kRow + j * kColumns; };
+    const auto value = [&](size_t i, size_t j) __attribute__((always_inline)) {
+      return values_ + i * Vp_ + v + j * kColumns;
+    };
+    const auto line_of = [&](float* lines, size_t i, size_t j) __attribute__((always_inline)) {
+      return lines + i * kRow + j * kColumns;
+    };
     const auto store_u = [&](size_t i, size_t j, const Floats& line) __attribute__((always_inline)) {
-      store_line(line_of(u_, i, j), line), store_line(line_of(written_u_, i, j), line * suffixes_[i]);
+      store_line(line_of(u_, i, j), line), store_line(line_of(written, i, j), line * suffixes_[i]);
     };
     if (call_.delta) {
       multiply_state(0, [&](size_t first, auto& sums) __attribute__((always_inline)) {
@@ -251,9 +320,12 @@ class Chunks {
     }
     multiply_state(count_, [&](size_t first, auto& sums) __attribute__((always_inline)) {
       const size_t end = first + sizeof sums / sizeof sums[0];
-      add_product<kChunk, 1, kRow>(pairs_ + (kChunk + first) * kChunk, u_, end, sums);
-      for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) { store_line(value(row, j), sums[i][j]); });
+      add_product(pairs_ + (kChunk + first) * kChunk, kChunk, 1, u_, kRow, end, sums);
+      for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
+        store_line(value(row, j), sums[i][j]);
+      });
     });
+    if (IsOnly) return;
     const auto write = [&](const auto& begin, const auto& to) __attribute__((always_inline)) {
       by_tiles(K_, [&](auto size, size_t first) __attribute__((always_inline)) {
         begin();
@@ -261,7 +333,7 @@ class Chunks {
         for_lines(sums, first, [&](size_t i, size_t k, size_t j) __attribute__((always_inline)) {
           sums[i][j] = load_line<Floats>(panel + k * kRow + j * kColumns) * whole_[k];
         });
-        add_product<kTurned, 1, kRow>(written_ + first * kTurned, written_u_, count_, sums);
+        add_product(written_ + first * kTurned, kTurned, 1, written, kRow, count_, sums);
         for_lines(sums, first, [&](size_t i, size_t k, size_t j) __attribute__((always_inline)) {
           to(k, j, sums[i][j]);
         });
@@ -278,8 +350,8 @@ class Chunks {
     }
   }
 
-  // What memory may bring while a panel is computed: the same part of the tokens of the next chunk, or of the states of the
-  // next head.
+  // What memory may bring while a panel is computed: the same part of the tokens of the next chunk, or of the states of
+  // the next head.
   template <size_t Lines>
   void look_ahead(size_t v, Ahead* keys, Ahead* values) const {
     if (is_last_) {
@@ -290,7 +362,8 @@ class Chunks {
     }
     const size_t token = tokens_[count_ - 1] + 1, last = row_ * call_.tokens + call_.tokens;
     const size_t count = last - token < kChunk ? last - token : kChunk;
-    const size_t of_key = (token * call_.key_heads + key_head_) * K_ + v, of_value = (token * call_.heads + head_) * V_ + v;
+    const size_t of_key = (token * call_.key_heads + key_head_) * K_ + v;
+    const size_t of_value = (token * call_.heads + head_) * V_ + v;
     if (v < K_) *keys = {call_.key + of_key, call_.query + of_key, call_.key_heads * K_, count};
     *values = {call_.value + of_value, call_.output + of_value, call_.heads * V_, count};
   }
@@ -301,7 +374,8 @@ class Chunks {
   float *pairs_, *between_, *u_, *written_u_, *values_, *betas_, *prefixes_, *suffixes_, *whole_;
   float *numbers_, *left_, *suffixed_, *factors_, *line_;  // token by token
   float *turned_, *written_;                               // left_ and suffixed_, channel by channel
-  float* panels_;                                          // the state between chunks
+  float *panels_, *read_;                                  // the state between chunks; what one chunk alone reads of it
+  Ahead ahead_;                                            // of one chunk alone
   const float* before_;                                    // the state before the call
   float* state_;                                           // where it has to be after it
   size_t tokens_[kChunk], count_ = 0;                      // of the chunk

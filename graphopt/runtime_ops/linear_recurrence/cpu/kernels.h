@@ -39,7 +39,7 @@ inline size_t recurrence_scratch(const Recurrence& call) {
   if (call.tokens <= kFewTokens) return K;
   // keys and queries by token and by channel; the state; pairs of tokens; what is written and read of a panel
   const size_t apart = call.decays > 1 ? t * K * 6 + 2 * K : 0;  // the same times factors, and the factors
-  return t * K * 4 + K + V * (call.channels + t) + 3 * t * t + 4 * t * kRecurrenceLine + 3 * t + apart;
+  return t * K * 4 + K + V * (call.channels + 4 * t) + 3 * t * t + 2 * t * kRecurrenceLine + 3 * t + apart;
 }
 
 struct RecurrenceKernels {

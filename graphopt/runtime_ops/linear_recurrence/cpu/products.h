@@ -26,21 +26,23 @@ struct Ahead {
   }
 };
 
-// sums += A B for a tile of A's rows. Distances of A's rows, of its columns and of B's rows are known to the compiler.
-template <size_t ARow, size_t AColumn, size_t BRow, size_t Rows, size_t Lines>
-GRAPHOPT_FORCE_INLINE void add_product(const float* a, const float* b, size_t depth, Floats (&sums)[Rows][Lines]) {
+// sums += A B for a tile of A's rows, whose rows and columns are so far apart, as are rows of B: most often numbers that
+// the compiler knows.
+template <size_t Rows, size_t Lines>
+GRAPHOPT_FORCE_INLINE void add_product(const float* a, size_t a_row, size_t a_column, const float* b, size_t b_row,
+                                       size_t depth, Floats (&sums)[Rows][Lines]) {
   const auto add = [&](size_t k) __attribute__((always_inline)) {
     Floats lines[Lines];
 #pragma GCC unroll 4
-    for (size_t j = 0; j < Lines; ++j) lines[j] = load_line<Floats>(b + k * BRow + j * kColumns);
+    for (size_t j = 0; j < Lines; ++j) lines[j] = load_line<Floats>(b + k * b_row + j * kColumns);
 #pragma GCC unroll 8
     for (size_t i = 0; i < Rows; ++i) {
-      const Floats factor = all_lanes(a[i * ARow + k * AColumn]);
+      const Floats factor = all_lanes(a[i * a_row + k * a_column]);
 #pragma GCC unroll 4
       for (size_t j = 0; j < Lines; ++j) sums[i][j] = fused(factor, lines[j], sums[i][j]);
     }
   };
-  for (; depth >= 4; depth -= 4, a += 4 * AColumn, b += 4 * BRow) {
+  for (; depth >= 4; depth -= 4, a += 4 * a_column, b += 4 * b_row) {
 #pragma GCC unroll 4
     for (size_t k = 0; k < 4; ++k) add(k);
   }
@@ -78,8 +80,8 @@ GRAPHOPT_FORCE_INLINE void for_lines(const Floats (&)[Rows][Lines], size_t first
   }
 }
 
-// U := U + L U row by row, each of them stored by store(row, line, numbers), where L [rows, rows] has numbers below its diagonal alone: what (1 - L)^-1 does to U. Rows are
-// a multiple of 8, those of L a line.
+// U := U + L U row by row, where L [rows, rows] has numbers below its diagonal alone: what (1 - L)^-1 does to U. Rows are a
+// multiple of 8, those of L a line. store(row, line, numbers) stores a line of U, where it lies and where else it has to be.
 template <size_t Lines, typename Store>
 GRAPHOPT_FORCE_INLINE void solve(const float* lower, float* u, size_t rows, const Store& store) {
   constexpr size_t kRows = kParts == 1 ? 8 : 4, kRow = Lines * kColumns;
@@ -89,7 +91,7 @@ GRAPHOPT_FORCE_INLINE void solve(const float* lower, float* u, size_t rows, cons
     for_lines(x, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
       x[i][j] = load_line<Floats>(u + row * kRow + j * kColumns);
     });
-    add_product<kColumns, 1, kRow>(of_block, u, first, x);
+    add_product(of_block, kColumns, 1, u, kRow, first, x);
 #pragma GCC unroll 8
     for (size_t i = 1; i < kRows; ++i) {
 #pragma GCC unroll 8
