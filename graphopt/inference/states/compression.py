@@ -6,9 +6,9 @@ Here pages are codes already, whose deltas have as many levels again, so the cod
 
     code of a token and channel  ~  frequencies of (class of the channel, code of the token before in that channel)
 
-Channels with a similar mean code and a similar correlation of neighbouring tokens are one class: 32 classes need a
-hundredth of the tables that channels would, and come to within 0.01 bits of them. The first token of a page has no
-token before it, so that pages are read in groups that know nothing of one another.
+Channels with a similar mean code and a similar correlation of neighbouring tokens are one class, so that
+there are 32 times 17 tables for a file and not that many for each channel. The first token of a page has no token
+before it: pages are read in groups that know nothing of one another.
 
 Three levels say what may be lost (:data:`Loss`):
 
