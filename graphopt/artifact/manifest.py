@@ -30,7 +30,7 @@ def _known_task(name: str) -> str:
 class Source(BaseModel):
     """Where the model came from."""
 
-    kind: Literal["transformers", "gguf", "onnx"]
+    kind: Literal["transformers", "diffusers", "gguf", "onnx"]
     name: str
 
 

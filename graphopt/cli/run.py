@@ -114,7 +114,10 @@ def run(
     ] = None,
     inputs: Inputs = None,
     save: Annotated[
-        Path | None, typer.Option("--save", help="of a model that reads no text: an .npz file for its outputs")
+        Path | None,
+        typer.Option(
+            "--save", help="of a model that reads no text: an .npz file for its outputs; of a denoiser also an image"
+        ),
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="tell what drafts did")] = False,
     threads: Threads = 0,
@@ -126,6 +129,8 @@ def run(
     An encoder-decoder reads each prompt, or each recording, and its text is printed. Of a model of images or recordings
     its classes, boxes, shares of pixels, text or cosines are. A vision-language model answers each prompt about all
     images.
+
+    Of a denoiser the sample is printed that a scheduler's loop makes of noise from --seed; --save writes it.
 
     Of a graph that reads no text, its outputs for --inputs, or for random inputs, are printed, and written by --save.
 
@@ -155,9 +160,11 @@ def run(
     if not task.generates:
         decoding = (max_new_tokens, temperature, top_k, top_p, logprobs, speculate, cache, keep)
         options = (*decoding, stop or None, json_schema, regex)
-        if chat or seed or any(option is not None for option in options):
+        if chat or (seed and not task.takes_seed) or any(option is not None for option in options):
             remedy = f"leave out the options of generating: {_GENERATION}"
             raise InputError(f"{task.noun} generates nothing", file=folder, remedy=remedy)
+        if task.takes_seed and inputs is None:
+            return _print_sample(task, model, seed, save, as_json)
         if not task.reads_text and (inputs is not None or task.reads == "arrays"):
             return _print_outputs(task, model, save, as_json)
         if save is not None:
@@ -218,6 +225,13 @@ def _print_about_images(
 
     with_images = vision_language_of(model, threads=threads, device=device)
     return print_image_texts(with_images, prompts, images, settings, as_json=as_json)
+
+
+def _print_sample(task: Any, model: Any, seed: int, save: Path | None, as_json: bool) -> None:
+    """Print the sample that a denoiser makes of noise."""
+    from graphopt.cli.denoisers import print_sample
+
+    return print_sample(model, task.samples, seed, save, as_json)
 
 
 def _print_outputs(task: Any, model: Any, save: Path | None, as_json: bool) -> None:

@@ -19,7 +19,9 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Rule
 from graphopt.models.agreement import MAIN, NOT_REQUESTED, check_agreement, not_covered
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
+from graphopt.models.denoisers import denoiser_folder
 from graphopt.tasks import TASKS, task_of
+from graphopt.tasks.denoiser import DENOISER
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -96,6 +98,8 @@ def export(
             result = import_artifact(_from_onnx(Path(source), str(model)), on_stage)
         elif str(source).endswith(".gguf"):
             result = _from_gguf(str(source), Path(temporary), _Options(run, weights, on_stage))
+        elif (folder := denoiser_folder(source)) is not None:
+            result = _from_diffusers(folder, str(model), _Options(run, weights, on_stage))
         else:
             _check_exists(source)
             result = _from_transformers(str(source), str(model), Path(temporary), _Options(run, weights, on_stage))
@@ -159,6 +163,31 @@ def _from_transformers(source: str, name: str, temporary: Path, options: _Option
     companions, notes = _companions(source, checkpoint.model, temporary)
     facts_from = Path(source) if Path(source).is_dir() else temporary
     return _trace_checkpoint(checkpoint, Source(kind="transformers", name=name), facts_from, companions, notes, options)
+
+
+def _from_diffusers(folder: Path, name: str, options: _Options) -> Artifact:
+    from graphopt.models.denoisers import load_denoiser, trace_denoiser
+
+    if not options.weights:
+        raise InputError("a denoiser is not exported without weights", file=folder)
+    options.say("loading the model")
+    model = load_denoiser(folder)
+    options.say("tracing it into one ONNX graph")
+    program = trace_denoiser(model, folder)
+    if options.run:
+        options.say("running it against diffusers")
+        check = check_agreement(lambda: model, {MAIN: program})
+    else:
+        check = not_covered(NOT_REQUESTED())
+    manifest = Manifest(
+        source=Source(kind="diffusers", name=name),
+        task=DENOISER.name,
+        model=facts_of(folder, DENOISER.name),
+        checks=[check],
+        weights=weight_totals(program),
+        versions=installed_versions("torch", "transformers", "diffusers"),
+    )
+    return Artifact(program, manifest, {"config.json": folder / "config.json"})
 
 
 def _from_gguf(source: str, temporary: Path, options: _Options) -> Artifact:

@@ -112,6 +112,8 @@ class Task(abc.ABC):
         framework_names: what transformers calls outputs that have another name in the graph, by that name.
         reads: what ``graphopt run`` gives it: texts, images, recordings, or arrays of numbers.
         takes: what ``graphopt run`` may give it, where that is not :attr:`reads` alone.
+        takes_seed: whether ``graphopt run`` begins at noise of a seed, of a model that generates no text.
+        varying_ranges: inputs whose numbers have another range from call to call, so that fixed codes would not suit.
         unrolls: whether a model may be traced by a few of its layers, see :mod:`graphopt.models.unrolling`.
         dimensions: of inputs that are no tokens, masks or caches, the names of their dimensions, by the name of each.
         files: the files of a checkpoint that an artifact carries along beside those that all do, where they exist.
@@ -130,6 +132,8 @@ class Task(abc.ABC):
     framework_names: ClassVar[Mapping[str, str]] = {}
     reads: ClassVar[Literal["texts", "images", "recordings", "arrays"]] = "texts"
     takes: ClassVar[tuple[str, ...]] = ()
+    takes_seed: ClassVar[bool] = False
+    varying_ranges: ClassVar[tuple[str, ...]] = ()
     unrolls: ClassVar[bool] = True
     dimensions: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     files: ClassVar[tuple[str, ...]] = ()

@@ -56,6 +56,9 @@ FLOATS_IN_BRANCHES = Rule(
     "{nodes} convolutions in branches read floats, since tensors inside have no ranges; their weights are codes",
 )
 BIAS_COMPUTED = Rule("quantize_convolutions.bias-computed", "its bias is computed, so it reads floats")
+VARYING_RANGE = Rule(
+    "quantize_convolutions.varying-range", "{input}, which it reads, has another range in each step, so it reads floats"
+)
 BIAS_TOO_LARGE = Rule(
     "quantize_convolutions.bias-too-large", "{bias} exceeds 32 bits in such steps, so it stays in floats"
 )
@@ -102,7 +105,8 @@ class QuantizeConvolutions(Pass):
     a product of integers of each such ``Conv``, ``QLinearConv``, since sum (q_x - z_x) s_x q_w s_w + b = s_x s_w (sum
     (q_x - z_x) q_w + round(b / (s_x s_w))) up to rounding, and of ``Add``, ``Mul``, ``Concat``, ``MaxPool``, averages
     and what moves numbers between convolutions operators of codes (Jacob et al., CVPR 2018, section 2). A ``Relu`` or
-    ``Clip`` behind becomes the low end of the range. Tensors that lead to no convolution stay in floats.
+    ``Clip`` behind becomes the low end of the range. Tensors that lead to no convolution stay in floats, and so does
+    the noisy sample of a diffusion model, whose range differs from step to step, with the convolution that reads it.
 
     Convolutions in branches and loops (the bodies of ``If``, ``Loop`` and ``Scan``) read floats: their weights alone
     become codes, which lie in the graph itself and are decoded where they are read. ``compress_weights`` stores those
@@ -181,7 +185,8 @@ class QuantizeConvolutions(Pass):
         for node in in_branches:
             lift_weight(graph, node.inputs[1])
         self._check_names(nodes)
-        is_static = self._is_static(context)
+        steady = [node for node in nodes if node.graph is graph and not _has_varying_range(node, context)]
+        is_static = self._is_static(context) and bool(steady)
         if self.format is None or (self.format == "int7" and not is_static):
             self.model_copy(update={"format": "int8"}).rewrite(model, context)
             return
@@ -197,6 +202,9 @@ class QuantizeConvolutions(Pass):
                 targets.append(node)
         if targets and is_static:
             targets = self._make_integers(model, targets, context)
+        elif targets and not steady:
+            for node in targets:
+                ledger.skipped(node, VARYING_RANGE(input=node.inputs[0].name if node.inputs[0] is not None else None))
         elif targets and self.activations == "auto" and self._multiplies_integers:
             ledger.skipped("activations", WEIGHTS_ALONE())
         if branch_targets and is_static:
@@ -293,7 +301,10 @@ class QuantizeConvolutions(Pass):
         }
         for node in of_computed_bias:
             ledger.skipped(node, BIAS_COMPUTED())
-        integers = [node for node in nodes if node not in of_computed_bias]
+        of_noise = {node for node in nodes if _has_varying_range(node, context)}
+        for node in of_noise:
+            ledger.skipped(node, VARYING_RANGE(input=node.inputs[0].name if node.inputs[0] is not None else None))
+        integers = [node for node in nodes if node not in of_computed_bias | of_noise]
         tensors = integer_tensors(graph, set(integers))
         ranges = self._ranges_of(model, list(dict.fromkeys(tensors.values())), context)
         steps = {value: step_and_zero(*ranges[value.name or ""]) for value in tensors.values()}
@@ -348,6 +359,11 @@ class QuantizeConvolutions(Pass):
         room = _LARGEST - 255 * 128 * math.prod(expression.shape[1:])
         fits = np.abs(codes).max(initial=0) <= room and not ((steps <= 0) & (numbers != 0)).any()
         return _BiasCodes(codes, steps, bool(fits))
+
+
+def _has_varying_range(node: ir.Node, context: Context) -> bool:
+    """Return whether a convolution reads an input of the graph whose range differs from call to call."""
+    return node.inputs[0] is not None and node.inputs[0].name in context.task.varying_ranges
 
 
 class _BiasCodes(NamedTuple):

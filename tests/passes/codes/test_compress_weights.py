@@ -72,7 +72,7 @@ def test_weights_of_recurrences_become_codes(operator: str, directions: int, mov
     (coded,) = session(model, tmp_path / "codes").run(None, {"x": X})
     # Each weight is off by 0.3% of the largest of its row; what is off comes back through 7 steps.
     assert cosines(before.reshape(1, -1), coded.reshape(1, -1)).min() > 0.9995
-    assert run_pass(model, "decode_at_load").effect == "exact"
+    assert len(run_pass(model, "decode_at_load").changes) == 2
     np.testing.assert_array_equal(session(model, tmp_path / "loaded").run(None, {"x": X})[0], coded)
     assert not run_pass(model, "compress_weights").changes
 
