@@ -116,6 +116,7 @@ def test_names_of_caches_are_read_back_as_they_are_written() -> None:
     assert set(TASKS) == {
         "audio_classifier",
         "audio_encoder",
+        "denoiser",
         "image_classifier",
         "image_encoder",
         "image_segmenter",
