@@ -42,7 +42,7 @@ def sampling_loop(
     except ImportError as error:
         raise MissingDependencyError(
             f"the steps of a diffusion model are made by a scheduler of diffusers ({error})",
-            remedy='pip install "graphopt[diffusion]"',
+            remedy='pip install "graphopt[export,diffusion]"',
         ) from error
     kind = getattr(diffusers, str(settings.get("_class_name")), None)
     if kind is None:
