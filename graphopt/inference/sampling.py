@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from graphopt.tasks.ports import Array
 
 
+def import_diffusers() -> tuple[Any, Any]:
+    """Return the modules ``torch`` and ``diffusers``.
+
+    Raises:
+        MissingDependencyError: one of them is not installed.
+    """
+    try:
+        return importlib.import_module("torch"), importlib.import_module("diffusers")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"denoisers and schedulers of diffusion models need diffusers ({error})",
+            remedy='pip install "graphopt[export,diffusion]"',
+        ) from error
+
+
 def sampling_loop(
     denoise: Callable[[Mapping[str, Array]], Array],
     settings: Mapping[str, Any],
@@ -37,13 +52,7 @@ def sampling_loop(
         InputError: diffusers has no such scheduler.
         MissingDependencyError: torch or diffusers is not installed.
     """
-    try:
-        torch, diffusers = importlib.import_module("torch"), importlib.import_module("diffusers")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"the steps of a diffusion model are made by a scheduler of diffusers ({error})",
-            remedy='pip install "graphopt[export,diffusion]"',
-        ) from error
+    torch, diffusers = import_diffusers()
     kind = getattr(diffusers, str(settings.get("_class_name")), None)
     if kind is None:
         raise InputError(f"diffusers {diffusers.__version__} has no scheduler {settings.get('_class_name')}")

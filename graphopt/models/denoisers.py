@@ -17,8 +17,9 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.artifact.hf_config import json_object
-from graphopt.errors import InputError, MissingDependencyError
+from graphopt.errors import InputError
 from graphopt.graph.editing import bypass
+from graphopt.inference.sampling import import_diffusers
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of
 from graphopt.models.ports import name_ports
 from graphopt.models.trace import export_graph, finish
@@ -64,13 +65,8 @@ def load_denoiser(folder: Path) -> Any:
         InputError: diffusers has no such class, or cannot read the weights.
         MissingDependencyError: torch or diffusers is not installed.
     """
-    torch, _ = import_export_packages()
-    try:
-        diffusers = importlib.import_module("diffusers")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"a diffusion model needs diffusers ({error})", remedy='pip install "graphopt[export,diffusion]"'
-        ) from error
+    import_export_packages()
+    torch, diffusers = import_diffusers()
     name = str(json_object(folder / CONFIG)["_class_name"])
     if not hasattr(diffusers, name):
         raise InputError(f"diffusers {diffusers.__version__} has no class {name}", file=folder / CONFIG)

@@ -11,6 +11,7 @@ from graphopt.inference.graphs import outputs_by_name
 from graphopt.inference.sampling import sampling_loop
 from graphopt.inference.session import open_folder
 from graphopt.tasks.denoiser import OUTPUTS, STEPS, sample_name, scheduler_of
+from graphopt.tasks.encoder import cosines
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -84,5 +85,5 @@ def loop_quality(
 
 
 def _cosine(first: Array, second: Array) -> float:
-    a, b = first.astype(np.float64).ravel(), second.astype(np.float64).ravel()
-    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+    rows = (np.asarray(array, np.float64).reshape(1, -1) for array in (first, second))
+    return float(cosines(*rows)[0])

@@ -313,4 +313,4 @@ def context_tokens_of(passes: Sequence[Pass], max_positions: int | None) -> int:
 
 def _relative(before: Floats, after: Floats) -> float:
     largest, change = float(np.abs(before).max()), float(np.abs(after - before).max())
-    return change / largest if change else 0.0  # of zeros alone, no change is none of nothing
+    return change / largest if change else 0.0  # 0 / 0 where all outputs are zeros

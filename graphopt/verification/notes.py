@@ -47,7 +47,7 @@ OF_GRAPH = {rule.code for rule in (NEEDS_OPERATORS, LAST_LOGITS, LAST_SOME_LOGIT
 NOT_QUANTIZED = Rule("precision.not-quantized", "nothing is quantized; all products are {dtype}")
 INTEGERS_BEFORE = Rule(
     "precision.integers-before",
-    "{count} products were of integers in the file already ({operators}): they stay as they are",
+    "{count} product(s) of integers were in the file before ({operators}): they stay as they are",
 )
 OTHER_COMPUTATION = Rule("precision.rest", "what is not said here is computed in {dtype}")
 UNREAD = Rule(

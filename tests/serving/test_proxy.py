@@ -134,7 +134,7 @@ def test_metrics_on_the_dashboard_exist(server: Served) -> None:
 
 @pytest.fixture(scope="module")
 def page(proxy: Proxy) -> Iterator[Any]:
-    pytest.importorskip("playwright")
+    pytest.importorskip("playwright", reason="playwright is not installed, which drives Chromium")
     from playwright.sync_api import sync_playwright
 
     executable = shutil.which("chromium") or shutil.which("google-chrome") or pytest.skip("there is no Chromium")

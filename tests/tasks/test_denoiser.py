@@ -20,7 +20,7 @@ from graphopt.tasks.denoiser import DENOISER, SCHEDULER, default_scheduler, sche
 from tests.denoisers import write_denoiser
 from tests.once import once
 
-pytest.importorskip("diffusers")
+pytest.importorskip("diffusers", reason="the extra `diffusion` is not installed")
 
 SOURCES = ("graphopt/models/denoisers.py", "graphopt/models/trace.py", "tests/denoisers.py")
 

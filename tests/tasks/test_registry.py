@@ -25,7 +25,7 @@ from graphopt.graph.diagnostics import Rule
 from graphopt.ort.session import run
 from graphopt.tasks.base import Task
 
-ROWS = Rule("scorer.rows", "{rows} random rows")
+ROWS = Rule("tests.scorer-rows", "{rows} random rows")
 
 @dataclass(frozen=True)
 class ScorerProbe:

@@ -29,7 +29,7 @@ def test_a_file_that_was_quantized_before_is_not_called_float() -> None:
     )
     precision = precision_of(model, None, load_recipe("int8"))
     assert [str(note) for note in precision.notes] == [
-        "1 products were of integers in the file already (MatMulInteger): they stay as they are",
+        "1 product(s) of integers were in the file before (MatMulInteger): they stay as they are",
         "what is not said here is computed in float32",
     ]
     assert storage_formats(model) == {"uint8": 1, "float32": 1}

@@ -27,8 +27,8 @@ RANDOM = Rule("graph.random-inputs", "{samples} draws of random inputs, {shapes}
 FILE_INPUTS = Rule("graph.given-inputs", "{samples} samples of {file}, {shapes}")
 
 _ATTEMPTS_SHOWN = 300
-_ATTEMPTS_WITHOUT_NUMBERS = 6
-"""Sizes with which a graph may compute zeros or NaN alone, before one of them is taken."""
+_ATTEMPTS_WITHOUT_NUMBERS = 8
+"""Sizes with which a graph computes zeros alone, or NaN, before the first of them is taken."""
 
 
 @dataclass
@@ -82,11 +82,12 @@ class Samples:
             if not all(tensor.size for tensor in tensors):
                 failure = failure or f"{_words(inputs.draw(sizes, 0))}: an output is empty"
                 continue
-            if not _has_numbers(tensors) and len(without_numbers) < _ATTEMPTS_WITHOUT_NUMBERS:
-                without_numbers.append(sizes)
-                continue
-            self.sizes = sizes
-            return
+            if _has_numbers(tensors):
+                self.sizes = sizes
+                return
+            without_numbers.append(sizes)
+            if len(without_numbers) == _ATTEMPTS_WITHOUT_NUMBERS:
+                break
         if without_numbers:
             self.sizes = without_numbers[0]
             return

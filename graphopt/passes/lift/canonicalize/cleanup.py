@@ -81,6 +81,8 @@ def read_invariants_outside(model: ir.Model, ledger: Ledger) -> None:
             initial, inner, last = inputs[2 + state], body.inputs[2 + state], _source(body.outputs[1 + state])
             if initial is None or last is not inner or outputs[state].is_graph_output():
                 continue
+            if any(output is inner for index, output in enumerate(body.outputs) if index != 1 + state):
+                continue  # an output of the body has to be a value of the body
             body.outputs.pop(1 + state)
             body.inputs.pop(2 + state)
             inputs.pop(2 + state)

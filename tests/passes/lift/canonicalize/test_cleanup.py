@@ -7,7 +7,10 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
+from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.session import open_session
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.cleanup import read_invariants_outside
 from tests.graphs import relative
 from tests.passes.lift.canonicalize.common import FLOAT32, canonicalize
 
@@ -76,3 +79,20 @@ def test_what_no_step_of_a_loop_changes_is_read_from_outside(tmp_path: Path, ste
     assert not [change for change in report.changes if change.what.code == "canonicalize.invariants"]  # the second time
     for before, after in zip(*results, strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+def test_a_state_that_is_an_output_of_the_body_twice_stays() -> None:
+    model = ir.from_proto(
+        onnx.parser.parse_model(
+            """<ir_version: 10, opset_import: ["": 23]>
+            g (int64 steps, float[4] w) => (float[4] y, float[n, 4] z) {
+                go = Constant<value = bool {1}>()
+                last, z = Loop(steps, go, w) <body = step (int64 i, bool on, float[4] v)
+                    => (bool on, float[4] v, float[4] v) { }>
+                y = Neg(last)
+            }"""
+        )
+    )
+    read_invariants_outside(model, Ledger(PassReport(name="canonicalize", effect="exact")))
+    (loop,) = (node for node in model.graph if node.op_type == "Loop")
+    assert (len(loop.inputs), len(loop.outputs)) == (3, 2)
