@@ -10,18 +10,18 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.serving.test_server import TEXTS, get
 
 pytestmark = [
@@ -48,7 +48,7 @@ class Cluster:
             self.processes[name] = subprocess.Popen(command, env=environment, stderr=log, start_new_session=True)
 
     def add(self, name: str) -> None:
-        self.ports[name] = free_port(self.ports.values())
+        self.ports[name] = free_port()
         options = ["--name", "python", "--threads", 1, "--metrics-port", self.ports[name]]
         self.start(name, self.served, "--no-front", *options)
 
@@ -151,13 +151,6 @@ def test_a_host_that_joins_gets_requests_and_one_that_ends_ends_them(cluster: Cl
     assert int(figures["graphopt_worker_tokens_total"]) >= 8 * 20
     assert int(figures["graphopt_worker_requests_total"]) >= 8
     assert figures["graphopt_worker_requests_running"] == figures["graphopt_worker_blocks_used"] == "0"
-
-
-def free_port(others: Collection[int] = ()) -> int:
-    for port in (port for port in range(20000, 32768) if port not in others):  # Dynamo takes no larger one
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("no port is free")
 
 
 def test_a_front_without_workers_lives_and_is_not_ready(cluster: Cluster) -> None:

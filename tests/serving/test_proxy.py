@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.serving.test_deployment import metrics
-from tests.serving.test_hosts import free_port
 from tests.serving.test_server import Served, get
 
 pytestmark = [

@@ -56,12 +56,6 @@ def refuse(_: object) -> None:
     raise InputError("no", file="model.onnx", tensor="w", shape=(2, 3), remedy="give another")
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def listens(port: int) -> bool:
     with socket.socket() as asking:
         return asking.connect_ex(("127.0.0.1", port)) == 0

@@ -24,6 +24,7 @@ from graphopt.graph.weights.store import Store
 from tests.compile.clusters import errands
 from tests.compile.clusters.test_parcels import BOUND
 from tests.graph.weights.test_evaluator import rewritten, saved
+from tests.ports import free_port
 
 pytest.importorskip("distributed", reason="distributed is not installed, of the extra `cluster`")
 
@@ -158,7 +159,7 @@ def test_workers_with_little_memory_get_small_tasks() -> None:
 
 
 def test_a_scheduler_that_is_restarted_gets_what_is_not_done(tmp_path: Path) -> None:
-    port = errands.free_port()
+    port = free_port()
     with contextlib.ExitStack() as processes:
         scheduler = processes.enter_context(errands.scheduler(port))
         wait_until(lambda: errands.listens(port), 30)
