@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,14 @@ def with_15_bits(*inputs: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ..
     return (y.reshape(query.shape), *state.values())
 
 
-@pytest.mark.parametrize(("storage", "policy", "size"), pairwise(STORAGES, list(POLICIES), [1.0, 10.0, 1e-20]))
+# each storage with one policy and one size; test_kernel holds kernels to the same bound for each storage and policy
+@pytest.mark.parametrize(
+    ("storage", "policy", "size"),
+    [
+        (storage, policy, size)
+        for storage, (size, policy) in zip(STORAGES, product([1.0, 10.0, 1e-20], POLICIES), strict=True)
+    ],
+)
 def test_the_body_is_within(storage: str, policy: str, size: float) -> None:
     attributes = attributes_of(storage=storage, recent_pages=1, **POLICIES[policy])
     tokens = tokens_of(attributes, 100, batch=2, head_size=32, sink_logits=True, sink_query=True)
@@ -133,9 +141,10 @@ def last_call_of(attributes: KVAttributes, tokens: Arrays, run: Any) -> Last:
     return last
 
 
-@pytest.mark.parametrize("storage", ["float16", "bfloat16", "float8", "int8", "int4"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("size", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize(
+    ("storage", "policy", "size"),
+    pairwise(["float16", "bfloat16", "float8", "int8", "int4"], list(POLICIES), [0.1, 1.0, 5.0]),
+)
 def test_storages_are_within(storage: str, policy: str, size: float) -> None:
     one, other = (attributes_of(storage=each, **POLICIES[policy]) for each in (storage, "float32"))
     tokens = tokens_of(one, 100, batch=2, head_size=32, sink_logits=True, sink_query=True)

@@ -152,8 +152,15 @@ def test_threads_choose_the_same(others: dict[str, Any]) -> None:
             assert_same_state(caches[0].state, cache.state)
 
 
-@pytest.mark.parametrize("policies", POLICIES)
-@pytest.mark.parametrize("storage", STORAGES)
+# every storage and every policy, twice at least, where test_the_kernel_is_the_reference has each with each
+SOME_OF_BOTH = [
+    (storage, POLICIES[(index + more) % len(POLICIES)]) for index, storage in enumerate(STORAGES) for more in (0, 2)
+]
+# every storage and every policy once at least, for what takes long
+FEW_OF_BOTH = SOME_OF_BOTH[::2]
+
+
+@pytest.mark.parametrize(("storage", "policies"), SOME_OF_BOTH)
 def test_windows_and_softcaps(instructions: str, storage: str, policies: list[int]) -> None:
     attributes = attributes_of(storage=storage, policies=policies, window=20, softcap=3.0, sinks=5, recent=30, budget=1)
     compare(attributes, tokens_of(attributes, 55, batch=2), 5, (50, 3, 1, 1))
@@ -161,8 +168,7 @@ def test_windows_and_softcaps(instructions: str, storage: str, policies: list[in
     compare(attributes, tokens_of(attributes, 125, sink_query=True), 8, (90, 1, 33, 1))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize(("storage", "policies"), SOME_OF_BOTH)
 def test_rows_of_different_lengths(instructions: str, storage: str, policies: list[int]) -> None:
     attributes = attributes_of(storage=storage, policies=policies, sinks=20, recent=3, budget=2, sink_pages=1)
     new = ((50, 7, 0), (0, 0, 0), (0, 2, 2), (1, 0, 1), (1, 30, 2))
@@ -182,13 +188,7 @@ def test_a_cache_that_wraps(instructions: str, storage: str) -> None:
         compare(attributes, tokens_of(attributes, sum(calls), batch=2), 8, calls)
 
 
-# every storage and every policy, twice at least, where test_the_kernel_is_the_reference has each with each
-SOME_OF_BOTH = [
-    (storage, POLICIES[(index + more) % len(POLICIES)]) for index, storage in enumerate(STORAGES) for more in (0, 2)
-]
-
-
-@pytest.mark.parametrize(("storage", "policies"), SOME_OF_BOTH)
+@pytest.mark.parametrize(("storage", "policies"), FEW_OF_BOTH)
 def test_in_place_and_with_two_threads_it_gives_the_same_bits(storage: str, policies: list[int]) -> None:
     attributes = attributes_of(storage=storage, policies=policies, page=32, sinks=40, recent=100, budget=20, kv_heads=2)
     calls = (2100, 1, 1, 7)  # one call of many blocks of queries, and others whose pages are shared out
@@ -202,7 +202,7 @@ def test_in_place_and_with_two_threads_it_gives_the_same_bits(storage: str, poli
             assert_same_state(caches[0].state, cache.state)
 
 
-@pytest.mark.parametrize(("storage", "policies"), SOME_OF_BOTH)
+@pytest.mark.parametrize(("storage", "policies"), FEW_OF_BOTH)
 def test_pages_that_are_shared_out(instructions: str, storage: str, policies: list[int]) -> None:
     # a part has 2048 tokens; retrieval reads more than that, and leaves pages out
     attributes = attributes_of(storage=storage, policies=policies, sinks=17, recent=1100, budget=65, recent_pages=1)
@@ -239,10 +239,10 @@ def test_no_rows_and_no_tokens(instructions: str, storage: str) -> None:
     compare(attributes, tokens_of(attributes, 0, batch=2), 0, (0,))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["key", "value"])
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("policies", [[0], [1]])
+@pytest.mark.parametrize(
+    ("storage", "name", "bad", "policies"),
+    pairwise(STORAGES, ["key", "value"], [np.nan, np.inf, -np.inf], [[0], [1]]),
+)
 def test_what_is_not_finite_reaches_those_that_read_it(
     instructions: str, storage: str, name: str, bad: float, policies: list[int]
 ) -> None:

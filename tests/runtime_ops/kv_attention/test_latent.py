@@ -41,8 +41,17 @@ def test_a_row_is_key_and_value(storage: str) -> None:
     assert states[0] < 0.55 * states[1]  # values take no pages of their own, and scales and recent tokens less
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("policy", [{}, {"policies": (1,), "sinks": 18, "recent": 20}, {"window": 21, "softcap": 3.0}])
+# the body appends by storage and reads by policy: each storage has one policy, each policy three storages
+POLICIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"policies": (1,), "sinks": 18, "recent": 20},
+    {"window": 21, "softcap": 3.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("storage", "policy"), [(storage, POLICIES[index % len(POLICIES)]) for index, storage in enumerate(STORAGES)]
+)
 def test_the_body_is_the_reference(storage: str, policy: dict[str, Any]) -> None:
     attributes = attributes_of(storage=storage, **LATENT, **factors_of(storage), **policy)
     tokens = tokens_of(attributes, 80, batch=2, group=3, head_size=48, sink_logits=True)

@@ -106,15 +106,17 @@ def compare(kv: KVAttributes, tokens: Arrays, pages: int, calls: list[int], run:
     return float(np.mean(firm))
 
 
+# what blocks read is the same whatever pages are stored as: each storage has one of these, and each of these has three
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"sinks": 5, "recent": 30, "page": 16},
+    {"window": 100, "softcap": 4.0, "page": 32},
+    {"policies": (3, 1), "sinks": 18, "recent": 20, "sink_pages": 1, "recent_pages": 1},
+)
+
+
 @needs_library
-@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize(
-    "others",
-    [
-        {"sinks": 5, "recent": 30, "page": 16},
-        {"window": 100, "softcap": 4.0, "page": 32},
-        {"policies": (3, 1), "sinks": 18, "recent": 20, "sink_pages": 1, "recent_pages": 1},
-    ],
+    ("storage", "others"), [(storage, OTHERS[index % len(OTHERS)]) for index, storage in enumerate(STORAGES)]
 )
 def test_kernels(instructions: str, storage: str, others: dict[str, Any]) -> None:
     kv = attributes_of(storage=storage, scale=0.6, **{**BLOCKS, "query_block": 32, "query_stride": 8, **others})
