@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import ValidationError
 
@@ -56,6 +56,10 @@ if TYPE_CHECKING:
     from graphopt.util.targets import ChosenTarget
 
 
+Run: TypeAlias = bool | Literal["parts"]
+"""Whether a model may be run: as a whole, not at all, or only in parts, one after the other, for statistics."""
+
+
 def _no_callback(step: Pass) -> None:
     """Do nothing before a pass."""
     del step
@@ -87,8 +91,9 @@ class Compilation:
             instructions of this machine named. Or the mapping in a manifest, which was fitted when it was written.
         target: what the model is to run on; ``None``: what the recipe says, by default ``portable``.
         work: the folder for evaluated weights and statistics.
-        run: whether the model may be run.
-        statistics: the folder of statistics of models; ``None`` for one in ``work``.
+        run: whether the model may be run: ``"parts"`` for statistics alone.
+        statistics: the folder of statistics of models, which keeps them; ``None`` for one in ``work``, where they are
+            dropped as soon as the weights are rounded that need them.
         inputs: of a graph that reads no text, what it is fed, in the place of what the recipe says.
         executor: what evaluates weights; ``None`` for this process.
         on_stage: called when a stage begins.
@@ -117,7 +122,7 @@ class Compilation:
         target: ChosenTarget | None = None,
         *,
         work: Path,
-        run: bool = True,
+        run: Run = True,
         statistics: str | Path | None = None,
         inputs: Path | None = None,
         executor: Executor | None = None,
@@ -157,9 +162,10 @@ class Compilation:
             on_stage=on_stage,
             executor=executor,
         )
-        self.statistics = Statistics(self.calibration)
-        self.context = make_context(task, self.recipe.target, runner, self.statistics, positions)
         self.evaluator = Evaluator(store_in(work), executor)
+        # In a folder of its own no other recipe asks for what this one has used.
+        self.statistics = Statistics(self.calibration, self.evaluator if statistics is None else None)
+        self.context = make_context(task, self.recipe.target, runner, self.statistics, positions)
         self.reports: list[PassReport] = []
 
     @classmethod
@@ -268,7 +274,7 @@ class Compilation:
         return Verifier(
             folder,
             self._entries,
-            run=self._may_run if run is None else run,
+            run=self._may_run is True if run is None else run,
             native=native,
             context=context_tokens_of(self.passes, self.context.max_positions),
             evaluator=self.evaluator,

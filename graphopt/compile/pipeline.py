@@ -12,7 +12,7 @@ from onnx_ir.passes.common import NameFixPass
 from graphopt.analysis.structure.product_codes import dequantize_of
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact
-from graphopt.compile.compilation import Compilation, files_of
+from graphopt.compile.compilation import Compilation, Run, files_of
 from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Check, Rule
@@ -49,7 +49,7 @@ def optimize(
     last_logits: int = 0,
     float16: bool = False,
     overwrite: bool = False,
-    run: bool = True,
+    run: Run = True,
     jobs: int | Executor = 1,
     work: str | Path | None = None,
     quality_tokens: int = TOKENS,
@@ -75,7 +75,8 @@ def optimize(
         float16: add the step ``float16``: compute in float16.
         overwrite: whether an artifact at ``output`` may be replaced.
         run: whether to run the model before and after each pass, where it fits into memory. Without it exact passes
-            are still proved where they can be; the rest is reported as not covered.
+            are still proved where they can be; the rest is reported as not covered. ``"parts"``: as without it, but
+            parts of the model run one after the other where statistics are collected.
         jobs: how many processes evaluate weights, each in the memory of its largest; or an executor that does, such as
             one of :func:`graphopt.compile.clusters.open_cluster`. Any number gives the same bytes. A script that asks
             for several must be importable, see :mod:`multiprocessing`.
@@ -121,7 +122,7 @@ def optimize(
         return result
     output = Path(output)
     artifacts.check_output(output, overwrite=overwrite)
-    held_out = HeldOut(model, extended_recipe, quality_tokens if run else 0, on_stage)
+    held_out = HeldOut(model, extended_recipe, quality_tokens if run is True else 0, on_stage)
     with (
         work_folder(output, None if work is None else Path(work)) as folder,
         workers(jobs, folder, files_of(model, statistics)) as executor,

@@ -19,7 +19,7 @@ from graphopt.analysis.structure.cost import weight_totals
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact
 from graphopt.artifact.manifest import MANIFEST
-from graphopt.compile.compilation import Compilation
+from graphopt.compile.compilation import Compilation, Run
 from graphopt.compile.same_manifest import confirm_manifest, left_out, recorded_kernels
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.diagnostics import Check, Finding, PassReport, Rule
@@ -56,7 +56,7 @@ def verify(
     before: str | Path | Artifact,
     after: str | Path,
     *,
-    run: bool = True,
+    run: Run = True,
     statistics: str | Path | None = None,
     inputs: str | Path | None = None,
     on_stage: Progress = silent,
@@ -66,7 +66,8 @@ def verify(
     Args:
         before: the artifact, or ``.onnx`` file, that ``after`` was made from, or what :func:`graphopt.read` made of it.
         after: an artifact that :func:`graphopt.optimize` wrote.
-        run: whether to run both as well, where they fit into memory.
+        run: whether to run both as well, where they fit into memory. ``"parts"``: not, but parts of the model before
+            run one after the other where statistics are collected.
         statistics: the folder in which statistics of the model are kept, for a recipe that needs them; without it they
             are collected again.
         inputs: of a graph that reads no text: what it was calibrated and compared on, where that lies elsewhere now.
@@ -108,7 +109,7 @@ class Replay:
         folder: Path,
         statistics: str | Path | None,
         *,
-        run: bool,
+        run: Run,
         inputs: str | Path | None,
         on_stage: Progress,
     ) -> None:
@@ -127,7 +128,7 @@ class Replay:
             recipe,
             work=folder,
             run=run,
-            statistics=statistics or folder,
+            statistics=statistics,
             inputs=None if inputs is None else Path(inputs),
             on_stage=on_stage,
         )

@@ -17,13 +17,17 @@ from graphopt.graph.weights.store import Store
 from graphopt.ort.runner import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from graphopt.graph.weights import Expression
+    from graphopt.graph.weights.evaluator import Evaluator
     from graphopt.quantization.statistics import Calibration, InputStatistics
     from graphopt.quantization.statistics.ranges import RangeMethod, TensorRanges
     from graphopt.quantization.statistics.sequence import RoundProduct
     from graphopt.tasks import Task
     from graphopt.util.targets import Target
+
+    ExpressionsOf = Callable[[ir.Node, InputStatistics], Collection[Expression]]
 
 
 class Ledger:
@@ -103,42 +107,96 @@ def _outputs(node: ir.Node) -> list[str]:
     return [output.name for output in node.outputs if output.name]
 
 
+@dataclass(frozen=True)
+class _Evaluation:
+    """Evaluates what is made of statistics, a :class:`graphopt.quantization.statistics.collect.Consumer`.
+
+    Attributes:
+        evaluator: evaluates, and keeps.
+        expressions_of: returns what is made of the statistics of the inputs of a product.
+    """
+
+    evaluator: Evaluator
+    expressions_of: ExpressionsOf
+
+    def is_done(self, inputs: Mapping[ir.Node, InputStatistics]) -> bool:
+        """Return whether all of it is kept."""
+        return all(self.evaluator.store.find(expression) is not None for expression in self._expressions(inputs))
+
+    def run(self, inputs: Mapping[ir.Node, InputStatistics]) -> None:
+        """Evaluate it."""
+        self.evaluator.values(self._expressions(inputs))
+
+    def _expressions(self, inputs: Mapping[ir.Node, InputStatistics]) -> list[Expression]:
+        return [
+            expression for node, statistics in inputs.items() for expression in self.expressions_of(node, statistics)
+        ]
+
+
 class Statistics:
     """What was measured of a model: read once from the files that a recipe names, or collected when a pass asks.
 
     Args:
         calibration: collects what the inputs of products look like.
+        evaluator: evaluates what is made of Hessians as soon as they are there, so that they need not be kept; ``None``
+            where others may ask for them.
 
     Attributes:
         ranges: those of tensors that were asked for so far.
     """
 
-    def __init__(self, calibration: Calibration | None = None) -> None:
-        self._calibration = calibration
+    def __init__(self, calibration: Calibration | None = None, evaluator: Evaluator | None = None) -> None:
+        self._calibration, self._evaluator = calibration, evaluator
         self._heads: dict[Path, HeadScores] = {}
         self.ranges: TensorRanges | None = None
+
+    @property
+    def store(self) -> Store | None:
+        """Where what is made of Hessians lies as soon as they are there; ``None`` where Hessians are kept."""
+        return None if self._evaluator is None else self._evaluator.store
 
     def rounded_matrices(self) -> Store:
         """Return where matrices lie that were rounded one after the other, for :meth:`inputs_in_sequence`."""
         return Store(self._collector().folder / "rounded")
 
     def inputs_in_sequence(
-        self, model: ir.Model, nodes: Iterable[ir.Node], settings: str, round_product: RoundProduct
+        self,
+        model: ir.Model,
+        nodes: Iterable[ir.Node],
+        settings: str,
+        round_product: RoundProduct,
+        is_rounded: Callable[[ir.Node, InputStatistics], bool],
     ) -> dict[ir.Node, InputStatistics]:
         """Return what inputs of products look like where those before it are rounded; see :class:`Calibration`.
 
         Raises:
             InputError: it was not collected before, and the model cannot be run here.
         """
-        return self._collector().inputs_in_sequence(model, nodes, settings, round_product)
 
-    def inputs(self, model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Node, InputStatistics]:
+        def are_rounded(inputs: Mapping[ir.Node, InputStatistics]) -> bool:
+            return all(is_rounded(node, statistics) for node, statistics in inputs.items())
+
+        check = None if self._evaluator is None else are_rounded
+        return self._collector().inputs_in_sequence(model, nodes, settings, round_product, check)
+
+    def inputs(
+        self, model: ir.Model, nodes: Iterable[ir.Node], expressions_of: ExpressionsOf | None = None
+    ) -> dict[ir.Node, InputStatistics]:
         """Return what the first input of each of some products looks like, in the model as it is now.
+
+        Args:
+            model: the model.
+            nodes: the products.
+            expressions_of: returns all that will be made of the Hessian of a product's inputs. Where there is a
+                :attr:`store`, it lies there afterwards, and Hessians may be gone.
 
         Raises:
             InputError: it was not collected before, and the model cannot be run here.
         """
-        return self._collector().inputs(model, nodes)
+        consumer = None
+        if self._evaluator is not None and expressions_of is not None:
+            consumer = _Evaluation(self._evaluator, expressions_of)
+        return self._collector().inputs(model, nodes, consumer)
 
     def _collector(self) -> Calibration:
         if self._calibration is None:

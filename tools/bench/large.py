@@ -1,16 +1,19 @@
 """What it takes to compile a large model: memory, disk and time, stage by stage.
 
     python tools/bench/large.py llama-3.1-8b -r int4-rtn --no-verify               # whole
+    python tools/bench/large.py llama-3.1-8b -r small --layers 4 --folder work     # killed, the same command goes on
     python tools/bench/large.py llama-3.1-70b -r small --layers 1,2 --windows 2    # a forecast from one layer
     python tools/bench/large.py llama-3.1-70b --no-compile                         # the export alone
     python tools/bench/large.py FOLDER -r small --layers 2                         # the model of a config.json
 
 Weights are random and made on the fly: nothing of them lies on the disk in floating point. A model is never run as a
-whole: statistics are collected part by part first, as `graphopt calibrate` does, then it is compiled and verified as
-with --no-run.
+whole: where statistics are collected, parts of it run one after the other, and the weights of a part are rounded before
+the next one runs. Verification does all of that again.
 
 With ``--layers A,B`` a model of A and one of B layers are compiled, each in a process of its own. What the second takes
 more is what layers take, and what all layers of the configuration would take is printed as a forecast.
+
+With ``--folder`` what a run has done stays where it is killed, and the same command goes on with it.
 
 Memory is what the system reports as the most that was resident, pages of mapped files included.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,13 +36,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt import optimize
 from graphopt.analysis.structure.cost import weight_totals
 from graphopt.artifact.artifact import Artifact
-from graphopt.compile.calibration.inputs import collect
 from graphopt.compile.replay import verify
-from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.passes.recipe import Recipe, load_recipe
 from tools.bench.parts.machine import Others, describe
 from tools.bench.parts.random_checkpoint import make_artifact
-from tools.bench.parts.stages import Stages
+from tools.bench.parts.stages import Cost, Stages
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -83,24 +85,25 @@ def compile_stages(artifact: Artifact, recipe: Recipe, folder: Path, stages: Sta
         stages: takes what each stage costs.
         verified: whether the result is verified too.
     """
-    output, statistics = folder / "output", folder / "statistics"
-    if any(isinstance(step, QuantizeWeights) and step.rounding.needs for step in recipe.passes()):
-        collect(artifact, recipe, statistics, on_stage=stages.of("calibrate"))
-    optimize(artifact, recipe, output, run=False, statistics=statistics, on_stage=stages.of("optimize"))
+    output = folder / "output"
+    optimize(artifact, recipe, output, run="parts", on_stage=stages.of("optimize"))
     written = sum(file.stat().st_size for file in output.iterdir())
     if verified:
-        verify(artifact, output, run=False, statistics=statistics, on_stage=stages.of("verify"))
+        verify(artifact, output, run="parts", on_stage=stages.of("verify"))
     return written
 
 
 def measure(config: dict[str, Any], recipe: Recipe | None, folder: Path, *, verified: bool) -> dict[str, Any]:
-    """Export a model of random weights in an empty folder, compile it, and return what each stage took.
+    """Export a model of random weights in a folder, compile it, and return what each stage took.
 
     A run that is cut off by SIGINT returns what was measured until then.
     """
-    source = folder / "source"
-    source.mkdir()
-    others, stages, written = Others(), Stages(folder), 0
+    source, temporary = folder / "source", folder / "temporary"
+    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    for each in (source, temporary):
+        each.mkdir(exist_ok=True)
+    tempfile.tempdir = str(temporary.absolute())  # so that the disk that verification takes is counted
+    others, stages, written = Others(), Stages(folder, print_cost), 0
     with stages.watch():
         stages.begin("export")
         artifact = make_artifact(config, source)
@@ -114,7 +117,15 @@ def measure(config: dict[str, Any], recipe: Recipe | None, folder: Path, *, veri
         "progress": stages.progress,
         "others": others.share(),
         "stages": {name: cost.as_dict() for name, cost in stages.costs.items()},
+        "parts": {name: cost.as_dict() for name, cost in stages.parts.items()},
     }
+
+
+def print_cost(stage: str, cost: Cost) -> None:
+    """Say what a stage took when it ends: a run that is killed prints no table."""
+    if cost.seconds >= _LEAST:
+        figures = f"{cost.worked:.1f} s of processors, {cost.memory / _GB:.2f} GB of memory, {cost.disk / _GB:.2f} GB"
+        print(f"{stage}: {cost.seconds:.1f} s, {figures} of disk", file=sys.stderr, flush=True)
 
 
 def forecast(first: dict[str, Any], second: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -146,7 +157,7 @@ def print_run(run: dict[str, Any], *, is_forecast: bool = False) -> None:
     print(f"\n{label}: {run['layers']} layers, {count / 1e9:.2f} billion weights, {run['progress']}\n")
     print("| stage | seconds | of processors | ns of processors a weight | memory, GB | disk, GB |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name, cost in run["stages"].items():
+    for name, cost in [*run["stages"].items(), *run.get("parts", {}).items()]:
         if cost["seconds"] < _LEAST:
             continue
         print(
@@ -172,6 +183,7 @@ def main(
     windows: Annotated[int, typer.Option(help="windows of text that statistics are collected on")] = 2,
     window: Annotated[int, typer.Option(help="tokens of a window")] = 1024,
     work: Annotated[Path, typer.Option(help="where folders are made, and removed again")] = Path(),
+    folder: Annotated[Path | None, typer.Option(help="a folder that stays, so that a killed run goes on there")] = None,
     verified: Annotated[bool, typer.Option("--verify/--no-verify", help="verify the result too")] = True,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="compile what was exported")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print one line of JSON for each model")] = False,
@@ -195,11 +207,14 @@ def main(
         return
     loaded = load_recipe(recipe)
     calibration = loaded.calibration.model_copy(update={"windows": windows, "window": window})
-    with tempfile.TemporaryDirectory(prefix="large-", dir=work) as folder:
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="large-", dir=work)))
+        folder.mkdir(parents=True, exist_ok=True)
         run = measure(
             {**config, "num_hidden_layers": counts[0]},
             loaded.model_copy(update={"calibration": calibration}) if compiled else None,
-            Path(folder),
+            folder,
             verified=verified,
         )
     if as_json:

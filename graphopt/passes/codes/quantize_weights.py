@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 import onnx_ir as ir
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
@@ -48,8 +48,9 @@ from graphopt.quantization.rounding.methods.nearest import NEAREST
 from graphopt.quantization.rounding.scales import Scale
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from graphopt.graph.weights import Expression
     from graphopt.graph.weights.store import Store
     from graphopt.passes.context import Context, Ledger
     from graphopt.quantization.statistics import InputStatistics
@@ -119,14 +120,23 @@ class _Plan:
     rank: int
     tensors: dict[str, ir.TensorProtocol]
 
+    def is_stored(self, store: Store) -> bool:
+        """Return whether all parts that the model will have are stored."""
+        parts = (tensor for part, tensor in self.tensors.items() if part != "values")
+        return all(store.find(expression_of(tensor)) is not None for tensor in parts)
+
     def with_stored_parts(self, store: Store) -> _Plan:
         """Return the plan with the tensors that were evaluated when the statistics of later products were collected."""
-        store.discard(expression_of(self.tensors["values"]))
+        if "values" in self.tensors:
+            store.discard(expression_of(self.tensors["values"]))
         parts = {part: tensor for part, tensor in self.tensors.items() if part != "values"}
         tensors: dict[str, ir.TensorProtocol] = {
             part: store.obtain(expression_of(tensor)).tensor() for part, tensor in parts.items()
         }
         return dataclasses.replace(self, tensors=tensors)
+
+
+_PlanOf: TypeAlias = "Callable[[ir.Node, InputStatistics | None], _Plan | None]"
 
 
 class QuantizeWeights(Pass):
@@ -230,19 +240,17 @@ class QuantizeWeights(Pass):
         """Quantize what the options name; say why anything else with weights stays."""
         ledger = context.ledger
         graph = model.graph
-        lm_heads, tokens = lm_head_nodes(graph), set(token_lookups(graph))
+        tokens = set(token_lookups(graph))
         tied = self._tied_lookups(graph)
         options = self
         products = self._formats_of_products(graph, ledger)
-        statistics, store = self._collect(model, products, context)
+        plan_of = self._planner(graph, products, context)
+        statistics, store = self._collect(model, products, plan_of, context)
         for node, format_choice in products.items():
-            rank = 0 if node in lm_heads else self.low_rank
             target_format = format_choice.for_target(context.target)
             in_place = None if target_format is format_choice else format_of(format_choice.format).name
             inputs, lookups_of = statistics.get(node), tied.get(node, ())
-            plan = self._plan(
-                graph, node, target_format, inputs, rank, corrects=not lookups_of, with_values=store is not None
-            )
+            plan = plan_of(node, inputs)
             if plan is None:
                 ledger.skipped(node, NOT_FLOAT(type=_type_of_weight(node)))
             else:
@@ -301,21 +309,52 @@ class QuantizeWeights(Pass):
     def _tied_lookups(self, graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
         return tied_lookups(graph) if self.tied and self.embedding is not None else {}
 
+    def _planner(self, graph: ir.Graph, products: Mapping[ir.Node, LinearFormat], context: Context) -> _PlanOf:
+        """Return what says how a product is rounded, given what its inputs look like; it remembers what it said."""
+        lm_heads, tied, plans = lm_head_nodes(graph), self._tied_lookups(graph), dict[object, _Plan | None]()
+        in_sequence = self._needs_statistics(products) and self._is_in_sequence(graph)
+
+        def plan_of(node: ir.Node, statistics: InputStatistics | None) -> _Plan | None:
+            key = node, None if statistics is None else (statistics.digest, statistics.shift_digest)
+            if key not in plans:
+                plans[key] = self._plan(
+                    graph,
+                    node,
+                    products[node].for_target(context.target),
+                    statistics,
+                    0 if node in lm_heads else self.low_rank,
+                    corrects=not tied.get(node),
+                    with_values=in_sequence,
+                )
+            return plans[key]
+
+        return plan_of
+
+    def _needs_statistics(self, products: Mapping[ir.Node, LinearFormat]) -> bool:
+        return bool(products) and (self.rounding.needs is not None or bool(self.low_rank))
+
+    def _is_in_sequence(self, graph: ir.Graph) -> bool:
+        return self.inputs == "rounded" and not router_nodes(graph) - lm_head_nodes(graph)
+
     def _collect(
-        self, model: ir.Model, products: Mapping[ir.Node, LinearFormat], context: Context
+        self, model: ir.Model, products: Mapping[ir.Node, LinearFormat], plan_of: _PlanOf, context: Context
     ) -> tuple[Mapping[ir.Node, InputStatistics], Store | None]:
         """Return what the inputs of products look like; and where their codes lie, if they were rounded on the way."""
-        if not products or (self.rounding.needs is None and not self.low_rank):
+        if not self._needs_statistics(products):
             return {}, None
         statistics: Mapping[ir.Node, InputStatistics]
-        store: Store | None = None
-        has_routers = bool(router_nodes(model.graph) - lm_head_nodes(model.graph))
-        if self.inputs == "original" or has_routers:
-            statistics = context.statistics.inputs(model, products)
+        store: Store | None
+        if self._is_in_sequence(model.graph):
+            statistics, store = self._round_in_sequence(model, products, plan_of, context)
+        else:
+
+            def expressions_of(node: ir.Node, inputs: InputStatistics) -> list[Expression]:
+                plan = plan_of(node, inputs)
+                return [] if plan is None else [expression_of(tensor) for tensor in plan.tensors.values()]
+
+            statistics, store = context.statistics.inputs(model, products, expressions_of), context.statistics.store
             if self.inputs == "rounded":
                 context.ledger.report_change("statistics", CHOSEN_TOKENS())
-        else:
-            statistics, store = self._round_in_sequence(model, products, context)
         context.ledger.report_change("statistics", _statistics_fact(statistics.values()))
         note = context.task.inputs_note()
         if note is not None:
@@ -323,18 +362,22 @@ class QuantizeWeights(Pass):
         return statistics, store
 
     def _round_in_sequence(
-        self, model: ir.Model, products: Mapping[ir.Node, LinearFormat], context: Context
+        self, model: ir.Model, products: Mapping[ir.Node, LinearFormat], plan_of: _PlanOf, context: Context
     ) -> tuple[Mapping[ir.Node, InputStatistics], Store]:
         """Round products one after the other; return what each saw, and where its codes lie."""
-        store, tied = context.statistics.rounded_matrices(), self._tied_lookups(model.graph)
+        store = context.statistics.rounded_matrices()
 
         def round_product(node: ir.Node, statistics: InputStatistics) -> ir.TensorProtocol | None:
-            choice = products[node].for_target(context.target)
-            plan = self._plan(model.graph, node, choice, statistics, 0, corrects=node not in tied, with_values=True)
+            plan = plan_of(node, statistics)
             return None if plan is None else store.obtain(expression_of(plan.tensors["values"])).tensor()
 
+        def is_rounded(node: ir.Node, statistics: InputStatistics) -> bool:
+            plan = plan_of(node, statistics)
+            return plan is None or plan.is_stored(store)
+
         settings = f"{self.model_dump_json()} {context.target}"
-        return context.statistics.inputs_in_sequence(model, products, settings, round_product), store
+        statistics = context.statistics.inputs_in_sequence(model, products, settings, round_product, is_rounded)
+        return statistics, store
 
     def _plan(
         self,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from graphopt.numerics.formats.format import Format
+    from graphopt.quantization.rounding.factors import Factor
     from graphopt.quantization.rounding.scale_search import Search
     from graphopt.quantization.rounding.scales import Doubles, Scale
 
@@ -48,17 +49,17 @@ class Rule:
 
 
 def round_with_feedback(
-    matrix: npt.NDArray[Any], upper: Doubles, order: npt.NDArray[np.intp], rule: Rule
+    matrix: npt.NDArray[Any], factor: Factor, order: npt.NDArray[np.intp], rule: Rule
 ) -> QuantizedMatrix:
-    """Round row after row, each plus the errors of those before it times ``upper``.
+    """Round row after row, each plus the errors of those before it times the factor U + I of its Hessian.
 
     A row is encoded as a whole, so neighbours in it may matter to its codes. A block of rows is corrected by one
     product for all rows before the block, and within the block row by row.
 
     Args:
         matrix: [rows, columns].
-        upper: unit upper triangular, [rows, rows], in the order of rounding; see
-        :mod:`graphopt.quantization.rounding.ldl`.
+        factor: unit upper triangular, [rows, rows], in the order of rounding; see
+            :mod:`graphopt.quantization.rounding.ldl`.
         order: the order in which rows are rounded. In any but the natural one scales must be static.
         rule: how.
     """
@@ -74,7 +75,13 @@ def round_with_feedback(
             for group, group_rows in _groups(rows, rule.group):
                 _choose(numbers[group_rows], group_rows, group, rule, scales[:, part], zero_points[:, part])
         _round(
-            numbers, upper, order, rule, codes[:, rule.format.code_columns(part)], scales[:, part], zero_points[:, part]
+            numbers,
+            factor,
+            order,
+            rule,
+            codes[:, rule.format.code_columns(part)],
+            scales[:, part],
+            zero_points[:, part],
         )
 
     run_in_threads(round_part, list(rule.format.blocks(columns, _COLUMNS)))
@@ -97,7 +104,7 @@ def _choose(
 
 def _round(
     numbers: Doubles,
-    upper: Doubles,
+    factor: Factor,
     order: npt.NDArray[np.intp],
     rule: Rule,
     codes: npt.NDArray[np.uint8],
@@ -109,40 +116,34 @@ def _round(
     # A group's scale is chosen for all of its rows at once, so either block holds whole groups or lies within one.
     inner = min(rule.group, _ROWS)
     outer = rule.group if rule.group > _ROWS else _ROWS // rule.group * rule.group
-    errors = np.empty_like(numbers)
+    errors = factor.errors(numbers.shape[1])
     for begin in range(0, rows, outer):
         end = min(begin + outer, rows)
         targets = numbers[order[begin:end]]
-        targets += upper[:begin, begin:end].T @ errors[:begin]
+        targets += errors.correction(0, slice(begin, end))
         if not rule.static and outer == rule.group:
             _choose(targets, slice(begin, end), begin // rule.group, rule, scales, zero_points)
         for first in range(begin, end, inner):
             last = min(first + inner, end)
             target = targets[first - begin : last - begin]
-            target += upper[begin:first, first:last].T @ errors[begin:first]
+            block = slice(first, last)
+            target += errors.correction(begin, block)
             if not rule.static and outer != rule.group:
                 _choose(target, slice(first, last), first // rule.group, rule, scales, zero_points)
-            block = slice(first, last)
+            upper, block_errors = errors.factor_block(block), errors.block(block)
             if native.feeds_back(rule.format):
                 native.round_rows(
-                    target,
-                    upper[block, block],
-                    numbers,
-                    order[block],
-                    rule.format,
-                    scales,
-                    rule.group,
-                    codes,
-                    errors[block],
+                    target, upper, numbers, order[block], rule.format, scales, rule.group, codes, block_errors
                 )
-                continue
-            for row in range(first, last):
-                goal, index = target[row - first], order[row]
-                if row > first:
-                    goal += _sum(upper[first:row, row], errors[first:row], rule.format)
-                group = index // rule.group
-                value = round_row(goal, scales[group], zero_points[group], codes[index])
-                np.subtract(numbers[index], value, out=errors[row])
+            else:
+                for row, goal in enumerate(target):
+                    index = order[first + row]
+                    if row:
+                        goal += _sum(upper[:row, row], block_errors[:row], rule.format)
+                    group = index // rule.group
+                    value = round_row(goal, scales[group], zero_points[group], codes[index])
+                    np.subtract(numbers[index], value, out=block_errors[row])
+            errors.keep(block)
 
 
 def _sum(factors: Doubles, errors: Doubles, format: Format) -> Doubles:

@@ -11,7 +11,8 @@ from graphopt.errors import InputError
 
 Doubles = npt.NDArray[np.float64]
 
-_MOST_DAMPING = 1.0
+MOST_DAMPING = 1.0
+"""The share of its mean that is added to a diagonal at most."""
 
 
 def factor(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.intp]) -> tuple[Doubles, Doubles]:
@@ -29,15 +30,7 @@ def factor(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.intp
     Raises:
         InputError: the Hessian is not finite, or not X^T X of any X.
     """
-    diagonal = np.diagonal(hessian).astype(np.float64)
-    if not np.isfinite(diagonal).all():
-        bad = int(np.argmin(np.isfinite(diagonal)))
-        raise InputError(
-            f"the statistics of a weight's inputs are NaN or infinite, the first at input {bad}",
-            shape=hessian.shape,
-            remedy="the model computes such numbers on this text: calibrate on another, or round to nearest",
-        )
-    mean = float(diagonal.mean())
+    mean = float(check_diagonal(hessian).mean())
     # Reversed, the lower factor that LAPACK gives becomes an upper one. Large: as few copies as can be.
     reversed_hessian = hessian[np.ix_(order[::-1], order[::-1])].astype(np.float64)
     reversed_hessian /= mean or 1.0
@@ -49,6 +42,32 @@ def factor(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.intp
     roots = np.diagonal(upper).copy()
     upper /= roots
     return upper, roots**2
+
+
+def check_diagonal(hessian: npt.NDArray[Any]) -> Doubles:
+    """Return the diagonal of a Hessian, float64 [rows].
+
+    Raises:
+        InputError: it is not finite.
+    """
+    diagonal = np.diagonal(hessian).astype(np.float64)
+    if not np.isfinite(diagonal).all():
+        bad = int(np.argmin(np.isfinite(diagonal)))
+        raise InputError(
+            f"the statistics of a weight's inputs are NaN or infinite, the first at input {bad}",
+            shape=hessian.shape,
+            remedy="the model computes such numbers on this text: calibrate on another, or round to nearest",
+        )
+    return diagonal
+
+
+def refuse_factor(hessian: npt.NDArray[Any], damping: float) -> InputError:
+    """Return the error of a Hessian that cannot be factored with as much damping as is allowed."""
+    return InputError(
+        f"the statistics of a weight's inputs cannot be factored, with a damping of {damping:g}",
+        shape=hessian.shape,
+        remedy="they are not those of any inputs: remove the folder that holds them and calibrate again",
+    )
 
 
 def wiener_filter(matrix: npt.NDArray[Any], hessian: npt.NDArray[Any], noise: float) -> npt.NDArray[np.float32]:
@@ -82,10 +101,6 @@ def _cholesky(hessian: Doubles, damping: float) -> Doubles:
         try:
             return np.asarray(np.linalg.cholesky(hessian))
         except np.linalg.LinAlgError as error:
-            if not np.isfinite(hessian).all() or damping >= _MOST_DAMPING:
-                raise InputError(
-                    f"the statistics of a weight's inputs cannot be factored, with a damping of {damping:g}",
-                    shape=hessian.shape,
-                    remedy="they are not those of any inputs: remove the folder that holds them and calibrate again",
-                ) from error
-            damping = min(10 * damping, _MOST_DAMPING)
+            if not np.isfinite(hessian).all() or damping >= MOST_DAMPING:
+                raise refuse_factor(hessian, damping) from error
+            damping = min(10 * damping, MOST_DAMPING)

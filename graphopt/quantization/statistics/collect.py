@@ -7,9 +7,10 @@ import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -25,6 +26,7 @@ from graphopt.quantization.statistics.partition import Piece, pieces_of
 from graphopt.quantization.statistics.ranges import Observer, RangeMethod, TensorRanges
 from graphopt.quantization.statistics.sequence import collect_in_sequence
 from graphopt.quantization.statistics.store import Index, InputStatistics, read_index, write_index, write_statistics
+from graphopt.quantization.statistics.symmetric import packed_size
 from graphopt.quantization.statistics.windows import (
     Part,
     Window,
@@ -39,7 +41,7 @@ from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from concurrent.futures import Executor
+    from concurrent.futures import Executor, Future
 
     from graphopt.ort.runner import Runner
     from graphopt.ort.session import Array
@@ -52,6 +54,19 @@ PIECE_BYTES = 1 << 30
 
 # What would make other numbers of the same model and text.
 _VERSION = 4
+
+# Bytes of Hessians that may wait on the disk while other machines make something of them, and pieces.
+_WAITING_BYTES, _WAITING_PIECES = 8 << 30, 64
+
+
+class Consumer(Protocol):
+    """What is made of Hessians as soon as they are there, so that they need not be kept."""
+
+    def is_done(self, inputs: Mapping[ir.Node, InputStatistics]) -> bool:
+        """Return whether all that is made of the statistics of some products is there."""
+
+    def run(self, inputs: Mapping[ir.Node, InputStatistics]) -> None:
+        """Make what is not there yet of the statistics of some products."""
 
 
 class Calibration:
@@ -111,8 +126,16 @@ class Calibration:
         """Return the folder for a model as it is now; reads the digests of its weights."""
         return self.folder / _content(model, self.text_digest)[:40]
 
-    def inputs(self, model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Node, InputStatistics]:
+    def inputs(
+        self, model: ir.Model, nodes: Iterable[ir.Node], consumer: Consumer | None = None
+    ) -> dict[ir.Node, InputStatistics]:
         """Return what the first input of each of some products looks like, collected where it is not kept yet.
+
+        Args:
+            model: the model as it is now.
+            nodes: the products.
+            consumer: makes something of the Hessians of each piece of the model when they are there, before the next
+                piece is run; they are removed then. Without one they are kept.
 
         Raises:
             InputError: it is not kept and the model may not be run, or cannot be; or what it computes is not finite.
@@ -120,9 +143,11 @@ class Calibration:
         taps = {node: value for node in nodes if (value := node.inputs[0]) is not None}
         values = list(dict.fromkeys(taps.values()))
         folder = self.model_folder(model)
+        names = {node: value.name or "" for node, value in taps.items()}
+        _forget_unless_done(folder, names, None if consumer is None else consumer.is_done)
         index = read_index(folder / "index.json")
         if index is None or any(value.name not in index.inputs for value in values):
-            index = self._collect(model, values, folder)
+            index = self._collect(model, values, folder, names, consumer)
         statistics = {value: index.inputs[value.name or ""] for value in values}
         self.statistics |= {value.name or "": inputs for value, inputs in statistics.items()}
         return {node: statistics[value] for node, value in taps.items()}
@@ -172,7 +197,12 @@ class Calibration:
         return TensorRanges(samples=len(self.texts), digest=self.text_digest, is_random=is_random, ranges=ranges)
 
     def inputs_in_sequence(
-        self, model: ir.Model, nodes: Iterable[ir.Node], settings: str, round_product: RoundProduct
+        self,
+        model: ir.Model,
+        nodes: Iterable[ir.Node],
+        settings: str,
+        round_product: RoundProduct,
+        is_rounded: Callable[[Mapping[ir.Node, InputStatistics]], bool] | None = None,
     ) -> dict[ir.Node, InputStatistics]:
         """Return what the first input of each of some products looks like where those before it are rounded.
 
@@ -181,12 +211,15 @@ class Calibration:
             nodes: the products, all that will be rounded.
             settings: all that rounding depends on besides the model and the text.
             round_product: see :mod:`graphopt.quantization.statistics.sequence`.
+            is_rounded: whether some products are rounded already; with it, Hessians are removed when they are. ``None``
+                keeps them.
 
         Raises:
             InputError: it is not kept and the model may not be run, or cannot be; or what it computes is not finite.
         """
         taps = {node: value.name or "" for node in nodes if (value := node.inputs[0]) is not None}
         folder = self.folder / _content(model, f"{self.text_digest} {settings}")[:40]
+        _forget_unless_done(folder, taps, is_rounded)
         index = read_index(folder / "index.json")
         if index is None:
             runner = self._may_run()
@@ -200,6 +233,7 @@ class Calibration:
                 lambda ids: (self._feeds or task_of(model.graph).text_feeds)(model.graph, ids),
                 round_product,
                 self._on_stage,
+                keeps=is_rounded is None,
             )
         statistics = {node: index.inputs[name] for node, name in taps.items()}
         self.statistics |= {inputs.value: inputs for inputs in statistics.values()}
@@ -220,25 +254,40 @@ class Calibration:
             )
         return self._runner
 
-    def _collect(self, model: ir.Model, values: Sequence[ir.Value], folder: Path) -> Index:
+    def _collect(
+        self,
+        model: ir.Model,
+        values: Sequence[ir.Value],
+        folder: Path,
+        names: Mapping[ir.Node, str],
+        consumer: Consumer | None,
+    ) -> Index:
         self._may_run()
         pieces = pieces_of(model.graph, values, self._limit)
         folder.mkdir(parents=True, exist_ok=True)
         statistics: dict[str, InputStatistics] = {}
         feeds_of_text = self._feeds or task_of(model.graph).text_feeds
         numbers = {value: number for number, value in enumerate(values)}
-        for number, piece in enumerate(pieces):
-            piece_index = read_index(folder / f"piece-{number}.json")
-            if piece_index is None or any(tap.name not in piece_index.inputs for tap in piece.taps):
-                moments = self._moments(
-                    model, piece, number, len(pieces), folder, lambda ids: feeds_of_text(model.graph, ids)
-                )
-                piece_index = Index(inputs=self._write_sums(piece, moments, folder, numbers))
-                write_index(piece_index, folder / f"piece-{number}.json")
-            shutil.rmtree(boundary_folder(folder, number - 1), ignore_errors=True)
-            statistics |= piece_index.inputs
+        is_apart = isinstance(self._executor, DistantExecutor)
+        with _Consumption(consumer, names, is_apart=is_apart) as consumption:
+            for number, piece in enumerate(pieces):
+                file = folder / f"piece-{number}.json"
+                piece_index = read_index(file)
+                if piece_index is None or any(tap.name not in piece_index.inputs for tap in piece.taps):
+                    moments = self._moments(
+                        model, piece, number, len(pieces), folder, lambda ids: feeds_of_text(model.graph, ids)
+                    )
+                    piece_index = Index(inputs=self._write_sums(piece, moments, folder, numbers))
+                    write_index(piece_index, file)
+                shutil.rmtree(boundary_folder(folder, number - 1), ignore_errors=True)
+                statistics |= piece_index.inputs
+                if consumer is not None:
+                    if not is_apart:
+                        self._spare.clear()  # what is made of Hessians takes as much memory as they do
+                        self._on_stage(f"rounding what was collected, part {number + 1} of {len(pieces)}")
+                    consumption.take(piece_index, file)
         self._spare.clear()
-        index = Index(inputs=statistics)
+        index = Index(inputs=statistics, has_hessians=consumer is None)
         write_index(index, folder / "index.json")
         for number in range(len(pieces)):
             (folder / f"piece-{number}.json").unlink()
@@ -347,6 +396,77 @@ class Calibration:
                 after=str(after / str(row)),
                 sums=str(folder / f"sums-{number}-{row}"),
             )
+
+
+class _Consumption:
+    """Lets a consumer run on what each piece gave, and removes its Hessians.
+
+    Here the next piece waits for it, so the disk holds the Hessians of one piece at a time. Other machines would wait
+    for the largest matrix of each piece: there pieces go on, as long as the Hessians of those that wait take 8 GiB.
+    Use it as a context manager, which waits for all.
+
+    Args:
+        consumer: what runs; ``None`` leaves Hessians where they are.
+        names: of the values that products read.
+        is_apart: whether other machines do the work.
+    """
+
+    def __init__(self, consumer: Consumer | None, names: Mapping[ir.Node, str], *, is_apart: bool) -> None:
+        self._consumer, self._names, self._room = consumer, names, _WAITING_BYTES if is_apart else 0
+        self._waiting: list[tuple[int, Future[None]]] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Consumption:
+        self._threads = self._stack.enter_context(ThreadPoolExecutor(_WAITING_PIECES if self._room else 1))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is None:
+                self._wait_for_room(None)
+        finally:
+            self._stack.close()
+
+    def take(self, index: Index, file: Path) -> None:
+        """Let the consumer run on the statistics of an index, which lies in ``file``."""
+        size = sum(4 * packed_size(inputs.rows) for inputs in index.inputs.values())
+        self._wait_for_room(size)
+        if self._room:
+            self._waiting.append((size, self._threads.submit(self._run, index, file)))
+        else:
+            self._run(index, file)
+
+    def _run(self, index: Index, file: Path) -> None:
+        if self._consumer is not None:
+            if index.has_hessians:
+                self._consumer.run(_by_node(index, self._names))
+            index.drop_hessians(file)
+
+    def _wait_for_room(self, size: int | None) -> None:
+        """Wait until so many bytes may be added to those that wait; for ``None``, until none is left."""
+        while self._waiting and (size is None or sum(waiting for waiting, _ in self._waiting) + size > self._room):
+            _, future = self._waiting.pop(0)
+            future.result()
+
+
+def _by_node(index: Index, names: Mapping[ir.Node, str]) -> dict[ir.Node, InputStatistics]:
+    return {node: index.inputs[name] for node, name in names.items() if name in index.inputs}
+
+
+def _forget_unless_done(
+    folder: Path,
+    names: Mapping[ir.Node, str],
+    is_done: Callable[[Mapping[ir.Node, InputStatistics]], bool] | None,
+) -> None:
+    """Remove what is kept where Hessians are gone and something that is made of them is not there.
+
+    What the pieces before handed on is gone too, so all pieces run again; what is there is not made again.
+    """
+    for file in (folder / "index.json", *folder.glob("piece-*.json")):
+        index = read_index(file)
+        if index is not None and not index.has_hessians and not (is_done and is_done(_by_node(index, names))):
+            shutil.rmtree(folder)
+            return
 
 
 def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:

@@ -91,6 +91,8 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
     feeds_of: Callable[[IntArray], Mapping[str, Array]],
     round_product: RoundProduct,
     on_stage: Progress = silent,
+    *,
+    keeps: bool = True,
 ) -> Index:
     """Collect what the inputs of products look like where the products before them are rounded.
 
@@ -104,6 +106,7 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
         feeds_of: returns the inputs of the graph for tokens [batch, length].
         round_product: rounds a product when its turn has come.
         on_stage: called for each piece.
+        keeps: whether Hessians and shifts stay when the products that read them are rounded.
 
     Raises:
         InputError: the model cannot be run, or its numbers are not finite.
@@ -140,7 +143,9 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
                 weight, tensor = weight_of(product, 1), round_product(product, inputs)
                 if weight is not None and tensor is not None and number + 1 < count:
                     rounded_model.graph.initializers[weight.name or ""].const_value = tensor
-    index = Index(inputs=statistics)
+        if not keeps:
+            piece_index.drop_hessians(file)
+    index = Index(inputs=statistics, has_hessians=keeps)
     write_index(index, folder / "index.json")
     for number in range(count):
         (folder / f"piece-{number}.json").unlink()

@@ -87,11 +87,25 @@ class Index(BaseModel):
 
     Attributes:
         inputs: by the name of the value.
+        has_hessians: whether Hessians and shifts lie beside it. They do not once all that is made of them is there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     inputs: dict[str, InputStatistics]
+    has_hessians: bool = True
+
+    def drop_hessians(self, file: Path) -> Index:
+        """Remove Hessians and shifts, and return the index that says so, written to ``file`` first."""
+        index = self.model_copy(update={"has_hessians": False})
+        if self.has_hessians:
+            write_index(index, file)
+        # Also where a run was killed in between.
+        for statistics in self.inputs.values():
+            for large_file in (statistics.hessian_file, statistics.shift_file):
+                if large_file is not None:
+                    large_file.unlink(missing_ok=True)
+        return index
 
 
 def write_statistics(
@@ -180,11 +194,13 @@ def read_index(file: Path) -> Index | None:
         if statistics.shift_file is not None:
             sizes["shift_file"] = 4 * statistics.rows**2
         files = {key: file.parent / getattr(statistics, key).name for key in sizes}
-        for location, size in zip(files.values(), sizes.values(), strict=True):
-            if not location.is_file() or location.stat().st_size != size:
+        for key, size in sizes.items():
+            location = files[key]
+            is_dropped = key != "mean_file" and not index.has_hessians
+            if not is_dropped and (not location.is_file() or location.stat().st_size != size):
                 raise InputError("a file of statistics is missing or cut", file=location, remedy="remove its folder")
         inputs[name] = statistics.model_copy(update=files)
-    return Index(inputs=inputs)
+    return index.model_copy(update={"inputs": inputs})
 
 
 def write_index(index: Index, file: Path) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from graphopt.errors import InputError
 from graphopt.graph.weights import Inline, Scale, rewrite
 from graphopt.ort.runner import Runner
 from graphopt.passes.recipe import load_recipe
-from graphopt.quantization.statistics import Calibration
+from graphopt.quantization.statistics import Calibration, InputStatistics
 from graphopt.quantization.statistics.collect import PIECE_BYTES
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.partition import pieces_of
@@ -117,6 +117,65 @@ def test_what_was_cut_off_goes_on_at_the_piece_where_it_was(tmp_path: Path) -> N
     found = again.inputs(model, nodes)
     assert seen[0] == "collecting statistics, part 4 of 7"
     assert [each.digest for each in found.values()] == [each.digest for each in whole.values()]
+
+
+class Copies:
+    """Keeps Hessians in memory, and counts those on the disk; stops when it is called for the n-th time."""
+
+    def __init__(self, folder: Path, stops_at: int = 0) -> None:
+        self.hessians: dict[str, np.ndarray] = {}
+        self.most_files = self.calls = 0
+        self._folder, self._stops_at = folder, stops_at
+
+    def is_done(self, inputs: Mapping[ir.Node, InputStatistics]) -> bool:
+        return all(of.value in self.hessians for of in inputs.values())
+
+    def run(self, inputs: Mapping[ir.Node, InputStatistics]) -> None:
+        self.calls += 1
+        if self.calls == self._stops_at:
+            raise KeyboardInterrupt
+        self.most_files = max(self.most_files, len(list(self._folder.rglob("*.hessian"))))
+        self.hessians |= {of.value: of.hessian().numpy() for of in inputs.values() if of.value not in self.hessians}
+
+
+def test_what_is_made_of_hessians_at_once_leaves_one_piece_on_the_disk(tmp_path: Path) -> None:
+    model = residual_model(layers=2)
+    nodes = linear_nodes(model.graph)
+    kept = calibration(tmp_path / "kept", Runner(), limit=1).inputs(model, nodes)
+    consumer = Copies(tmp_path / "dropped")
+    found = calibration(tmp_path / "dropped", Runner(), limit=1).inputs(model, nodes, consumer)
+    assert [of.digest for of in found.values()] == [of.digest for of in kept.values()]
+    assert all(np.array_equal(consumer.hessians[of.value], of.hessian().numpy()) for of in kept.values())
+    assert (consumer.calls, consumer.most_files) == (5, 1)
+    assert not list((tmp_path / "dropped").rglob("*.hessian"))
+    # Means stay, and what was made of Hessians does: nothing runs again.
+    again = calibration(tmp_path / "dropped", None).inputs(model, nodes, consumer)
+    assert all(of.means_and_largest()[0].size == of.rows for of in again.values())
+    assert consumer.calls == 5
+    # Whoever needs Hessians, or finds that something made of them is gone, has them collected again.
+    with pytest.raises(InputError, match="they are not kept"):
+        calibration(tmp_path / "dropped", None).inputs(model, nodes)
+    calibration(tmp_path / "dropped", Runner(), limit=1).inputs(model, nodes, consumer)
+    del consumer.hessians[found[nodes[0]].value]
+    calibration(tmp_path / "dropped", Runner(), limit=1).inputs(model, nodes, consumer)
+    assert consumer.is_done(found)
+
+
+def test_what_was_cut_off_needs_no_hessian_that_is_gone(tmp_path: Path) -> None:
+    model = residual_model(layers=3)
+    nodes = linear_nodes(model.graph)
+    consumer = Copies(tmp_path, stops_at=4)
+    with pytest.raises(KeyboardInterrupt):
+        calibration(tmp_path, Runner(), limit=1).inputs(model, nodes, consumer)
+    assert len(list(tmp_path.rglob("*.hessian"))) == 1
+    seen: list[str] = []
+    again = calibration(tmp_path, Runner(), limit=1, on_stage=lambda stage, *_: seen.append(stage))
+    found = again.inputs(model, nodes, consumer)
+    # the fourth piece was collected; what is made of it was not there
+    assert next(stage for stage in seen if "collecting" in stage) == "collecting statistics, part 5 of 7"
+    assert consumer.is_done(found)
+    assert consumer.calls == 4 + 4
+    assert not list(tmp_path.rglob("*.hessian"))
 
 
 def test_inputs_that_are_not_finite_are_named(tmp_path: Path) -> None:

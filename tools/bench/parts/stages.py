@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from graphopt.util.progress import Progress
 
@@ -49,17 +49,20 @@ class Stages:
 
     Args:
         folder: whose disk is watched.
+        on_cost: called with each stage, or part of one, when it ends.
 
     Attributes:
-        costs: of each stage.
+        costs: of each stage, its parts together.
+        parts: of each part of a stage that has some, by its name.
         progress: how far the last of them is.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_cost: Callable[[str, Cost], None] | None = None) -> None:
         self.costs: dict[str, Cost] = {}
+        self.parts: dict[str, Cost] = {}
         self.progress = ""
         self._folder, self._name, self._ended = folder, "", threading.Event()
-        self._largest = 0
+        self._largest, self._on_cost = 0, on_cost
 
     def of(self, command: str) -> Progress:
         """Return what takes the lines of progress of a command."""
@@ -71,11 +74,11 @@ class Stages:
         return take
 
     def begin(self, stage: str) -> None:
-        """Begin a stage, and end the one before, unless it is the same but for numbers of parts."""
-        self.progress, name = stage, re.sub(r", part \d+ of \d+", "", stage)
-        if name != self._name:
+        """Begin a stage, or the next part of it, and end the one before."""
+        self.progress = stage
+        if stage != self._name:
             self._close()
-            self._name = name
+            self._name = stage
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[Stages]:
@@ -94,7 +97,12 @@ class Stages:
         if self._name:
             memory, disk = _most_resident(), max(self._largest, _bytes_in(self._folder))
             worked, seconds = time.process_time() - self._worked, time.perf_counter() - self._clock
-            self.costs.setdefault(self._name, Cost()).add(Cost(seconds, worked, memory, disk))
+            stage, cost = re.sub(r", part \d+ of \d+", "", self._name), Cost(seconds, worked, memory, disk)
+            self.costs.setdefault(stage, Cost()).add(cost)
+            if stage != self._name:
+                self.parts.setdefault(self._name, Cost()).add(cost)
+            if self._on_cost is not None:
+                self._on_cost(self._name, cost)
         self._name = ""
         self._reset()
 

@@ -9,8 +9,9 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from graphopt.quantization.rounding.descent import polish
+from graphopt.quantization.rounding.factors import factor_of
 from graphopt.quantization.rounding.feedback import Rule, round_with_feedback
-from graphopt.quantization.rounding.ldl import factor, wiener_filter
+from graphopt.quantization.rounding.ldl import wiener_filter
 from graphopt.quantization.rounding.method import Need, RoundingMethod
 from graphopt.quantization.rounding.scale_search import Search
 from graphopt.quantization.rounding.single_thread import one_thread
@@ -95,16 +96,16 @@ class GPTQ(RoundingMethod):
         order = np.arange(len(matrix)) if natural else np.argsort(-diagonal, kind="stable")
         with one_thread():
             damping = self.damping + self.input_noise
-            upper, weights = factor(statistics, damping, order)
+            factor = factor_of(statistics, damping, order)
             if self.input_noise:
                 matrix = wiener_filter(matrix, statistics, self.input_noise)
             importance = None
             if self.importance == "feedback":
-                importance = np.empty_like(weights)
-                importance[order] = weights
+                importance = np.empty_like(factor.weights)
+                importance[order] = factor.weights
             elif self.importance == "inputs" and diagonal.any():
                 importance = diagonal + damping * diagonal.mean()
             static = self.scales == "static"
             rule = Rule(format, group, scale, np.dtype(scale_type), importance, self.search, static)
-            matrix_codes = round_with_feedback(matrix, upper, order, rule)
+            matrix_codes = round_with_feedback(matrix, factor, order, rule)
             return polish(matrix_codes, matrix, statistics, damping, self.sweeps) if self.sweeps else matrix_codes
