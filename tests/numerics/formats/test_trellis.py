@@ -41,7 +41,7 @@ def test_two_bits_are_two_codes_and_the_next_two() -> None:
 
 @TRELLISES
 @given(seed=st.integers(0, 1000), columns=st.integers(1, 40))
-@settings(max_examples=4)
+@settings(max_examples=2)
 def test_what_codes_stand_for_is_encoded_as_itself(format: TrellisFormat, seed: int, columns: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 2**format.bits, (8, columns)).astype(np.uint8)
     numbers = format.decode(codes)
