@@ -134,7 +134,7 @@ $(SANITIZED_READY): $(READY) $(NATIVE)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(JOBS)
 
 docs: $(READY)
 	$(BIN)/mkdocs build --strict --quiet
