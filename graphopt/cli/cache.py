@@ -1,4 +1,4 @@
-"""The commands ``cache make`` and ``cache show``: prompts that are read once."""
+"""The commands ``cache make``, ``cache edit`` and ``cache show``: prompts that are read once."""
 
 from __future__ import annotations
 
@@ -50,6 +50,61 @@ def make(
             cache = PromptCache.read_system(session, texts[2] or texts[3] or "")
         cache.save(output, loss)
     _print(output, as_json)
+
+
+@command("cache edit")
+def edit(
+    folder: Annotated[Path, typer.Argument(help="the artifact that the file is of")],
+    file: Annotated[Path, typer.Argument(help="a file that `graphopt cache make` wrote")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="file to write; by default the same one")
+    ] = None,
+    text: Annotated[str | None, typer.Option("--text", help="what the text of the file is from now on")] = None,
+    text_file: Annotated[Path | None, typer.Option("--text-file", help="the same, in a file")] = None,
+    old: Annotated[str | None, typer.Option("--replace", help="a part of the text, which stands there once")] = None,
+    new: Annotated[str, typer.Option("--by", help="what comes in its place; by default nothing")] = "",
+    reread: Annotated[int, typer.Option("--reread", min=0, help="tokens behind each change that are read again")] = 32,
+    loss: Annotated[
+        Literal["none", "scales", "values"] | None,
+        typer.Option("--loss", help="what the file may lose of states; by default as much as it did"),
+    ] = None,
+    threads: Threads = 0,
+    device: OnDevice = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Change the text of such a file, and read only what changed.
+
+    Tokens that are new are read. Those behind them move: their keys turn to their new positions, but they still know
+    what stood there before, so answers are near to those behind the text read anew, not the same. `graphopt cache edit
+    int4 manual.cache --text-file manual.txt` follows a file that was edited; a text may change at several places.
+    """
+    from graphopt.inference.prompt_cache import PromptCache
+    from graphopt.inference.session import load
+    from graphopt.inference.states.state_file import StateFile
+
+    if sum(part is not None for part in (text, text_file, old)) != 1:
+        raise InputError("an edit is a new text or a part of it", remedy="give --text, --text-file or --replace")
+    session = load(folder, threads=threads, device=device)
+    show_notes(session.notes)
+    with progress() as say:
+        say("loading the cache")
+        cache = PromptCache.load(session, file)
+        prompt = cache.prompt
+        before = prompt.text if prompt.system is None else prompt.system
+        if old is not None and before.count(old) != 1:
+            raise InputError(
+                f"the text has {old!r} {before.count(old)} times",
+                file=file,
+                remedy="give a part that stands there once",
+            )
+        after = before.replace(old, new) if old is not None else read_text(text_file) if text_file else text or ""
+        say("reading what changed")
+        edits = cache.edit(after, reread=reread)
+        cache.save(output or file, loss or StateFile.load(file).loss)
+    _print(output or file, as_json)
+    if not as_json:
+        parts = (f"tokens {edit.start} to {edit.end} by {len(edit.tokens)}" for edit in edits[:10])
+        out.print(f"replaced: {', '.join(parts) or 'nothing'}", markup=False, highlight=False, soft_wrap=True)
 
 
 @command("cache show")

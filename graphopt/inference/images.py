@@ -296,10 +296,10 @@ class ImageDecoder(Decoder):
 
     def row(self, row: int) -> Decoder:
         """See :class:`Decoder`."""
-        return ImageDecoder(self._session, [self._prompts[row]], self._image_token, states=self.states.row(row))
+        return ImageDecoder(self.session, [self._prompts[row]], self._image_token, states=self.states.row(row))
 
     def _inputs(self, step: RowStep, input_ids: IntArray, mask: IntArray | None) -> dict[str, Array]:
-        embedding = self._session.require_embedding()
+        embedding = self.session.require_embedding()
         real = np.ones(input_ids.shape, bool) if mask is None else mask.astype(bool)
         features = []
         for prompt, ids, columns, past in zip(self._prompts, input_ids, real, step.past.tolist(), strict=True):

@@ -2,6 +2,7 @@
 
     make    tokens -> model -> states -> file
     use     file -> states -> copies, one for each prompt, taken back to the tokens that it shares -> the rest is fed
+    edit    states of the text as it was -> spans that differ are read, what stands behind them moves -> states
 
 What is shared is decided by tokens, so a text comes out as without a cache, up to the rounding of steps of another
 length. The file is that of :meth:`graphopt.inference.decoding.decoder.Decoder.save`, with the prompt beside the states.
@@ -17,11 +18,13 @@ import numpy as np
 from graphopt.errors import InputError
 from graphopt.inference.conversation.template import ChatTemplate
 from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.decoding.editing import REREAD, edits_between
 from graphopt.inference.states.state_file import SavedPrompt, StateFile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from graphopt.inference.decoding.editing import Edit
     from graphopt.inference.session import Session
     from graphopt.inference.states.compression import Loss
 
@@ -55,21 +58,11 @@ class PromptCache:
         Raises:
             InputError: as for :meth:`read_text`; or the model has no chat template or no tokenizer.
         """
-        template, tokenizer = ChatTemplate.of_folder(session.file.parent), session.require_tokenizer()
-        texts = [
-            template.render([{"role": "system", "content": system}, {"role": "user", "content": message}])
-            for message in ("a", "1")
-        ]
-        text = texts[0][: shared_length(*texts)]
-        # a token that ends behind the shared text could hold letters of the message
-        encodings = [tokenizer.encode(whole, add_special_tokens=False).ids for whole in texts]
-        return cls._prefill(session, SavedPrompt(text, encodings[0][: shared_length(*encodings)], system))
+        return cls._prefill(session, _system_prompt(session, system))
 
     @classmethod
     def _prefill(cls, session: Session, prompt: SavedPrompt) -> PromptCache:
-        session.check_tokens(prompt.tokens)
-        if not (prompt.text and prompt.tokens):
-            raise InputError("the text to keep has no tokens", remedy="give a text that the tokenizer knows")
+        _check_prompt(session, prompt)
         decoder = Decoder(session, 1, room=len(prompt.tokens))
         for _ in decoder.feed(np.array([prompt.tokens], np.int64)):
             pass
@@ -102,6 +95,29 @@ class PromptCache:
         """
         self.decoder.save(file, self.prompt, loss)
 
+    def edit(self, text: str, *, reread: int = REREAD) -> list[Edit]:
+        """Go over to another text, where it differs: those tokens are read, and what stands behind them is not.
+
+        Args:
+            text: the whole text, or the whole system prompt where the cache is of one.
+            reread: tokens behind each difference that are read again.
+
+        Returns:
+            What was replaced, by the tokens of the text as it was.
+
+        Raises:
+            InputError: the text has no tokens or more than the model has positions, or the states of the graph cannot
+                be edited; see :meth:`graphopt.inference.decoding.decoder.Decoder.edit`. The cache is as it was then.
+        """
+        session, before = self.session, self.prompt
+        after = _system_prompt(session, text) if before.system is not None else SavedPrompt(text, session.encode(text))
+        _check_prompt(session, after)
+        edits = edits_between(before.tokens, after.tokens, reread)
+        self.decoder.edit(before.tokens, edits, reread=reread)
+        self.decoder.keep()
+        self.prompt = after
+        return edits
+
     def fork(self, prompts: Sequence[Sequence[int]]) -> tuple[Decoder, int]:
         """Return a decoder with a row for each prompt, and how many tokens of each its row has read.
 
@@ -117,6 +133,25 @@ class PromptCache:
 
     def add(self, tokens: Sequence[int], decoder: Decoder) -> None:
         """Do nothing: what was run behind the prompt does not become part of it."""
+
+
+def _check_prompt(session: Session, prompt: SavedPrompt) -> None:
+    session.check_tokens(prompt.tokens)
+    if not (prompt.text and prompt.tokens):
+        raise InputError("the text to keep has no tokens", remedy="give a text that the tokenizer knows")
+
+
+def _system_prompt(session: Session, system: str) -> SavedPrompt:
+    """Return a system prompt as the chat template writes it, up to the first message of a user."""
+    template, tokenizer = ChatTemplate.of_folder(session.file.parent), session.require_tokenizer()
+    texts = [
+        template.render([{"role": "system", "content": system}, {"role": "user", "content": message}])
+        for message in ("a", "1")
+    ]
+    text = texts[0][: shared_length(*texts)]
+    # a token that ends behind the shared text could hold letters of the message
+    encodings = [tokenizer.encode(whole, add_special_tokens=False).ids for whole in texts]
+    return SavedPrompt(text, encodings[0][: shared_length(*encodings)], system)
 
 
 def shared_length(first: Sequence[object], second: Sequence[object]) -> int:

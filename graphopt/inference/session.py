@@ -18,6 +18,7 @@ from graphopt.artifact.hf_config import facts_of, with_positions
 from graphopt.artifact.manifest import MANIFEST, Manifest, Source, read_manifest
 from graphopt.artifact.tokens import TOKENIZER, beginning_of, read_tokenizer
 from graphopt.errors import InputError
+from graphopt.inference.states.key_shifts import KeyShifts
 from graphopt.inference.token_embedding import TokenEmbedding, embedding_beside
 from graphopt.ort.session import NO_ENTRIES, Entries, native_operators, open_session, run
 from graphopt.runtime_ops import library_path
@@ -80,6 +81,15 @@ class Session:
             return hashlib.sha256("".join(records[name] for name in sorted(records)).encode()).hexdigest()
         with self.file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    @cached_property
+    def key_shifts(self) -> KeyShifts:
+        """How keys of the caches turn where their tokens move.
+
+        Raises:
+            InputError: not only keys know positions.
+        """
+        return KeyShifts(self)
 
     @property
     def max_positions(self) -> int | None:

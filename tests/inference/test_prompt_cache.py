@@ -153,3 +153,53 @@ def test_commands_make_show_and_use_a_cache(folder: Path, tmp_path: Path) -> Non
         call("run", folder, "--chat", "--system", "Lists.", "--cache", file, "--prompt", "a stack")
     with pytest.raises(InputError, match="a cache is of one text"):
         call("cache", "make", folder, "-o", file)
+
+
+def test_a_text_is_edited_where_it_differs(session: Session, fed: list[int], tmp_path: Path) -> None:
+    cache = PromptCache.read_text(session, BEGINNING)
+    text = BEGINNING.replace("texts", "strings", 1)
+    if not session.interface.has_pages:
+        with pytest.raises(InputError, match="caches that grow are not edited"):
+            cache.edit(text)
+        assert cache.prompt.text == BEGINNING
+        return
+    fed.clear()
+    edits = cache.edit(text, reread=4)
+    assert sum(fed) == sum(len(edit.tokens) for edit in edits) + 4 < len(cache.prompt.tokens) / 4
+    assert cache.prompt.text == text
+    assert cache.prompt.tokens == session.encode(text)
+    assert cache.decoder.tokens.tolist() == [len(cache.prompt.tokens)]
+    fed.clear()
+    assert cache.edit(text) == []
+    assert not fed
+    cache.save(tmp_path / "edited.cache")
+    assert PromptCache.load(session, tmp_path / "edited.cache").prompt == cache.prompt
+    with pytest.raises(InputError, match="has no tokens"):
+        cache.edit("")
+
+
+def test_commands_edit_a_cache(folder: Path, tmp_path: Path) -> None:
+    pages, file, other = tmp_path / "pages", tmp_path / "a.cache", tmp_path / "b.cache"
+    recipe = {"name": "pages", "steps": [{"step": "canonicalize"}, {"step": "page_kv", "page": 16}]}
+    optimize(folder, Recipe.model_validate(recipe), pages, run=False)
+    call("cache", "make", pages, "--prompt", BEGINNING, "--loss", "scales", "-o", file)
+    text = BEGINNING + "import math\n"
+    (tmp_path / "text").write_text(text)
+    assert "replaced: tokens" in call("cache", "edit", pages, file, "--text-file", tmp_path / "text", "-o", other)
+    report = json.loads(call("cache", "show", other, "--json"))
+    assert (report["text"], report["loss"]) == (text, "scales")
+    # nothing stands behind what is new, so all was read
+    options = ("--max-new-tokens", 6, "--threads", 1)
+    expected = call("run", pages, "--prompt", text + ENDS[0], *options)
+    assert call("run", pages, "--cache", other, "--prompt", ENDS[0], *options) == expected
+    call("cache", "edit", pages, other, "--replace", "import math\n", "--json")
+    assert json.loads(call("cache", "show", other, "--json"))["text"] == BEGINNING
+    with pytest.raises(InputError, match="the text has 'import sys' 3 times"):
+        call("cache", "edit", pages, other, "--replace", "import sys")
+    with pytest.raises(InputError, match="give --text, --text-file or --replace"):
+        call("cache", "edit", pages, other)
+    call("cache", "make", pages, "--system", "Lists of numbers, and of texts.", "-o", file)
+    call("cache", "edit", pages, file, "--replace", "numbers", "--by", "lists")
+    report = json.loads(call("cache", "show", file, "--json"))
+    assert report["kind"] == "system prompt"
+    assert "Lists of lists, and of texts." in report["text"]

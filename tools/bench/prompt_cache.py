@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 import numpy as np
-import numpy.typing as npt
 import typer
 import zstandard
 from rich.console import Console
@@ -32,23 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import graphopt
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.states.compression import Loss
+from tools.bench.parts.continuation import logs_behind
 from tools.bench.parts.machine import describe
 from tools.bench.parts.options import JsonFile, token_count
 from tools.studies.cache_quality import python_documentation
 from tools.studies.real.models import fetch
-
-PIECE = 16
-
-Logs = npt.NDArray[np.float64]
-
-
-def logs_behind(decoder: Decoder, ids: npt.NDArray[np.int64]) -> Logs:
-    """Feed tokens [n], some at a time; return logarithms of probabilities behind them, [n, vocabulary]."""
-    logits = [np.array(decoder.step(ids[None, at : at + PIECE])[0], np.float64) for at in range(0, len(ids), PIECE)]
-    scores = np.concatenate(logits)
-    scores -= scores.max(axis=1, keepdims=True)
-    logs: Logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
-    return logs
 
 
 def main(

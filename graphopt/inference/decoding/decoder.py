@@ -21,6 +21,7 @@ import numpy.typing as npt
 from graphopt.analysis.structure.ports import HIDDEN, LOGITS
 from graphopt.errors import InputError
 from graphopt.inference.decoding.batch_rows import CountedRows, MaskedRows, Rows, Step
+from graphopt.inference.decoding.editing import REREAD, apply_edits, edit_row
 from graphopt.inference.decoding.feeds import Feeds
 from graphopt.inference.decoding.unpadded_prefill import feed_rows, is_faster_unpadded
 from graphopt.inference.states.device_memory import memory_of
@@ -28,10 +29,12 @@ from graphopt.inference.states.growing import GrowingStates, RecurrentStates
 from graphopt.inference.states.hybrid import HybridStates
 from graphopt.inference.states.pages import PagedStates
 from graphopt.inference.states.state_file import SavedPrompt, StateFile
+from graphopt.quantization.rounding.single_thread import one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from graphopt.inference.decoding.editing import Edit
     from graphopt.inference.session import Session
     from graphopt.inference.states.compression import Loss
     from graphopt.inference.states.eviction import Eviction
@@ -61,6 +64,7 @@ class Decoder:
             grow later if there are more.
 
     Attributes:
+        session: the model.
         states: of the batch.
         hidden: the hidden states [batch, positions, width] of the last step, of the positions that have logits, in the
             memory of onnxruntime; ``None`` before the first, or where the graph does not give them.
@@ -70,7 +74,7 @@ class Decoder:
     """
 
     def __init__(self, session: Session, batch: int, *, states: StateStore | None = None, room: int = 0) -> None:
-        self._session, interface = session, session.interface
+        self.session, interface = session, session.interface
         self._rows: Rows
         if interface.has_pages:
             self._rows = CountedRows(interface, np.zeros(batch, np.int64))
@@ -80,6 +84,11 @@ class Decoder:
         self._binding = session.inference.io_binding()
         self._feeds = Feeds(self._binding, in_place=session.device == "cpu")
         self.hidden: Hidden | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """How far the rows are."""
+        return self._rows
 
     @property
     def length(self) -> int:
@@ -120,16 +129,16 @@ class Decoder:
         """Feed first prompts one after the other; whenever the caller stops, rows hold what they were fed."""
         batch, length = input_ids.shape
         lengths = mask.sum(axis=1)
-        self._session.check_length(int(lengths.max()))
+        self.session.check_length(int(lengths.max()))
         self.states.reserve(self.tokens, lengths, min(_PIECE, length))
         decoders = (self.row(row) for row in range(batch))
         for prefill in feed_rows(decoders, input_ids, mask):
-            self._rows, self.hidden = CountedRows(self._session.interface, prefill.tokens, length), prefill.hidden
+            self._rows, self.hidden = CountedRows(self.session.interface, prefill.tokens, length), prefill.hidden
             yield length - 1, prefill.logits
 
     def _piece(self, batch: int, length: int) -> int:
         """Return how many tokens of each row are fed at once."""
-        interface = self._session.interface
+        interface = self.session.interface
         if not interface.past:
             return length  # without states there is no second piece
         if interface.last_logits:
@@ -154,7 +163,7 @@ class Decoder:
             InputError: a row runs past the model's positions, the graph has no cache for a second step, it has no mask,
                 or the run fails.
         """
-        session, interface, first = self._session, self._session.interface, self.length == 0
+        session, interface, first = self.session, self.session.interface, self.length == 0
         if not first and not interface.past:
             raise InputError(
                 "the graph has no past_key_values inputs, so it cannot continue a sequence",
@@ -187,11 +196,11 @@ class Decoder:
     def _inputs(self, step: Step, input_ids: IntArray, mask: IntArray | None) -> dict[str, Array]:
         """Return what the graph is fed for new tokens, beside its states."""
         del mask
-        return {**step.feeds, **self._session.embeddings(input_ids)}
+        return {**step.feeds, **self.session.embeddings(input_ids)}
 
     def row(self, row: int) -> Decoder:
         """Return a decoder of one row without tokens, whose states are a part of these."""
-        return Decoder(self._session, 1, states=self.states.row(row))
+        return Decoder(self.session, 1, states=self.states.row(row))
 
     @property
     def tokens(self) -> IntArray:
@@ -253,7 +262,7 @@ class Decoder:
         batch = self.states.batch
         if not rows or not all(0 <= row < batch for row in rows):
             raise InputError(f"rows {list(rows)} of a batch of {batch}", remedy=f"give rows below {batch}")
-        decoder = Decoder(self._session, len(rows), states=self.states.fork(rows))
+        decoder = Decoder(self.session, len(rows), states=self.states.fork(rows))
         decoder._rows = self._rows.fork(rows)
         return decoder
 
@@ -267,14 +276,55 @@ class Decoder:
         """
         self._require("evict")
         rows = self._rows
-        if not isinstance(rows, CountedRows) or "position_ids" not in self._session.interface.inputs:
+        if not isinstance(rows, CountedRows) or "position_ids" not in self.session.interface.inputs:
             raise InputError(
                 "the graph has no input position_ids, so tokens behind evicted ones would get other positions",
-                file=self._session.file,
+                file=self.session.file,
                 remedy="leave eviction out",
             )
         if (rows.tokens > eviction.keep).any():
             self._rows = rows.evict(self.states.evict(rows.tokens, eviction))
+
+    def edit(self, tokens: Sequence[int], edits: Sequence[Edit], *, reread: int = REREAD) -> list[int]:
+        """Replace spans of the text that the row has read, without reading what stands behind them again.
+
+        The tokens of a span are read where they stand, and those behind it move: their keys turn to their new
+        positions, and they still know what they had read before. Nothing changes where this fails.
+
+        Args:
+            tokens: all that the row has read.
+            edits: what changes, in order; see :func:`graphopt.inference.decoding.editing.edits_between`.
+            reread: tokens behind each span that are read again, since most of what they know may be of it.
+
+        Returns:
+            The tokens that the row has read then. The logits of its last one are known when a token is fed.
+
+        Raises:
+            InputError: there are several rows, or states that grow or are recurrent; tokens were evicted, or what a
+                span's tokens would read is overwritten; positions are more than a turn of keys; or memory is short.
+        """
+        after = apply_edits(tokens, edits)
+        row = edit_row(self, tokens, edits, reread)
+        self.states, self._rows, self.hidden = row.states, row._rows, None
+        return after
+
+    def take_tokens(self, source: Decoder, first: int, end: int) -> None:
+        """Append tokens that another decoder of one row has read, without reading them.
+
+        Args:
+            source: of the same model.
+            first: the first of its tokens.
+            end: behind the last one.
+
+        Raises:
+            InputError: keys do not turn alike at these positions, or memory is short.
+        """
+        rows, (tokens,), (source_tokens,) = self._rows, self._rows.tokens.tolist(), source.tokens.tolist()
+        with one_thread():  # products of a head are small, and threads that wait take a processor each
+            turns = self.session.key_shifts.matrices(first, end - first, tokens - first)
+            self.states.move(source.states, source_tokens, first, end, tokens, turns)
+        count = end - first
+        self._rows = rows.at_length(rows.tokens + count, rows.columns + count)
 
     def save(self, file: str | Path, prompt: SavedPrompt | None = None, loss: Loss = "none") -> None:
         """Write the states to a file, from which :meth:`restore` continues.
@@ -291,7 +341,7 @@ class Decoder:
         if isinstance(self._rows, CountedRows) and self._rows.evicted_tokens.any():
             raise InputError("tokens were evicted, and a file does not say which", remedy="save before that")
         states, tokens = self.states, self._rows.tokens
-        if not self._session.interface.has_pages and (tokens != self._rows.columns).any():
+        if not self.session.interface.has_pages and (tokens != self._rows.columns).any():
             raise InputError(
                 "rows of a cache that grows are saved without padding, and a row has some",
                 remedy="save prompts one by one, or add the step page_kv to the recipe",
@@ -299,7 +349,7 @@ class Decoder:
         StateFile.write(
             Path(file),
             states.save(tokens),
-            model=self._session.fingerprint,
+            model=self.session.fingerprint,
             layout=states.layout,
             tokens=tokens,
             columns=self._rows.columns,
@@ -326,7 +376,7 @@ class Decoder:
         if ability not in self.states.abilities:
             raise InputError(
                 f"the states of this graph cannot do this: {ability}",
-                file=self._session.file,
+                file=self.session.file,
                 remedy="add the step page_kv to the recipe",
             )
 

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from graphopt.analysis.structure.paged_caches import to_json
 from graphopt.errors import InputError
 from graphopt.inference.states.buffers import Buffer, HostBuffer, HostMemory, Memory, Row
 from graphopt.inference.states.eviction import Eviction, check_layers, evict
+from graphopt.inference.states.moving import move_tokens
 from graphopt.inference.states.rewinding import check_length, group_layers, is_rewind_free, rewind_row
 from graphopt.inference.states.rollback import (
     PageSummary,
@@ -123,7 +125,7 @@ class PagedStates(StateStore):
         self._roomy = 0  # tokens for which no layer has to reuse pages
         self.reserve(np.zeros(batch, np.int64), np.ones(batch, np.int64), 1)
         splits = self._sets == 1 and all(isinstance(buffer, HostBuffer) for buffer in self._buffers())
-        self.abilities = frozenset(("fork", "save", "evict", "split") if splits else ("fork", "save", "evict"))
+        self.abilities = frozenset(("fork", "save", "evict", "edit", *(("split",) if splits else ())))
 
     @property
     def bytes(self) -> int:
@@ -298,6 +300,29 @@ class PagedStates(StateStore):
         self._room = 0
         self.restore(SavedStates(arrays, json.dumps([[0] * self.batch] * len(self.layers))))
         return np.minimum(tokens, eviction.keep)
+
+    def move(
+        self,
+        source: StateStore,
+        source_tokens: int,
+        first: int,
+        end: int,
+        tokens: int,
+        turns: Sequence[npt.NDArray[np.float32] | None],
+    ) -> None:
+        """See :class:`StateStore`.
+
+        Raises:
+            InputError: there is no memory for them; nothing has changed.
+        """
+        assert isinstance(source, PagedStates)
+        self.reserve(np.array([tokens]), np.array([tokens + end - first]), end - first)
+        for layer, tensors, source_tensors, turn in zip(self.layers, self.tensors, source.tensors, turns, strict=True):
+            rows, of_source = (
+                {name: Row(tensor.buffers[0], 0) for name, tensor in of_layer.items()}
+                for of_layer in (tensors, source_tensors)
+            )
+            move_tokens(layer, of_source, source_tokens, first, end, rows, tokens, turn)
 
     def restore(self, states: SavedStates) -> None:
         """See :class:`StateStore`; the store has as many pages then as the saved one had in use."""

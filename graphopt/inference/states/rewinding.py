@@ -74,7 +74,7 @@ def rewind_row(layer: PagedLayer, state: Mapping[str, Row], tokens: int, length:
         physical = int(kv.physical_page(newest, state["keys"].pages))
         keys, _ = _floats(layer, state, newest, length % kv.page)
         if kv.summary == "mean":
-            summary = _running_mean(keys, None, 0)
+            summary = running_mean(keys, None, 0)
         else:
             summary = np.concatenate([keys.min(axis=1), keys.max(axis=1)], axis=-1)
         summaries = state["summaries"].get(physical)
@@ -120,11 +120,11 @@ def _rewind_mean(layer: PagedLayer, state: Mapping[str, Row], length: int) -> No
     first = max(kv.sinks - page * kv.page, 0)
     tokens = np.concatenate(_floats(layer, state, page, length % kv.page), axis=-1)[:, first:]
     summary = summaries.get(newest)
-    summary[:, -2 * size :] = _running_mean(tokens, summaries.get(previous)[:, -2 * size :] if count else None, count)
+    summary[:, -2 * size :] = running_mean(tokens, summaries.get(previous)[:, -2 * size :] if count else None, count)
     summaries.write(newest, summary)
 
 
-def _running_mean(tokens: Array, mean: Array | None, count: int) -> Array:
+def running_mean(tokens: Array, mean: Array | None, count: int) -> Array:
     """Return the mean of ``count`` tokens, ``mean``, and of more, [heads, tokens, numbers]; rounded each time."""
     for token in np.moveaxis(tokens, 1, 0):
         count += 1

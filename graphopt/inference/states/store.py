@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from graphopt.tasks.ports import IntArray
 
 Array = npt.NDArray[Any]
-Ability = Literal["fork", "save", "split", "evict"]
+Ability = Literal["fork", "save", "split", "evict", "edit"]
 
 _NO_LIMIT = 1 << 30
 
@@ -74,7 +74,7 @@ class StateStore(ABC):
     """The states of a batch of sequences: where they live between steps.
 
     A kind of states implements a step and :meth:`rewind`. The others are abilities, which it names: ``fork``, ``save``
-    (with :meth:`restore` and :attr:`layout`), ``split`` for :meth:`row`, and ``evict``.
+    (with :meth:`restore` and :attr:`layout`), ``split`` for :meth:`row`, ``evict``, and ``edit`` for :meth:`move`.
 
     Attributes:
         batch: number of sequences.
@@ -185,6 +185,30 @@ class StateStore(ABC):
 
         Raises:
             InputError: the states know their tokens by their places.
+        """
+        raise NotImplementedError
+
+    def move(
+        self,
+        source: StateStore,
+        source_tokens: int,
+        first: int,
+        end: int,
+        tokens: int,
+        turns: Sequence[npt.NDArray[np.float32] | None],
+    ) -> None:
+        """Append tokens of another store, of one row as this one, and turn their keys to where they stand then.
+
+        Args:
+            source: a store of the same kind and layout.
+            source_tokens: that it has.
+            first: its first token to append.
+            end: behind the last one.
+            tokens: that this store has.
+            turns: for each layer, what keys are multiplied by, [KV heads, head size, head size]; ``None`` for nothing.
+
+        Raises:
+            InputError: there is no memory for them.
         """
         raise NotImplementedError
 

@@ -1,0 +1,21 @@
+"""What a model expects behind states that it is given: logarithms of probabilities of the tokens that come."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.inference.decoding.decoder import Decoder
+
+PIECE = 16
+
+Logs = npt.NDArray[np.float64]
+
+
+def logs_behind(decoder: Decoder, ids: npt.NDArray[np.int64]) -> Logs:
+    """Feed tokens [n], some at a time; return logarithms of probabilities behind them, [n, vocabulary]."""
+    logits = [np.array(decoder.step(ids[None, at : at + PIECE])[0], np.float64) for at in range(0, len(ids), PIECE)]
+    scores = np.concatenate(logits)
+    scores -= scores.max(axis=1, keepdims=True)
+    logs: Logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    return logs

@@ -1,0 +1,120 @@
+"""Edit a span of a text that was read, and read the text anew: time, and what comes next.
+
+    python tools/studies/cache_editing.py                            # SmolLM2, 7936 tokens; `make real` fetches it
+    python tools/studies/cache_editing.py --recipe kv4 --edit 16:48 --reread 0,128
+
+The text is Python's documentation of its language. A span in its middle (`--behind` is how many tokens stand behind
+it) is replaced by tokens from elsewhere in it (`--edit OLD:NEW`, how many). Then the next tokens are fed, 16 at a time,
+behind the states that were edited, behind those of the new text read anew, and behind those of the old text: KL in
+nats beside those read anew. Two texts that were read are rounded in two ways, which is part of the KL of caches of few
+bits. Seconds are those of processors, with one thread, as others may use the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import typer
+from rich.console import Console
+from rich.table import Table
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import graphopt
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.decoding.editing import REREAD, Edit, apply_edits
+from graphopt.passes.recipe import Recipe
+from tools.bench.parts.continuation import Logs, logs_behind
+from tools.bench.parts.machine import describe
+from tools.bench.parts.options import JsonFile, token_count
+from tools.studies.cache_quality import python_documentation
+from tools.studies.real.models import fetch
+
+
+def read_anew(session: graphopt.Session, tokens: list[int], room: int) -> tuple[Decoder, float]:
+    """Return a decoder that has read tokens, and the seconds that it took."""
+    decoder, began = Decoder(session, 1, room=len(tokens) + room), time.process_time()
+    for _ in decoder.feed(np.array([tokens], np.int64)):
+        pass
+    return decoder, time.process_time() - began
+
+
+def compare(expected: Logs, result: Logs) -> dict[str, float]:
+    """Return the KL of tokens from what is expected, and the share that have the same best token."""
+    kl = (np.exp(expected) * (expected - result)).sum(axis=1)
+    same = (expected.argmax(axis=1) == result.argmax(axis=1)).mean()
+    return {"kl": float(kl.mean()), "kl_99": float(np.quantile(kl, 0.99)), "same": float(same)}
+
+
+def recipe_of(name: str) -> str | Recipe:
+    """Return a preset or file, or for the name of a storage ``rotate-kv4`` with that storage."""
+    if name not in ("float32", "float16", "int8", "int6"):
+        return name
+    steps = [{"step": "canonicalize"}, {"step": "fold_norms"}, {"step": "rotate", "query_key": "hadamard"}]
+    return Recipe.model_validate({"name": name, "steps": [*steps, {"step": "quantize_kv", "storage": name}]})
+
+
+def main(
+    model: Annotated[Path | None, typer.Argument(help="an artifact; SmolLM2 is made by default")] = None,
+    recipe: Annotated[str, typer.Option(help="of SmolLM2: a preset, a file, or a storage of rotated heads")] = "int8",
+    tokens: Annotated[str, typer.Option(help="of the text")] = "7936",
+    following: Annotated[int, typer.Option("--next", min=1, help="tokens behind it that are compared")] = 256,
+    edits: Annotated[list[str] | None, typer.Option("--edit", help="tokens that are replaced, and by how many")] = None,
+    behind: Annotated[int, typer.Option(help="tokens behind the span; 0: half of the text")] = 0,
+    rereads: Annotated[str, typer.Option("--reread", help="tokens behind the span that are read again")] = str(REREAD),
+    json_file: JsonFile = None,
+) -> None:
+    """Read the text, edit it and read it anew; print a row for each edit."""
+    count = token_count(tokens)
+    table, rows = Table("edit", "read again", "seconds", "of reading", "KL, mean", "KL, 99%", "same token"), []
+    with tempfile.TemporaryDirectory() as temporary:
+        if model is None:
+            model = Path(temporary) / "model"
+            graphopt.export(fetch("smollm2"), Path(temporary) / "float32")
+            graphopt.optimize(Path(temporary) / "float32", recipe_of(recipe), model, run=False)
+        session = graphopt.load(model, threads=1)
+        ids = session.encode(python_documentation())
+        text, elsewhere = ids[:count], ids[count + following :]
+        following_ids: npt.NDArray[np.int64] = np.array(ids[count : count + following], np.int64)
+        decoder, reading = read_anew(session, text, following)
+        unedited = logs_behind(decoder.fork([0]), following_ids)
+        began = time.process_time()
+        session.key_shifts  # noqa: B018, once for a session
+        opening = time.process_time() - began
+        for edit in edits or ["32:32", "64:16", "0:64"]:
+            before, after = map(int, edit.split(":"))
+            start = count - behind - before if behind else count // 2
+            span = [Edit(start, start + before, elsewhere[:after])]
+            anew, _ = read_anew(session, apply_edits(text, span), following)
+            expected = logs_behind(anew, following_ids)
+            del anew
+            variants: list[tuple[str, float, Logs]] = [("not edited", 0.0, unedited)]
+            for reread in map(int, rereads.split(",")):
+                edited, began = decoder.fork([0]), time.process_time()
+                edited.edit(text, span, reread=reread)
+                seconds = time.process_time() - began
+                variants.append((str(reread), seconds, logs_behind(edited, following_ids)))
+            for name, seconds, result in variants:
+                row = {"edit": edit, "reread": name, "seconds": seconds, "share": seconds / reading}
+                row |= compare(expected, result)
+                rows.append(row)
+                figures = (f"{row['kl']:.5f}", f"{row['kl_99']:.4f}", f"{row['same']:.3f}")
+                table.add_row(edit, name, f"{seconds:.1f}", f"{seconds / reading:.3f}", *figures)
+    console = Console(width=120)
+    console.print(f"{describe()}; {recipe}, {count} tokens, read in {reading:.1f} s of a processor")
+    console.print(f"to find how keys turn, once for a session: {opening:.1f} s")
+    console.print(table)
+    if json_file is not None:
+        content = {"machine": describe(), "recipe": recipe, "tokens": count, "reading": reading, "rows": rows}
+        json_file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
