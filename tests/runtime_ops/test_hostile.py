@@ -34,7 +34,7 @@ from tests.runtime_ops.hostile import (
 
 pytestmark = needs_library
 
-EXAMPLES = examples(100)
+EXAMPLES = examples(40)
 OPERATORS = Path(graphopt.runtime_ops.__file__).parent
 # Operators with a kernel. One whose nodes have several outputs has a test of its own, beside its other tests.
 HONEST: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
