@@ -186,11 +186,10 @@ SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3nTextConfig",
         {
             **_WINDOWED,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "layer_types": ["full_attention", "full_attention"],
             "num_kv_shared_layers": 1,
-            "intermediate_size": [96] * 3,
-            "activation_sparsity_pattern": [0.95, 0.0, 0.5],
+            "intermediate_size": [96] * 2,
+            "activation_sparsity_pattern": [0.95, 0.0],
             "hidden_size_per_layer_input": 16,
             "vocab_size_per_layer_input": VOCABULARY,
             "laurel_rank": 8,
@@ -380,6 +379,7 @@ SEQ2SEQ: dict[str, tuple[str, str, dict[str, Any]]] = {
         "WhisperConfig",
         {
             **_SEQ2SEQ,
+            "encoder_attention_heads": 2,  # of 1500 positions, whose scores are most of the time
             "max_source_positions": 1500,
             "max_target_positions": 64,
             "num_mel_bins": 16,
@@ -416,7 +416,8 @@ def make_model(family: str, layers: int | None = None) -> Any:
     heads, without_head = HEADS | TOWERS | SEQ2SEQ, FAMILIES | RECURRENT | SUBSTITUTED | ENCODERS
     head, config_class, settings = heads[family] if family in heads else ("", *without_head[family])
     if layers is not None:
-        counts = {name: layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in settings}
+        names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+        counts = {name: layers for name in names if name in settings}
         types = {"layer_types": (settings["layer_types"] * layers)[:layers]} if "layer_types" in settings else {}
         settings = {**settings, **counts, **types}
     torch.manual_seed(0)

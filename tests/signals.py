@@ -24,6 +24,7 @@ _CLASSES = {"num_labels": CLASSES}
 _RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 _SPEECH = {
     **{key: value for key, value in _TRANSFORMER.items() if key not in ("image_size", "patch_size")},
+    "num_hidden_layers": 1,
     "conv_dim": (16, 16),
     "conv_stride": (5, 4),
     "conv_kernel": (10, 3),

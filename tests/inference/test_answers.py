@@ -17,7 +17,7 @@ from graphopt.inference.session import open_folder
 from tests.cli.test_embeddings import call
 
 QUESTION, TEXT = "what is imported", "import os and class Stack"
-# Two layers in float32, run in another order of sums: seen 4e-7.
+# Float32, run in another order of sums: seen 4e-7.
 FLOAT32 = 1e-5
 
 

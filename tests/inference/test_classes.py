@@ -26,7 +26,7 @@ from tests.families import HEADS
 ENCODERS = ["bert_classes", "modernbert_reranker", "roberta_tokens"]
 CLASSIFIERS = [*ENCODERS, "llama_classes"]
 TEXTS: list[Text] = ["import os", ("def read(path)", "return open(path).read()"), "class Stack:", ("a", "b c d e")]
-# Two layers in float32, run in another order of sums: seen 7e-7.
+# Float32, run in another order of sums: seen 7e-7.
 FLOAT32 = 1e-5
 
 

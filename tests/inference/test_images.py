@@ -30,7 +30,7 @@ from tests.vision_language import IMAGE, IMAGE_ID, write_vision_language_checkpo
 
 COUNT = 10
 GREEDY = Settings(COUNT)
-# Two layers of decoder and tower in float32, run in another order of sums: seen 3e-6 on logits of up to 4.
+# Float32, run in another order of sums: seen 3e-6 on logits of up to 4.
 FLOAT32 = 1e-4
 
 

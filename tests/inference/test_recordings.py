@@ -21,7 +21,7 @@ from graphopt.inference.seq2seq import SourceDecoder, complete
 from tests.cli.test_embeddings import call
 
 RATE = 16000
-# Two layers in float32, run in another order of sums: seen 5e-7 of the largest.
+# Float32, run in another order of sums: seen 5e-7 of the largest.
 FLOAT32 = 1e-5
 
 

@@ -26,7 +26,7 @@ from tests.cli.test_embeddings import call
 
 TEXTS = ["import os", "def read_lines(path): return open(path).read()", "class Stack:"]
 GREEDY = Settings(12)
-# Two layers in float32, run in another order of sums: seen 4e-6 of the largest for T5, whose scores have no factor.
+# Float32, run in another order of sums: seen 4e-6 of the largest for T5, whose scores have no factor.
 FLOAT32 = 1e-5
 
 
@@ -96,8 +96,8 @@ def test_keys_and_values_of_the_source_are_made_once(folder: Path) -> None:
     for _ in range(3):
         decoder_of_rows.step(np.full((len(TEXTS), 1), 5, np.int64))
         sizes.append(decoder_of_rows.states.bytes)
-    # Two layers, keys and values, three rows, width 64, four bytes: what a step adds is one token.
-    assert sizes == [2 * 2 * 3 * 64 * 4 * count for count in (1, 2, 3)]
+    # One layer, keys and values, three rows, width 64, four bytes: what a step adds is one token.
+    assert sizes == [2 * 3 * 64 * 4 * count for count in (1, 2, 3)]
     for name, value in source.items():
         np.testing.assert_array_equal(value.numpy(), before[name])
 

@@ -22,21 +22,21 @@ TOLERANCE = 1e-5
 LENGTH = 20
 # At once; a prompt and single steps; pieces; one by one from empty states.
 WAYS = ([20], [16, 1, 1, 1, 1], [9, 11], [1] * 20)
-# Nodes of our operators in two layers.
+# Nodes of our operators in the layers that are exported.
 NODES = {
     "qwen3_next": {"CausalConv": 1, "LinearRecurrence": 1},
     "lfm2": {"CausalConv": 1},
-    "mamba2": {"CausalConv": 2, "LinearRecurrence": 2},
+    "mamba2": {"CausalConv": 1, "LinearRecurrence": 1},
     "granitemoehybrid": {"CausalConv": 1, "LinearRecurrence": 1},
-    "falcon_h1": {"CausalConv": 2, "LinearRecurrence": 2},
-    "mamba": {"CausalConv": 2, "LinearRecurrence": 2},
+    "falcon_h1": {"CausalConv": 1, "LinearRecurrence": 1},
+    "mamba": {"CausalConv": 1, "LinearRecurrence": 1},
     "rwkv": {"CausalConv": 6, "LinearRecurrence": 2},
     "recurrent_gemma": {"CausalConv": 1, "LinearRecurrence": 1},
 }
 STATES = {
     "qwen3_next": ["0.conv_state", "0.recurrent_state", "1.key", "1.value"],
     "lfm2": ["0.conv_state", "1.key", "1.value"],
-    "mamba2": ["0.conv_state", "0.recurrent_state", "1.conv_state", "1.recurrent_state"],
+    "mamba2": ["0.conv_state", "0.recurrent_state"],
     "rwkv": [
         f"{layer}.{state}"
         for layer in range(2)

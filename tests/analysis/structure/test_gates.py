@@ -13,7 +13,7 @@ from tests.graphs import run_pass
 
 GATES = {
     "qwen3_next": ["model.layers.0.linear_attn.in_proj_ba"],
-    "mamba": ["backbone.layers.0.mixer", "backbone.layers.1.mixer"],  # dt_proj, with the weight on the left
+    "mamba": ["backbone.layers.0.mixer"],  # dt_proj, with the weight on the left
     "mamba2": [],  # one matrix makes gates, keys, values and queries
     "lfm2": [],  # no recurrence
 }

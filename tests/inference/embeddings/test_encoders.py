@@ -25,7 +25,7 @@ from graphopt.tasks import task_of
 from tests.graphs import run_pass
 
 TEXTS = ["import os", "def read_lines(path): return open(path).read()", "class Stack:", "import sys"]
-# Two layers in float32, run in another order of sums: seen 4e-7.
+# Float32, run in another order of sums: seen 4e-7.
 FLOAT32 = 1e-5
 ROWS = {"[batch,length]", "[batch,1,length]", "[batch,length,1]"}
 

@@ -18,7 +18,7 @@ from graphopt.errors import InputError
 from tests.cli.test_embeddings import call
 
 TEXTS = ["import os", "def read_lines(path): return open(path).read()", "class Stack:"]
-# Two layers in float32, run in another order of sums: seen 2e-6 for T5, whose scores have no factor.
+# Float32, run in another order of sums: seen 2e-6 for T5, whose scores have no factor.
 FLOAT32 = 1e-5
 
 

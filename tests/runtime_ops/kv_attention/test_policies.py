@@ -169,7 +169,8 @@ for words in json.loads(sys.argv[1]):
         "dense": ["policy=retrieval", "budget=9"],
     }.items():
         given = [word for option in options for word in ("--set", f"sparse_kv.{option}")]
-        recipes.append(["optimize", str(llama_artifact), "--output", str(tmp_path / name), *common, *given])
+        arguments = ["--output", str(tmp_path / name), "--quality-tokens", "0"]
+        recipes.append(["optimize", str(llama_artifact), *arguments, *common, *given])
     explain = ["explain", str(tmp_path / "some"), "model.layers.0.self_attn.Attention"]
     shown = run(folder, commands, json.dumps([*recipes, explain]))
     assert "one page of 3" in shown, shown

@@ -99,6 +99,7 @@ from graphopt.inference.session import load
 start, folder = sys.argv[1:]
 for name in ("hundred", "int4"):
     options = ["-r", "kv4", "--set", f"quantize_kv.storage={name}", "--set", "quantize_kv.page=16"]
+    options += ["--quality-tokens", "0"]
     app(["optimize", start, "--output", f"{folder}/{name}", *options], standalone_mode=False)
 ids = np.random.default_rng(0).integers(0, 300, (1, 100))
 float32 = load(start).logits(ids)
