@@ -41,7 +41,8 @@ def optimized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_optimize_reports_passes_checks_and_precision(run, llama_artifact: Path, tmp_path: Path) -> None:
-    code, out, _ = run("optimize", llama_artifact, "-r", "rotate-int4-rtn", "-o", tmp_path / "out")
+    arguments = ("-r", "rotate-int4-rtn", "-o", tmp_path / "out", "--quality-tokens", 64)
+    code, out, _ = run("optimize", llama_artifact, *arguments)
     assert code == 0
     assert all(name in out for name in ("canonicalize", "fold_norms", "rotate", "quantize_weights", "measured", "int8"))
     assert (tmp_path / "out" / MODEL).is_file()
@@ -60,7 +61,8 @@ def test_a_recipe_of_ones_own(run, llama_artifact: Path, tmp_path: Path) -> None
     recipe["name"] = "mine"
     recipe["steps"][1]["linear"]["group"] = 32
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
-    code, out, _ = run("optimize", llama_artifact, "-r", tmp_path / "mine.yaml", "-o", tmp_path / "out", "--json")
+    arguments = ("-r", tmp_path / "mine.yaml", "-o", tmp_path / "out", "--quality-tokens", 64, "--json")
+    code, out, _ = run("optimize", llama_artifact, *arguments)
     assert code == 0
     assert json.loads(out)["recipe"]["steps"][1]["linear"]["group"] == 32
 
@@ -270,7 +272,8 @@ def test_heads_are_measured_and_a_recipe_takes_them(run, llama_artifact: Path, t
     assert json.loads(out) == json.loads((tmp_path / "heads.json").read_text())
     steps = [{"step": "canonicalize"}, {"step": "sparse_kv", "heads": str(tmp_path / "heads.json"), "page": 16}]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"name": "mine", "steps": steps}))
-    code, out, _ = run("optimize", llama_artifact, "-r", tmp_path / "mine.yaml", "-o", tmp_path / "out", "--json")
+    arguments = ("-r", tmp_path / "mine.yaml", "-o", tmp_path / "out", "--quality-tokens", 64, "--json")
+    code, out, _ = run("optimize", llama_artifact, *arguments)
     assert code == 0
     # 0.15 of 4 KV heads, rounded up
     (sparse,) = (report for report in json.loads(out)["passes"] if report["name"] == "sparse_kv")

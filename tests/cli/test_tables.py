@@ -33,10 +33,11 @@ def tables(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     text = folder / "text"
     text.write_text("def f(x):\n    return x\n" * 400, encoding="utf-8")
     after, int4 = folder / "w4a4", folder / "int4"
+    few = ("--quality-tokens", 64)
     commands = (
-        ("optimize", llama_artifact, "-r", "w4a4", "-o", after, "--set", "quantize_weights.rounding=nearest"),
-        ("optimize", llama_artifact, "-r", "rotate-kv4", "-o", folder / "kv4", "--all"),
-        ("optimize", llama_artifact, "-r", "rotate-int4-rtn", "-o", int4),
+        ("optimize", llama_artifact, "-r", "w4a4", "-o", after, "--set", "quantize_weights.rounding=nearest", *few),
+        ("optimize", llama_artifact, "-r", "rotate-kv4", "-o", folder / "kv4", "--all", *few),
+        ("optimize", llama_artifact, "-r", "rotate-int4-rtn", "-o", int4, *few),
         ("verify", llama_artifact, int4, "--all"),
         ("inspect", after),
         ("inspect", after, "--all"),
