@@ -8,6 +8,7 @@ from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     BLOCK_TABLE,
     ENCODER_STATES,
+    FEATURE_INDEX,
     GROWING,
     IMAGE_FEATURES,
     IMAGE_GRID,
@@ -256,8 +257,9 @@ def genai_images_config(
     inputs = [value.name for value in vision.inputs]
     if image_token_id is None or (has_axes and start_token_id is None):
         return UNKNOWN()
-    if has_axes != (IMAGE_GRID in inputs):
-        return OTHER_IMAGES(images="patches" if IMAGE_GRID in inputs else "tiles", axes=3 if has_axes else 1)
+    images = "patches" if IMAGE_GRID in inputs else "tiles in an order" if FEATURE_INDEX in inputs else "tiles"
+    if has_axes != (IMAGE_GRID in inputs) or FEATURE_INDEX in inputs:
+        return OTHER_IMAGES(images=images, axes=3 if has_axes else 1)
     model = config["model"]
     options_of_session = {"session_options": model["decoder"]["session_options"]}
     model |= {

@@ -7,6 +7,7 @@ features. The vision tower runs once for a prompt, and the features lie ready un
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphopt.analysis.structure.ports import (
+    FEATURE_INDEX,
+    FEATURE_WEIGHT,
     IMAGE_FEATURES,
     IMAGE_GRID,
     INPUT_IDS,
@@ -30,10 +33,12 @@ from graphopt.inference.session import OpenModel, Session, open_folder, session_
 from graphopt.inference.signals import image_processor
 from graphopt.ort.session import run as run_session
 from graphopt.tasks import TASKS
-from graphopt.tasks.image_inputs import MASK
+from graphopt.tasks.image_inputs import MASK, SIZES
 from graphopt.tasks.ports import port_of_node
 from graphopt.tasks.vision_language import VISION_LANGUAGE
+from graphopt.tasks.vision_language.patches import patches_of
 from graphopt.tasks.vision_language.positions import positions_of_images
+from graphopt.tasks.vision_language.tiles import Tiling, arrange_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
     from graphopt.util.targets import Device
 
 _VISION = "vision"
+_COUNTS = "batch_num_images"
 
 
 @dataclass(frozen=True)
@@ -157,14 +163,17 @@ class VisionLanguageSession:
         """Return the features of images [image tokens, width], and sizes in tokens of those that are patches.
 
         Args:
-            numbers: what a processor made: ``pixel_values`` [..., tiles, channels, height, width]; or of patches
-                [patches, numbers], with ``image_grid_thw`` [images, 3].
+            numbers: what a processor made: ``pixel_values`` [..., tiles, channels, height, width], with
+                ``image_sizes`` [images, 2] where features of tiles are put in order by these; or what
+                :func:`graphopt.tasks.vision_language.patches.patches_of` reads.
 
         Raises:
             InputError: they have another shape than the graph takes, a mask hides a part of a tile, or the run fails.
         """
-        pixels = numbers[PIXEL_VALUES]
-        if IMAGE_GRID not in {node.name for node in self.vision.inference.get_inputs()}:
+        pixels, ports = numbers[PIXEL_VALUES], {node.name: node for node in self.vision.inference.get_inputs()}
+        if FEATURE_INDEX in ports:
+            return self._features_of_tiles(numbers), []
+        if IMAGE_GRID not in ports:
             mask = numbers.get(MASK)
             if mask is not None and not np.asarray(mask).all():
                 raise InputError(
@@ -174,9 +183,7 @@ class VisionLanguageSession:
                     remedy="let the processor resize images, as the checkpoint does by default",
                 )
             return self._run_vision({PIXEL_VALUES: pixels.reshape(-1, *pixels.shape[-3:])}), []
-        grids = np.asarray(numbers[IMAGE_GRID], np.int64)
-        ends = np.cumsum(grids.prod(-1))
-        parts = np.split(pixels, ends[:-1])
+        parts, grids = patches_of(numbers, int(port_of_node(ports[PIXEL_VALUES]).shape[1] or 0))
         features = [
             self._run_vision({PIXEL_VALUES: part, IMAGE_GRID: grid[None]})
             for part, grid in zip(parts, grids, strict=True)
@@ -185,6 +192,25 @@ class VisionLanguageSession:
             _tokens_of(grid, len(part) // len(rows)) for part, rows, grid in zip(parts, features, grids, strict=True)
         ]
         return np.concatenate(features), sizes
+
+    def _features_of_tiles(self, numbers: Mapping[str, Array]) -> Array:
+        """Return the features of images that were cut into tiles, see :class:`Tiling`."""
+        sizes = np.asarray(numbers[SIZES]).reshape(-1, 2)
+        # transformers cuts an image only where a prompt has no other.
+        prompts = np.asarray(numbers.get(_COUNTS, np.ones(len(sizes), int))).reshape(-1)
+        is_cut = [count == 1 for count in prompts.tolist() for _ in range(count)]
+        cut_sizes = [size if cut else None for size, cut in zip(sizes.tolist(), is_cut, strict=True)]
+        index, weight, _ = arrange_all(self._tiling, cut_sizes)
+        tiles = [
+            image[: 1 if size is None else self._tiling.tiles(size)]
+            for image, size in zip(numbers[PIXEL_VALUES], cut_sizes, strict=True)
+        ]
+        return self._run_vision({PIXEL_VALUES: np.concatenate(tiles), FEATURE_INDEX: index, FEATURE_WEIGHT: weight})
+
+    @cached_property
+    def _tiling(self) -> Tiling:
+        transformers = importlib.import_module("transformers")
+        return Tiling.of_config(transformers.AutoConfig.from_pretrained(self.folder, trust_remote_code=False))
 
     def with_placeholders(self, text: str, count: int) -> str:
         """Return a prompt with a placeholder for each of ``count`` images, see :meth:`prompt`."""
@@ -245,12 +271,10 @@ def processor_of(folder: Path) -> Any:
     """
     parts: dict[str, Any] = {"image_processor": image_processor(folder)}
     transformers = importlib.import_module("transformers")
-    mapping = importlib.import_module("transformers.models.auto.processing_auto").PROCESSOR_MAPPING
     try:
         parts["tokenizer"] = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        processor_class = images_only(
-            mapping[type(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))]
-        )
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        processor_class = images_only(_processor_class(config))
         settings, _ = processor_class.get_processor_dict(folder)
         arguments = [parts.get(name) for name in processor_class.get_attributes()]
         return processor_class.from_args_and_dict(arguments, settings)
@@ -260,6 +284,28 @@ def processor_of(folder: Path) -> Any:
             file=folder,
             remedy="are the processor_config.json and the tokenizer of the checkpoint there, and whole?",
         ) from error
+
+
+def _processor_class(config: Any) -> Any:
+    """Return the class of processors of a configuration, also where transformers wants torchvision for it.
+
+    Pixtral's uses none of it: it imports how sizes are computed from a module that has torchvision's processor too.
+    """
+    auto = importlib.import_module("transformers.models.auto.processing_auto")
+    named_class = auto.PROCESSOR_MAPPING[type(config)]
+    if not isinstance(named_class, importlib.import_module("transformers.utils.import_utils").DummyObject):
+        return named_class
+    package = named_class.__module__.rpartition(".")[0]
+    family = package.rpartition(".")[2]
+    name, pillow_name = (f"{package}.{kind}_{family}" for kind in ("image_processing", "image_processing_pil"))
+    before = sys.modules.get(name)
+    sys.modules[name] = importlib.import_module(pillow_name)
+    try:
+        return getattr(importlib.import_module(named_class.__module__), auto.PROCESSOR_MAPPING_NAMES[config.model_type])
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
 
 
 def images_only(processor_class: Any) -> Any:
@@ -297,6 +343,18 @@ class ImageDecoder(Decoder):
     def row(self, row: int) -> Decoder:
         """See :class:`Decoder`."""
         return ImageDecoder(self.session, [self._prompts[row]], self._image_token, states=self.states.row(row))
+
+    def _ends(self, input_ids: IntArray, piece: int) -> list[int]:
+        """See :class:`Decoder`; where tokens see others behind them, no block of these is cut."""
+        ends = super()._ends(input_ids, piece)
+        embedding = self._session.require_embedding()
+        if len(ends) == 1 or not embedding.has_marks:
+            return ends
+        features = np.concatenate([prompt.features for prompt in self._prompts])
+        is_marked = np.asarray(embedding.embed(input_ids, features)[..., -1], np.float32) > 0
+        is_inside = (is_marked[:, 1:] & is_marked[:, :-1]).any(axis=0)
+        borders = np.append(np.flatnonzero(~is_inside) + 1, input_ids.shape[1])
+        return sorted({int(borders[np.searchsorted(borders, end)]) for end in ends})
 
     def _inputs(self, step: RowStep, input_ids: IntArray, mask: IntArray | None) -> dict[str, Array]:
         embedding = self.session.require_embedding()

@@ -46,6 +46,12 @@ class TokenEmbedding:
         port = next(port for port in map(port_of_node, self.inference.get_inputs()) if port.name == IMAGE_FEATURES)
         return np.zeros((0, port.shape[1] or 0), port.dtype)
 
+    @cached_property
+    def has_marks(self) -> bool:
+        """Whether embeddings end with marks, see :mod:`graphopt.tasks.vision_language.embedding`."""
+        shape = port_of_node(self.inference.get_outputs()[0]).shape
+        return bool(shape) and shape[-1] == self.no_features.shape[1] + 1
+
     def embed(self, input_ids: IntArray, features: Array | None = None) -> Array:
         """Return embeddings [batch, length, width].
 

@@ -40,7 +40,7 @@ NOT_REQUESTED = Rule("agreement.skipped", "it was not asked for")
 NO_RUNTIME = Rule("agreement.no-onnxruntime", "{error}")
 
 
-def check_agreement(load: Callable[[], Any], programs: Mapping[str, ir.Model]) -> Check:
+def check_agreement(load: Callable[[], Any], programs: Mapping[str, ir.Model], config: Any = None) -> Check:
     """Run the graphs of a model in onnxruntime, with padding and any cache, and torch on the same random tokens.
 
     One runs after the other, so that memory holds one of them at a time.
@@ -48,6 +48,7 @@ def check_agreement(load: Callable[[], Any], programs: Mapping[str, ir.Model]) -
     Args:
         load: returns the model of transformers, with its weights.
         programs: the graphs that were exported from it, the last as :data:`MAIN`; what the others make goes there.
+        config: the configuration of transformers of the model, where there is one.
 
     Returns:
         The largest difference of what its task compares, relative to the largest number, or why there is none.
@@ -72,7 +73,7 @@ def check_agreement(load: Callable[[], Any], programs: Mapping[str, ir.Model]) -
             names = [port.name for port in session.get_outputs()]
             return dict(zip(names, _run(functools.partial(run, session, names, feeds)), strict=True))
 
-    probe = task.probe_behind(program.graph, parts, run_part)
+    probe = task.probe_behind(program.graph, parts, run_part, config)
     with _open(program) as session:
         output = _run(lambda: probe.run(session))
     model = load()

@@ -227,7 +227,7 @@ def _trace_checkpoint(
         notes += [note for note in (*checkpoint.notes, *trace_notes) if note not in notes]
     if options.run and options.weights:
         options.say("running it against transformers")
-        check = check_agreement(checkpoint.runnable, programs)
+        check = check_agreement(checkpoint.runnable, programs, checkpoint.model.config)
     else:
         check = not_covered(NOT_REQUESTED())
     program = programs.pop(MAIN)

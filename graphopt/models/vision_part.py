@@ -16,15 +16,25 @@ from unittest import mock
 
 import numpy as np
 
-from graphopt.analysis.structure.ports import IMAGE_FEATURES, IMAGE_GRID, INPUTS_EMBEDS, PIXEL_VALUES
+from graphopt.analysis.structure.ports import (
+    ATTENTION_MASK,
+    FEATURE_INDEX,
+    FEATURE_WEIGHT,
+    IMAGE_FEATURES,
+    IMAGE_GRID,
+    INPUTS_EMBEDS,
+    PIXEL_VALUES,
+    TOKEN_TYPE_IDS,
+)
 from graphopt.errors import InputError
 from graphopt.inference.recordings import has_processor
 from graphopt.inference.signals import image_numbers
 from graphopt.models.checkpoint import quiet, reason_of
+from graphopt.models.patch_towers import pixtral_forward, siglip2_forward, tiles_forward
 from graphopt.tasks.base import SAMPLE_BATCH
-from graphopt.tasks.image_inputs import MASK, images_of_class
+from graphopt.tasks.image_inputs import MASK, SHAPES, SIZES, arranges_tiles, images_of_model, two_sided_part
 from graphopt.tasks.signals import random_signals
-from graphopt.tasks.vision_language.vision import GRID
+from graphopt.tasks.vision_language.vision import GRID, random_arrangement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,11 +53,14 @@ def vision_part(model: Any, source: str) -> tuple[Any, dict[str, Any]]:
     Raises:
         InputError: nothing says how large its images are, or their size varies.
     """
-    names = images_of_class(type(model))
-    assert names is not None
+    names = images_of_model(model)
     part = copy.copy(model)
-    if IMAGE_GRID in names:
-        part.forward = _patches_forward(model)
+    if arranges_tiles(type(model)):
+        part.forward = tiles_forward(model)
+        return part, {PIXEL_VALUES: _sample_tiles(model, source), **_sample_arrangement()}
+    if names & {IMAGE_GRID, SIZES, SHAPES}:
+        forward_of = _patches_forward if IMAGE_GRID in names else pixtral_forward if SIZES in names else siglip2_forward
+        part.forward = forward_of(model)
         return part, _sample_patches(model)
     part.forward = _masked_forward(model) if MASK in names else _tiles_forward(model)
     return part, {PIXEL_VALUES: _sample_tiles(model, source)}
@@ -144,6 +157,46 @@ def read_stacked_features(model: Any) -> None:
     decoder.forward = forward_stacked
 
 
+def read_marks(model: Any) -> None:
+    """Let the decoder of a model take embeddings with one more number, 1 for a token that sees tokens behind it too.
+
+    transformers is told by types of tokens, an input that no other language model has:
+
+        before:  mask = causal or blocks(token_type_ids)      [batch, length]
+        after:   mask = causal or blocks(embeddings[..., width] > 1/2)
+
+    Tokens of the past are in no block of new ones: a block is fed in one call. Embeddings of the usual width are read
+    as before.
+
+    Args:
+        model: a vision-language model of transformers, which is changed.
+    """
+    torch = importlib.import_module("torch")
+    base, width = model.base_model, model.get_input_embeddings().weight.shape[1]
+    module, forward = sys.modules[type(base).__module__], base.forward
+    of_prompt = two_sided_part(type(model)) == "prompt"
+
+    @functools.wraps(forward)
+    def forward_marked(*arguments: Any, **options: Any) -> Any:
+        embeddings = options.get(INPUTS_EMBEDS)
+        if embeddings is None or embeddings.shape[-1] == width:
+            return forward(*arguments, **options)
+        first, marks = embeddings.split([width, 1], dim=-1)
+        past = options[ATTENTION_MASK].shape[1] - embeddings.shape[1]
+        types = torch.nn.functional.pad((marks[..., 0] > 0.5).to(torch.int64), (past, 0))
+        options |= {INPUTS_EMBEDS: first}
+        if not of_prompt:
+            return forward(*arguments, **options | {TOKEN_TYPE_IDS: types})
+        # transformers makes this mask only where there are images in the same call.
+        with contextlib.ExitStack() as stack:
+            for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+                make = functools.partial(getattr(module, name), block_sequence_ids=types - 1)
+                stack.enter_context(mock.patch.object(module, name, make))
+            return forward(*arguments, **options)
+
+    base.forward = forward_marked
+
+
 def _hide_other_windows(tower: Any, is_same: Any, stack: contextlib.ExitStack) -> None:
     """Let layers with windows attend within the window alone, by a mask (Qwen2.5-VL, arXiv:2502.13923, section 2.1.1).
 
@@ -176,9 +229,15 @@ def _sample_patches(model: Any) -> dict[str, Any]:
     torch = importlib.import_module("torch")
     config = model.config.vision_config
     channels = getattr(config, "in_channels", getattr(config, "num_channels", 3))
-    numbers = channels * config.temporal_patch_size * config.patch_size**2
+    numbers = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
     patches = np.random.default_rng(0).standard_normal((int(np.prod(GRID)), numbers)).astype(np.float32)
     return {PIXEL_VALUES: torch.from_numpy(patches), IMAGE_GRID: torch.tensor([GRID])}
+
+
+def _sample_arrangement() -> dict[str, Any]:
+    torch = importlib.import_module("torch")
+    index, weight = random_arrangement()
+    return {FEATURE_INDEX: torch.from_numpy(index), FEATURE_WEIGHT: torch.from_numpy(weight)}
 
 
 def _sample_tiles(model: Any, source: str) -> Any:

@@ -173,15 +173,16 @@ class Task(abc.ABC):
             InputError: see :meth:`check`.
         """
 
-    def probe_behind(self, graph: ir.Graph, parts: Mapping[str, ir.Graph], run: RunPart) -> Probe:
+    def probe_behind(self, graph: ir.Graph, parts: Mapping[str, ir.Graph], run: RunPart, config: Any = None) -> Probe:
         """Draw a probe that fits ``graph``, fed with what the other graphs of the model really make.
 
         Args:
             graph: the graph that makes the result.
             parts: the other graphs, by name.
             run: runs one of them, and returns its outputs by name.
+            config: the configuration of transformers that the graphs were made by, where there is one.
         """
-        del parts, run
+        del parts, run, config
         return self.probe(graph)
 
     def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +15,6 @@ from graphopt.errors import InputError
 from graphopt.inference.decoding.continuation import Settings
 from graphopt.inference.images import (
     ImageDecoder,
-    ImagePrompt,
-    VisionLanguageSession,
     complete,
     load_vision_language,
     steps,
@@ -26,9 +23,18 @@ from tests.checkpoints import EXPORTS, know_torchlib
 from tests.cli.test_embeddings import call
 from tests.once import once
 from tests.signals import write_image
-from tests.vision_language import IMAGE, IMAGE_ID, write_vision_language_checkpoint
+from tests.vision_language import (
+    COUNT,
+    IMAGE,
+    IMAGE_ID,
+    greedy,
+    opened,
+    placeholder,
+    prompts_of,
+    transformers_text,
+    write_vision_language_checkpoint,
+)
 
-COUNT = 10
 GREEDY = Settings(COUNT)
 # Float32, run in another order of sums: seen 3e-6 on logits of up to 4.
 FLOAT32 = 1e-4
@@ -59,42 +65,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_image(folder / f"{n}.png", n, size) for n, size in enumerate([(60, 40), (33, 52)])]
 
 
-def opened(files: list[Path]) -> list[Any]:
-    from PIL import Image
-
-    return [Image.open(file).convert("RGB") for file in files]
-
-
-def placeholder(family: str) -> str:
-    return f"<begin>{IMAGE}<end>" if family.startswith("qwen") else IMAGE
-
-
-def prompts_of(family: str, session: VisionLanguageSession, pictures: list[Path]) -> list[tuple[ImagePrompt, Any]]:
-    """Return prompts with one and with two images, and what the processor made of each for transformers."""
-    place = placeholder(family)
-    texts = {f"import {place} os": pictures[:1], f"{place} and {place} def": pictures}
-    return [
-        (
-            session.prompt(text, opened(files)),
-            session.processor(text=[text], images=opened(files), return_tensors="pt"),
-        )
-        for text, files in texts.items()
-    ]
-
-
-def greedy(session: VisionLanguageSession, prompt: ImagePrompt) -> tuple[list[int], np.ndarray]:
-    """Return the likeliest tokens behind a prompt, and the logits that each was chosen by."""
-    decoder, ids, logits = ImageDecoder(session.decoder, [prompt], session.image_token), prompt.tokens, []
-    tokens: list[int] = []
-    while len(tokens) < COUNT:
-        *_, (_, piece) = decoder.feed(np.array([ids], np.int64))
-        logits.append(piece[0, -1].copy())
-        tokens.append(int(logits[-1].argmax()))
-        ids = tokens[-1:]
-    return tokens, np.array(logits)
-
-
-@pytest.mark.parametrize("family", ["llava", "idefics3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llava", "idefics3", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3"])
 def test_texts_and_logits_are_those_of_transformers(family: str, pictures: list[Path]) -> None:
     import transformers
 
@@ -110,22 +81,31 @@ def test_texts_and_logits_are_those_of_transformers(family: str, pictures: list[
     for prompt, numbers in prompts:
         assert prompt.tokens.count(IMAGE_ID) == len(prompt.features) > 0
         tokens, logits = greedy(session, prompt)
-        expected = model.generate(
-            **numbers,
-            max_new_tokens=COUNT,
-            min_new_tokens=COUNT,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        assert tokens == expected.sequences[0, len(prompt.tokens) :].tolist()
-        np.testing.assert_allclose(logits, np.concatenate(expected.logits), rtol=0, atol=FLOAT32)
+        expected_tokens, expected = transformers_text(model, numbers)
+        assert tokens == expected_tokens
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=FLOAT32)
         assert len(set(tokens)) > 1
     # A row of a batch, with padding in front, is what it is alone.
     both = complete(session, [prompt for prompt, _ in prompts], GREEDY)
     assert [row.tokens for row in both] == [complete(session, [prompt], GREEDY)[0].tokens for prompt, _ in prompts]
     streamed = "".join(step.texts[0] for step in steps(session, [prompts[0][0]], GREEDY))
     assert streamed == both[0].text
+
+
+def test_images_whose_tokens_see_one_another_are_fed_whole(
+    pictures: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = load_vision_language(artifact_of("gemma3"))
+    _, (prompt, _) = prompts_of("gemma3", session, pictures)
+    tokens, logits = greedy(session, prompt)
+    monkeypatch.setattr("graphopt.inference.decoding.decoder._PIECE", 6)
+    decoder = ImageDecoder(session.decoder, [prompt], session.image_token)
+    begins = [begin for begin, _ in decoder.feed(np.array([prompt.tokens], np.int64))]
+    assert len(begins) > 2
+    assert all(prompt.tokens[begin - 1 : begin + 1] != [IMAGE_ID] * 2 for begin in begins[1:])
+    in_pieces, logits_in_pieces = greedy(session, prompt)
+    assert in_pieces == tokens
+    np.testing.assert_allclose(logits_in_pieces, logits, rtol=0, atol=FLOAT32)
 
 
 def test_a_text_without_images_is_a_text(pictures: list[Path]) -> None:
@@ -241,7 +221,7 @@ def test_what_does_not_fit_is_refused(pictures: list[Path]) -> None:
         graphopt.load(artifact_of("llava") / "vision")
 
 
-@pytest.mark.parametrize("family", ["llava"])
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
 def test_genai_writes_the_same_text(family: str, pictures: list[Path]) -> None:
     import onnxruntime_genai as og
 

@@ -25,6 +25,7 @@ STARTS, PAST_LENGTHS, BLOCK_TABLE = "cumulative_sequence_lengths", "past_sequenc
 ENCODER_MASK, INPUT_FEATURES, ENCODER_STATES = "encoder_attention_mask", "input_features", "encoder_hidden_states"
 PIXEL_VALUES, PIXEL_MASK, INPUT_VALUES = "pixel_values", "pixel_mask", "input_values"
 INPUTS_EMBEDS, IMAGE_FEATURES, IMAGE_GRID = "inputs_embeds", "image_features", "image_grid_thw"
+FEATURE_INDEX, FEATURE_WEIGHT = "feature_index", "feature_weight"
 LOGITS, HIDDEN, POOLER_OUTPUT = "logits", "last_hidden_state", "pooler_output"
 
 POOL = "ai.graphopt.pool"

@@ -118,12 +118,13 @@ class Decoder:
         if mask is not None and self.length == 0 and "split" in self.states.abilities and is_faster_unpadded(mask):
             yield from self._feed_rows(input_ids, mask)
             return
-        piece = self._piece(batch, length)
-        for begin in range(0, length, piece):
-            part = slice(begin, begin + piece)
+        begin = 0
+        for end in self._ends(input_ids, self._piece(batch, length)):
+            part = slice(begin, end)
             if begin:
                 self.keep()
             yield begin, self.step(input_ids[:, part], None if mask is None else mask[:, part])
+            begin = end
 
     def _feed_rows(self, input_ids: IntArray, mask: IntArray) -> Iterator[tuple[int, Logits]]:
         """Feed first prompts one after the other; whenever the caller stops, rows hold what they were fed."""
@@ -135,6 +136,11 @@ class Decoder:
         for prefill in feed_rows(decoders, input_ids, mask):
             self._rows, self.hidden = CountedRows(self.session.interface, prefill.tokens, length), prefill.hidden
             yield length - 1, prefill.logits
+
+    def _ends(self, input_ids: IntArray, piece: int) -> list[int]:
+        """Return the columns in ``input_ids`` behind each piece of ``piece`` tokens."""
+        length = input_ids.shape[1]
+        return [*range(piece, length, piece), length]
 
     def _piece(self, batch: int, length: int) -> int:
         """Return how many tokens of each row are fed at once."""

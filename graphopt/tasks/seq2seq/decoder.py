@@ -77,8 +77,11 @@ class Seq2Seq(CausalLM):
         probe = CausalProbe.draw(interface, context=context)
         return Seq2SeqProbe(**vars(probe), source=random_source(interface, BATCH, _SOURCE, np.random.default_rng(0)))
 
-    def probe_behind(self, graph: ir.Graph, parts: Mapping[str, ir.Graph], run: RunPart) -> Seq2SeqProbe:
+    def probe_behind(
+        self, graph: ir.Graph, parts: Mapping[str, ir.Graph], run: RunPart, config: Any = None
+    ) -> Seq2SeqProbe:
         """Draw a probe behind what the encoder really makes of a source."""
+        del config
         (name,) = parts
         feeds = SEQ2SEQ_ENCODER.probe(parts[name]).feeds
         inputs = {value.name for value in graph.inputs}

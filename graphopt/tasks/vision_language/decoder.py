@@ -15,6 +15,8 @@ import numpy as np
 
 from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
+    FEATURE_INDEX,
+    FEATURE_WEIGHT,
     IMAGE_FEATURES,
     IMAGE_GRID,
     INPUT_IDS,
@@ -22,6 +24,7 @@ from graphopt.analysis.structure.ports import (
     LOGITS,
     PIXEL_VALUES,
     POSITION_IDS,
+    TOKEN_TYPE_IDS,
 )
 from graphopt.errors import InputError
 from graphopt.tasks.base import BATCH, PADDING, Call, classes_of, upper
@@ -29,9 +32,18 @@ from graphopt.tasks.causal_lm import CausalLM
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
 from graphopt.tasks.encoder import vocabulary_of
-from graphopt.tasks.image_inputs import MASK, images_of_class, stacked_features_of
+from graphopt.tasks.image_inputs import (
+    MASK,
+    SIZES,
+    images_of_class,
+    images_of_model,
+    stacked_features_of,
+    two_sided_part,
+)
 from graphopt.tasks.vision_language.embedding import TOKEN_EMBEDDING, image_token_of
+from graphopt.tasks.vision_language.patches import numbers_of
 from graphopt.tasks.vision_language.positions import positions_of_images
+from graphopt.tasks.vision_language.tiles import Tiling, arrange_all
 from graphopt.tasks.vision_language.vision import VISION_TOWER
 
 if TYPE_CHECKING:
@@ -45,6 +57,9 @@ if TYPE_CHECKING:
 
 _TEXT = 6
 """Tokens of text around the image of a probe."""
+
+_MARKS, _MARK_COUNT = "marks", 3
+"""What a probe calls marks of tokens, and how many tokens of its last row are marked where there is no image."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +111,26 @@ class VisionLanguage(CausalLM):
         width = _width(interface)
         numbers = np.random.default_rng(1).standard_normal((*probe.input_ids.shape, width)) / np.sqrt(width)
         embeddings = numbers.astype(interface.inputs[INPUTS_EMBEDS].dtype or np.float32)
+        if has_marks(graph):
+            embeddings[..., -1] = 0
+            embeddings[1:, context + 1 : context + 1 + _MARK_COUNT, -1] = 1
         return VisionLanguageProbe(**vars(probe), embeddings=embeddings)
 
-    def probe_behind(self, graph: ir.Graph, parts: Mapping[str, ir.Graph], run: RunPart) -> VisionLanguageProbe:
+    def probe_behind(
+        self, graph: ir.Graph, parts: Mapping[str, ir.Graph], run: RunPart, config: Any = None
+    ) -> VisionLanguageProbe:
         """Draw a probe of a text with an image in each row."""
-        ids, mask, feeds, sizes = _prompts(parts, run)
+        ids, mask, feeds, sizes = _prompts(parts, run, config)
         features = feeds.pop(IMAGE_FEATURES)
-        text = TOKEN_EMBEDDING.feeds_of(parts["embedding"], ids, features)
-        embeddings = run("embedding", text)[INPUTS_EMBEDS]
         interface, positions = Interface.of_graph(graph), None
+        embeddings: list[Array] = []
+        for start, end, _ in CausalProbe(ids, mask).calls:
+            # All images lie in the first call.
+            rows = features[len(features) * (start > 0) :]
+            text = TOKEN_EMBEDDING.feeds_of(parts["embedding"], ids[:, start:end], rows)
+            embeddings.append(run("embedding", text)[INPUTS_EMBEDS])
+        if has_marks(graph):
+            feeds[_MARKS] = np.concatenate(embeddings, axis=1)[..., -1].astype(np.int64)
         if len(interface.inputs[POSITION_IDS].shape if POSITION_IDS in interface.inputs else ()) == 3:
             positions = np.zeros((3, *ids.shape), np.int64)
             is_image = ids == image_token_of(parts["embedding"])
@@ -113,16 +139,22 @@ class VisionLanguage(CausalLM):
                 positions[:, row, real] = positions_of_images(is_image[row, real], [size])
             feeds["mm_token_type_ids"] = is_image.astype(np.int32)
         has_positions = POSITION_IDS in interface.inputs
+        all_embeddings = np.concatenate(embeddings, axis=1)
         return VisionLanguageProbe(
-            ids, mask, 0, has_positions, embeddings=embeddings, image_positions=positions, framework=feeds
+            ids, mask, 0, has_positions, embeddings=all_embeddings, image_positions=positions, framework=feeds
         )
 
     def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
-        """See :class:`graphopt.tasks.base.Task`; embeddings are of one number, since no mask can depend on more."""
-        dtype = Interface.of_graph(graph).inputs[INPUTS_EMBEDS].dtype
+        """See :class:`graphopt.tasks.base.Task`; embeddings are of one number where no mask can depend on more.
+
+        Else all tokens are marked.
+        """
+        interface, is_marked = Interface.of_graph(graph), has_marks(graph)
+        width, dtype = _width(interface) if is_marked else 1, interface.inputs[INPUTS_EMBEDS].dtype
         sizes = list(sizes)
         for call, (batch, length, _) in zip(super().calls(graph, sizes), sizes, strict=True):
-            yield dataclasses.replace(call, feeds={**call.feeds, INPUTS_EMBEDS: np.zeros((batch, length, 1), dtype)})
+            embeddings = np.full((batch, length, width), is_marked, dtype)
+            yield dataclasses.replace(call, feeds={**call.feeds, INPUTS_EMBEDS: embeddings})
 
     def takes_config(self, config: Any, transformers: Any) -> bool:
         """Take models of images and texts whose images become rows of features, which take the places of tokens."""
@@ -154,6 +186,9 @@ class VisionLanguage(CausalLM):
         if inner_width:
             embeddings = torch.nn.functional.pad(embeddings, (0, inner_width))
             upper("graphopt.models.vision_part:read_stacked_features")(model)
+        if two_sided_part(type(model)):
+            embeddings = torch.nn.functional.pad(embeddings, (0, 1))
+            upper("graphopt.models.vision_part:read_marks")(model)
         names = {*inspect.signature(model.forward).parameters, "use_cache"}
         feeds = {name: value for name, value in inputs.items() if name in names and value is not None}
         feeds = {INPUTS_EMBEDS: embeddings, **feeds}
@@ -164,14 +199,30 @@ class VisionLanguage(CausalLM):
         return module, feeds
 
     def framework_inputs(self, model: Any, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """See :class:`graphopt.tasks.base.Task`; tiles that may have a mask come as [batch, tiles, ...]."""
-        if MASK not in (images_of_class(type(model)) or ()):
-            return feeds
-        return {**feeds, PIXEL_VALUES: feeds[PIXEL_VALUES][:, None]}
+        """See :class:`graphopt.tasks.base.Task`; tiles that may have a mask come as [batch, tiles, ...].
+
+        Marks come as types of tokens: 1 for one of an image, or 0 for one of the prompt.
+        """
+        if _MARKS in feeds:
+            marks = feeds[_MARKS] if two_sided_part(type(model)) == "image" else 1 - feeds[_MARKS]
+            feeds = {name: array for name, array in feeds.items() if name != _MARKS} | {TOKEN_TYPE_IDS: marks}
+        form = images_of_model(model)
+        if IMAGE_GRID in feeds:
+            text_feeds = {name: array for name, array in feeds.items() if name not in (PIXEL_VALUES, IMAGE_GRID)}
+            channels = getattr(model.config.vision_config, "num_channels", 3)
+            return text_feeds | numbers_of(feeds[PIXEL_VALUES], np.asarray(feeds[IMAGE_GRID], np.int64), channels, form)
+        return {**feeds, PIXEL_VALUES: feeds[PIXEL_VALUES][:, None]} if MASK in form else feeds
 
     def facts(self, folder: Path) -> Any:
         """See :class:`graphopt.tasks.base.Task`; which token stands for an image, too."""
         return upper("graphopt.artifact.hf_config:facts_of_vision_language")(folder)
+
+
+def has_marks(graph: ir.Graph) -> bool:
+    """Return whether a decoder cuts a mark off each embedding, see :mod:`graphopt.tasks.vision_language.embedding`."""
+    embeddings = next(value for value in graph.inputs if value.name == INPUTS_EMBEDS)
+    parts = [part for node in embeddings.consumers() if node.op_type in ("Slice", "Split") for part in node.outputs]
+    return any(part.shape is not None and part.shape[-1] == 1 for part in parts)
 
 
 def _width(interface: Interface) -> int:
@@ -183,7 +234,7 @@ def _width(interface: Interface) -> int:
 
 
 def _prompts(
-    parts: Mapping[str, ir.Graph], run: RunPart
+    parts: Mapping[str, ir.Graph], run: RunPart, config: Any
 ) -> tuple[IntArray, IntArray, dict[str, Array], list[tuple[int, int, int]]]:
     """Return tokens and mask of a prompt with an image in each row, what is fed beside them, and sizes in tokens.
 
@@ -197,6 +248,8 @@ def _prompts(
         calls = [images, {**images, PIXEL_VALUES: images[PIXEL_VALUES][::-1].copy(), IMAGE_GRID: _swap_sides(images)}]
         features = [run("vision", call)[IMAGE_FEATURES] for call in calls]
         images = {name: np.concatenate([call[name] for call in calls]) for name in images}
+    elif FEATURE_INDEX in images:
+        images, features = _tile_images(images[PIXEL_VALUES], Tiling.of_config(config), run)
     else:
         features = np.split(run("vision", images)[IMAGE_FEATURES], len(images[PIXEL_VALUES]))
     counts = [len(rows) for rows in features]
@@ -214,6 +267,27 @@ def _prompts(
         mask[row, :first] = 0
         ids[row, first + 2 : first + 2 + count] = image_token
     return ids, mask, {**images, IMAGE_FEATURES: np.concatenate(features)}, sizes
+
+
+def _tile_images(tiles: Array, tiling: Tiling, run: RunPart) -> tuple[dict[str, Array], list[Array]]:
+    """Return two images of tiles with their sizes as transformers reads them, and the features of each.
+
+    Args:
+        tiles: random ones, [tiles, channels, height, width].
+        tiling: how images become tiles.
+        run: runs the tower.
+    """
+    # A wide and a high image, neither of which fills its tiles.
+    sizes = [(tiling.tile, 2 * tiling.tile - 1), (2 * tiling.tile - 1, tiling.tile)]
+    counts = [tiling.tiles(size) for size in sizes]
+    index, weight, lengths = arrange_all(tiling, sizes)
+    pixels = np.stack([np.roll(tiles[n % len(tiles)], n, axis=-1) for n in range(sum(counts))])
+    vision_feeds = {PIXEL_VALUES: pixels, FEATURE_INDEX: index, FEATURE_WEIGHT: weight}
+    features = np.split(run("vision", vision_feeds)[IMAGE_FEATURES], np.cumsum(lengths)[:-1])
+    images = np.zeros((len(sizes), max(counts), *pixels.shape[1:]), pixels.dtype)
+    for image, part in zip(images, np.split(pixels, np.cumsum(counts)[:-1]), strict=True):
+        image[: len(part)] = part
+    return {PIXEL_VALUES: images, SIZES: np.array(sizes)}, features
 
 
 def _swap_sides(images: Mapping[str, Array]) -> Array:

@@ -5,6 +5,10 @@ behind the other; [0, width] where there is none. Output: ``inputs_embeds`` [bat
 of the batch gets the n-th row of the features; one without a row has the embedding of its token. Where the decoder
 reads features of inner layers of the tower too (see :func:`graphopt.tasks.image_inputs.stacked_features_of`), a row of
 features has them behind the first ``width`` numbers, and an embedding of a token has zeros there.
+
+Where tokens see others behind them (see :func:`graphopt.tasks.image_inputs.two_sided_part`), one more number stands
+behind an embedding: its mark, 1 for such a token, else 0. Marked tokens that stand one behind the other are a block,
+whose tokens all see one another; a block is fed in one call.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.ort.session import run
 from graphopt.tasks.base import BATCH, LENGTH, Floats, Probe, Task, sample_tokens
 from graphopt.tasks.encoder import cosines_with_start, vocabulary_of
-from graphopt.tasks.image_inputs import stacked_features_of
+from graphopt.tasks.image_inputs import stacked_features_of, two_sided_part
 from graphopt.tasks.ports import Array, IntArray, port_of_value
 
 if TYPE_CHECKING:
@@ -126,19 +130,25 @@ class TokenEmbedding(Task):
         embed = model.get_input_embeddings()
         width = embed(ids[:1, :1]).shape[-1]
         inner_width = width * stacked_features_of(model.config)
+        marked_part = two_sided_part(type(model))
+        is_in_table = image_token < embed.num_embeddings
 
         def forward(input_ids: Any, image_features: Any) -> dict[str, Any]:
-            embeddings = embed(input_ids)
+            is_image = input_ids == image_token
+            embeddings = embed(input_ids if is_in_table else input_ids.masked_fill(is_image, 0))
             if inner_width:
                 embeddings = torch.nn.functional.pad(embeddings, (0, inner_width))
-            is_image = input_ids == image_token
             number = is_image.reshape(-1).cumsum(0).reshape(is_image.shape) - 1
             # A row of zeros behind the features, which tokens read that are none of an image: no index is outside.
             rows = torch.cat([image_features, image_features.new_zeros(1, image_features.shape[1])])
             count = image_features.shape[0]
             has_row = is_image & (number < count)
             index = torch.where(has_row, number, torch.full_like(number, count))
-            return {INPUTS_EMBEDS: torch.where(has_row[..., None], rows[index], embeddings)}
+            embeddings = torch.where(has_row[..., None], rows[index], embeddings)
+            if marked_part:
+                is_marked = has_row if marked_part == "image" else has_row.any(dim=1, keepdim=True).expand_as(has_row)
+                embeddings = torch.cat([embeddings, is_marked[..., None].to(embeddings.dtype)], dim=-1)
+            return {INPUTS_EMBEDS: embeddings}
 
         part = copy.copy(model)
         part.forward = forward
@@ -156,15 +166,15 @@ def image_token_of(graph: ir.Graph) -> int | None:
 
 
 def _width(graph: ir.Graph) -> int:
-    """Return the numbers of an embedding.
+    """Return the numbers of a row of features.
 
     Raises:
         InputError: the graph does not say.
     """
-    port = next((port for port in map(port_of_value, graph.outputs) if port.name == INPUTS_EMBEDS), None)
+    port = next((port for port in map(port_of_value, graph.inputs) if port.name == IMAGE_FEATURES), None)
     width = port.shape[-1] if port is not None and port.shape else None
     if width is None:
-        raise InputError("the graph does not say how wide an embedding is", tensor=INPUTS_EMBEDS)
+        raise InputError("the graph does not say how wide features are", tensor=IMAGE_FEATURES)
     return width
 
 

@@ -1,0 +1,112 @@
+"""Bring in a small random-weight model of each vision-language family, run it, quantize it, and print how it went.
+
+python tools/studies/vision_language.py
+python tools/studies/vision_language.py --only gemma3,mistral3
+
+Each is exported, writes greedy texts beside transformers' own, with one image and with two, and is compiled by a preset
+and verified.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import graphopt
+from graphopt.artifact.genai import GENAI_CONFIG
+from graphopt.compile.replay import verify
+from graphopt.errors import GraphoptError
+from graphopt.inference.decoding.continuation import Settings
+from graphopt.inference.images import complete, load_vision_language
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.signals import write_image
+from tests.vision_language import COUNT, NAMES, greedy, prompts_of, transformers_text, write_vision_language_checkpoint
+
+_SIZES = ((60, 40), (33, 52))
+
+
+@dataclass
+class Row:
+    """What became of a family.
+
+    Attributes:
+        family: its name.
+        change: how far logits of the export are from those of transformers on random images, relative to the largest.
+        text: the same of greedy texts about images, and whether all tokens are the same.
+        kl: nats by which the compiled model is from the exported one, on text.
+        verified: what `graphopt verify` says of the compiled model.
+        genai: whether there is a configuration of onnxruntime-genai.
+        seconds: of processor time that the export took.
+    """
+
+    family: str
+    change: str = ""
+    text: str = ""
+    kl: str = ""
+    verified: str = ""
+    genai: str = ""
+    seconds: str = ""
+
+
+def main(
+    only: Annotated[str, typer.Option(help="families, with commas")] = "",
+    recipe: Annotated[str, typer.Option(help="the preset to compile with")] = "int4",
+) -> None:
+    """Print a row for each family as it is ready, and the table."""
+    rows = []
+    for family in only.split(",") if only else NAMES:
+        row = Row(family)
+        rows.append(row)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                _try(row, Path(folder), recipe)
+        except GraphoptError as error:
+            row.verified = f"{row.verified} {error}".strip()
+        print(row, flush=True)
+    table = Table(*asdict(rows[0]))
+    for row in rows:
+        table.add_row(*asdict(row).values())
+    Console(width=200).print(table)
+
+
+def _try(row: Row, folder: Path, recipe: str) -> None:
+    import transformers
+
+    source, exported, compiled = (folder / name for name in ("source", "exported", "compiled"))
+    source.mkdir()
+    write_vision_language_checkpoint(row.family, source)
+    start = time.process_time()
+    manifest = graphopt.export(source, exported)
+    row.seconds = f"{time.process_time() - start:.0f}"
+    row.change = f"{manifest.checks[0].figures['largest_change']:.1e}"
+    row.genai = "yes" if (exported / GENAI_CONFIG).is_file() else "no"
+    pictures = [write_image(folder / f"{n}.png", n, size) for n, size in enumerate(_SIZES)]
+    model = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
+    session = load_vision_language(exported)
+    largest, is_same = 0.0, True
+    prompts = prompts_of(row.family, session, pictures)
+    for prompt, numbers in prompts:
+        tokens, logits = greedy(session, prompt)
+        expected_tokens, expected = transformers_text(model, numbers)
+        largest = max(largest, float(np.abs(logits - expected).max() / np.abs(expected).max()))
+        is_same &= tokens == expected_tokens
+    row.text = f"{largest:.1e}, {'same' if is_same else 'other'} tokens"
+    result = graphopt.optimize(exported, recipe, compiled)
+    row.kl = f"{result.manifest.check('quality').figures['kl_mean']:.3f}"
+    complete(load_vision_language(compiled), [prompt for prompt, _ in prompts], Settings(COUNT))
+    row.verified = ", ".join(sorted({check.status for check in verify(exported, compiled).checks}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
