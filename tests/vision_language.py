@@ -103,8 +103,9 @@ def _config(family: str) -> tuple[Any, Any]:
         },
         "mistral3": {
             "vision_config": {**_TOWER, "patch_size": 4},
-            "text_config": {"model_type": "mistral", **_TEXT, "head_dim": 16, "sliding_window": None},
+            "text_config": {"model_type": "mistral", **_TEXT, **_UNTIED, "head_dim": 16, "sliding_window": None},
             "spatial_merge_size": 2,
+            **_UNTIED,
             "image_token_index": IMAGE_ID,
         },
         "lfm2_vl": {

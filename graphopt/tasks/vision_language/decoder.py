@@ -147,13 +147,14 @@ class VisionLanguage(CausalLM):
     def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
         """See :class:`graphopt.tasks.base.Task`; embeddings are of one number where no mask can depend on more.
 
-        Else all tokens are marked.
+        Else all tokens but the first are marked: the mask is neither causal, nor one that shows everything.
         """
         interface, is_marked = Interface.of_graph(graph), has_marks(graph)
         width, dtype = _width(interface) if is_marked else 1, interface.inputs[INPUTS_EMBEDS].dtype
         sizes = list(sizes)
         for call, (batch, length, _) in zip(super().calls(graph, sizes), sizes, strict=True):
-            embeddings = np.full((batch, length, width), is_marked, dtype)
+            embeddings = np.zeros((batch, length, width), dtype)
+            embeddings[:, 1:, -1] = is_marked
             yield dataclasses.replace(call, feeds={**call.feeds, INPUTS_EMBEDS: embeddings})
 
     def takes_config(self, config: Any, transformers: Any) -> bool:
