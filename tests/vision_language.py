@@ -59,7 +59,7 @@ NAMES = {
 
 _UNTIED = {"tie_word_embeddings": False}
 _RESOLUTIONS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
-_GEMMA = {**_TEXT, **_UNTIED, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
+_GEMMA = {**_TEXT, **_UNTIED, "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
 _LAYERS = ["sliding_attention", "full_attention"]
 _IDS = {"image_token_id": IMAGE_ID}
 _PATCHES = {"depth": 2, "num_heads": 4, "patch_size": 4}
@@ -110,7 +110,12 @@ def _config(family: str) -> tuple[Any, Any]:
         },
         "lfm2_vl": {
             "vision_config": {**_TOWER, "patch_size": 4, "num_patches": 36},
-            "text_config": {**_TEXT, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+            "text_config": {
+                **_TEXT,
+                "num_hidden_layers": 2,
+                "layer_types": ["conv", "full_attention"],
+                "block_auto_adjust_ff_dim": False,
+            },
             "projector_hidden_size": 64,
         },
         "llava_next": {
