@@ -52,8 +52,17 @@ from tests.quantized_checkpoints import (
 SIGNED = ("gptq-2", "gptq-3", "gptq-4", "gptq-8", "autoround", "compressed-4", "compressed-8")
 # Sums in another order, through two layers, of weights that are the same to the last bit.
 TOLERANCE = 1e-5
-# Scales of bitsandbytes that are codes of 8 bits, with a scale and an offset of their own, take 32 bits.
-LARGER = {"nf4-nested": 1.055, "fp4-nested": 1.055}
+# A scale for each row and block of columns takes 32 bits for 128 weights of 8 bits, where theirs is one for 128 rows.
+# Zero points of matrices take 16 bits, where theirs take 3.
+# Scales that are codes of 8 bits with a scale of their own take 16 bits (one level) or 32.
+LARGER = {
+    "fp8-block": 1.032,
+    "gptq-3-points": 1.033,
+    "nf4-nested": 1.055,
+    "fp4-nested": 1.055,
+    "compressed-nvfp4": 1.334,
+    "modelopt-nvfp4": 1.334,
+}
 IDS = np.random.default_rng(7).integers(0, 96, (2, 12))
 
 Checkpoints = Callable[[str], tuple[Path, dict[str, Quantized]]]
@@ -266,7 +275,6 @@ def test_codes_are_kept(case: str, base: Path, exported: Path, checkpoint: Check
         expected = (layer.codes[:, layer.order].astype(np.int16) - is_signed * 2 ** (bits - 1)) % 2**bits
         assert np.array_equal(codes, expected)
     run_pass(model, "lower", target="ort-cpu", instructions="avx2", activations="float32")
-    run_pass(model, "compact_scales")
     theirs = sum(
         tensor.nbytes for layer in layers.values() for part, tensor in layer.tensors.items() if part != ".g_idx"
     )

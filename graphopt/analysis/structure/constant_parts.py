@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.decoded_weights import casts_codes
-from graphopt.analysis.structure.scales import computed_scales
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -32,11 +31,7 @@ class ConstantResult:
 
 
 def constant_results(graph: ir.Graph) -> list[ConstantResult]:
-    """Return what a graph computes of constants alone, outside of branches and loops.
-
-    Scales that are stored in fewer bytes than they are read in are left out.
-    """
-    short_scales = set(computed_scales(graph))
+    """Return what a graph computes of constants alone, outside of branches and loops."""
     constant_nodes: set[ir.Node] = set()
     for node in graph:
         is_pure = not node.domain and node.op_type not in _STAY and not casts_codes(node)
@@ -47,7 +42,7 @@ def constant_results(graph: ir.Graph) -> list[ConstantResult]:
         for value in node.outputs if node in constant_nodes else ():
             if value.is_graph_output() or any(use.node not in constant_nodes for use in value.uses()):
                 nodes = _nodes_behind(value, constant_nodes)
-                if not value.is_graph_output() and value not in short_scales:
+                if not value.is_graph_output():
                     results.append(ConstantResult(value, nodes, _bytes_read(nodes)))
     return results
 

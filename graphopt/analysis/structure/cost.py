@@ -84,11 +84,7 @@ INTEGER_PRODUCTS = frozenset(
 
 def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     """Return whether an initializer holds numbers of the model, as floats or as codes; scales and shapes are none."""
-    if reader_of(value, _CODES) is not None:
-        return True
-    if reader_of(value, DECODING) is not None:
-        return False
-    if holds_cast_codes(value):
+    if reader_of(value, _CODES) is not None or holds_cast_codes(value):
         return True
     if tensor.size == 0 or scales_cast_codes(value):
         return False  # the placeholder of an absent input, or scales
@@ -96,7 +92,7 @@ def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
         return False
     if tensor.dtype in (ir.DataType.INT8, ir.DataType.UINT8):
         return tensor.shape.rank() > 1 and any(use.node.op_type in INTEGER_PRODUCTS for use in value.uses())
-    return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0
+    return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and reader_of(value, DECODING) is None
 
 
 def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
@@ -105,10 +101,7 @@ def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
         port = port_at(*use)
         if port is not None and port.role in roles:
             return use.node
-        table = use.node.inputs[0] if use.node.op_type == "Gather" else None
-        is_read = use.idx == 0 and use.node.op_type in ("Gather", "Cast", "Reshape")
-        is_read |= table is not None and table.is_initializer()
-        if is_read or use.node.op_type in ("Mul", "Add", "GatherElements"):
+        if (use.node.op_type in ("Gather", "Cast") and use.idx == 0) or use.node.op_type == "Mul":
             reader = reader_of(use.node.outputs[0], roles)
             if reader is not None:
                 return reader

@@ -1,24 +1,22 @@
-"""Scales that are stored in fewer bytes for the file's sake become the numbers that operators read."""
+"""Scales that are stored in float16 for the file's sake become the float32 that operators read."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from graphopt.analysis.structure.scales import computed_scales, parts_of
+import onnx_ir as ir
+
+from graphopt.analysis.structure.scales import widened_scales
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import bypass
-from graphopt.graph.weights import WeightTensor, new_weight
+from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass
-from graphopt.passes.common.scale_forms import expression_of_nodes
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from graphopt.passes.context import Context
     from graphopt.passes.recipe import Recipe
 
-WHOLE_SCALES = Rule("widen_scales.widened", "{scales} in {type}, as it is read")
-UNKNOWN_FORM = Rule("widen_scales.unknown", "{scales} are computed by {op_type}, which is no form of the step")
+FLOAT32_SCALES = Rule("widen_scales.widened", "{scales} in float32, as it is read")
 
 
 class WidenScales(Pass):
@@ -27,14 +25,12 @@ class WidenScales(Pass):
     before::
 
         W = DequantizeLinear(codes, Cast(scales; to float32))               scales: float16
-        y = MatMulTable(x, codes, Reshape(Mul(Cast(levels), Cast(steps))), ...)
 
     after::
 
         W = DequantizeLinear(codes, scales')                                scales': float32
-        y = MatMulTable(x, codes, scales'', ...)                            scales'': float32
 
-    The constants are what the nodes compute, so nothing changes. graphopt adds this step itself to every recipe for a
+    float32 holds every number of float16, so nothing changes. graphopt adds this step itself to every recipe for a
     graph with such scales.
     """
 
@@ -43,26 +39,23 @@ class WidenScales(Pass):
 
     @classmethod
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
-        """Return whether scales are computed of constants of fewer bytes."""
+        """Return whether scales are stored in float16 and read in float32."""
         del recipe
-        return bool(computed_scales(graph))
+        return bool(widened_scales(graph))
 
     def requires(self, model: ir.Model) -> None:
         """Demand nothing: the opset is raised later."""
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
-        """Put a constant in the place of what computes each."""
+        """Put a constant in the place of every such ``Cast``."""
         graph = model.graph
         made_of: dict[str, WeightTensor] = {}
-        for value in computed_scales(graph):
-            node, parts = value.producer(), parts_of(value)
-            assert node is not None
-            expression = expression_of_nodes(value)
-            if expression is None:
-                context.ledger.skipped(value, UNKNOWN_FORM(scales=value.name, op_type=node.op_type))
-                continue
-            whole = made_of.setdefault(expression.digest, WeightTensor(expression))
-            name = (parts[0].name or "scales").rpartition(".")[0] or parts[0].name or "scales"
-            scales = new_weight(graph, name, whole)
-            context.ledger.changed(scales, WHOLE_SCALES(scales=scales.name, type=expression.dtype.name.lower()), [node])
-            bypass(node, scales)
+        for cast, weight in widened_scales(graph).items():
+            name, has_one_reader = weight.name or "scales", len(weight.uses()) == 1
+            expression = expression_of(weight.const_value)
+            wide = made_of.setdefault(expression.digest, WeightTensor(Cast(expression, ir.DataType.FLOAT)))
+            if has_one_reader:
+                del graph.initializers[name]
+            scales = new_weight(graph, name, wide)
+            context.ledger.changed(scales, FLOAT32_SCALES(scales=scales.name), [cast])
+            bypass(cast, scales)

@@ -9,17 +9,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.analysis.structure.constant_parts import constant_results
 from graphopt.analysis.structure.cost import weight_totals
-from graphopt.analysis.structure.scales import computed_scales, parts_of, scale_values
+from graphopt.analysis.structure.scales import scale_values, widened_scales
 from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat
 from graphopt.passes.recipe import load_recipe
-from graphopt.runtime_ops import declare
 from tests.graphs import logits, residual_model, run_pass, save
-from tests.passes.codes.test_keep_codes import exact_logits, model_and_file
 
 
 def quantized(*, tied: bool = False, name: str = "int4") -> ir.Model:
@@ -32,8 +29,7 @@ def quantized(*, tied: bool = False, name: str = "int4") -> ir.Model:
 
 
 def numbers(model: ir.Model) -> list[Any]:
-    values = (value.const_value for value in scale_values(model.graph) if value.dtype == ir.DataType.FLOAT)
-    return [tensor.numpy() for tensor in values if tensor is not None]
+    return [value.const_value.numpy() for value in scale_values(model.graph) if value.const_value is not None]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -44,10 +40,10 @@ def test_numbers_and_logits_stay_in_half_the_bytes(name: str, tied: bool, tmp_pa
     report = run_pass(model, "compact_scales")
     assert report.effect == "exact"
     # An embedding of its own has float32 scales: quantize_weights rounds those of products alone.
-    stored = [part for value in computed_scales(model.graph) for part in parts_of(value)]
+    stored = widened_scales(model.graph)
     assert len(stored) == len(report.changes) == len(scales) - (not tied)
-    assert all(value.dtype == ir.DataType.FLOAT16 for value in stored)
-    kept = sorted(value.const_value.numpy().astype(np.float32).tobytes() for value in stored)
+    assert all(value.dtype == ir.DataType.FLOAT16 for value in stored.values())
+    kept = sorted(value.const_value.numpy().astype(np.float32).tobytes() for value in stored.values())
     assert set(kept) <= {array.tobytes() for array in scales}
     # onnxruntime runs the same graph
     assert np.array_equal(logits(model, tmp_path / "after"), before)
@@ -72,28 +68,7 @@ def test_scales_that_float16_does_not_hold_stay(tmp_path: Path) -> None:
     run_pass(model, "quantize_weights")
     report = run_pass(model, "compact_scales")
     assert not report.changes
-    assert {str(skip.reason) for skip in report.skips} == {"fewer bytes do not hold all of its numbers"}
-
-
-def test_codes_of_a_file_run_from_its_own_scales(tmp_path: Path) -> None:
-    """Scales in the forms of K-quants, of 6 bits and in tables: folded when the file is opened, and whole again."""
-    model, file = model_and_file(tmp_path, ("Q2_K", "Q4_K", "IQ4_XS", "NVFP4"))
-    run_pass(model, "keep_codes", file=file)
-    run_pass(model, "lower", target="ort-cpu", instructions="avx2", activations="float32")
-    declare(model)
-    before, parameters = exact_logits(model, tmp_path / "before"), weight_totals(model).parameters
-    report = run_pass(model, "compact_scales")
-    forms = {change.what.figures["form"].split()[0] for change in report.changes}
-    assert {"uint4", "indices"} <= forms
-    assert weight_totals(model).parameters == parameters
-    assert not constant_results(model.graph)  # so that `fold_constants` leaves them alone
-    assert np.array_equal(exact_logits(model, tmp_path / "after"), before)
-    open_session(tmp_path / "after" / "model.onnx", optimized_to=tmp_path / "optimized.onnx")
-    running = {node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph}
-    assert not running & {"GatherElements", "Mul", "Reshape"}
-    run_pass(model, "widen_scales")
-    assert not computed_scales(model.graph)
-    assert np.array_equal(exact_logits(model, tmp_path / "widened"), before)
+    assert {str(skip.reason) for skip in report.skips} == {"float16 does not hold all of its numbers"}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -106,7 +81,7 @@ def test_widening_gives_back_the_constants(tied: bool) -> None:
     report = run_pass(model, "widen_scales")
     assert report.effect == "exact"
     assert report.changes
-    assert not computed_scales(model.graph)
+    assert not widened_scales(model.graph)
     after = numbers(model)
     assert sorted(each.tobytes() for each in after) == sorted(each.tobytes() for each in before)
 
