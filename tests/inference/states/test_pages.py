@@ -149,7 +149,7 @@ def test_the_cache_grows_by_doubling_and_reports_its_memory(
     assert sorted(set(seen)) == [16, 32, 64, 128]
     assert decoder.states.pages == (8, 8)
     # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes, and a second set where a body cannot write in place
-    sets = 1 if decoder._session.in_place else 2
+    sets = 1 if decoder.session.in_place else 2
     assert decoder.states.bytes == sets * 128 * 2 * 2 * 2 * 16 * 4
     buffers = [each for layer in decoder.states.tensors for state in layer.values() for each in state.buffers]
     assert {type(each) for each in buffers} == {DeviceBuffer if device == "cuda" else HostBuffer}
