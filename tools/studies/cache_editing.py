@@ -1,7 +1,7 @@
 """Edit a span of a text that was read, and read the text anew: time, and what comes next.
 
     python tools/studies/cache_editing.py                            # SmolLM2, 7936 tokens; `make real` fetches it
-    python tools/studies/cache_editing.py --recipe kv4 --edit 16:48 --reread 0,128
+    python tools/studies/cache_editing.py --recipe kv4 --edit 48:16 --reread 0,128
 
 The text is Python's documentation of its language. A span in its middle (`--behind` is how many tokens stand behind
 it) is replaced by tokens from elsewhere in it (`--edit OLD:NEW`, how many). Then the next tokens are fed, 16 at a time,
@@ -88,7 +88,7 @@ def main(
         began = time.process_time()
         session.key_shifts  # noqa: B018, once for a session
         opening = time.process_time() - began
-        for edit in edits or ["32:32", "64:16", "0:64"]:
+        for edit in edits or ["32:32", "64:16", "64:0"]:
             before, after = map(int, edit.split(":"))
             start = count - behind - before if behind else count // 2
             span = [Edit(start, start + before, elsewhere[:after])]
