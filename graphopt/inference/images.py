@@ -347,7 +347,7 @@ class ImageDecoder(Decoder):
     def _ends(self, input_ids: IntArray, piece: int) -> list[int]:
         """See :class:`Decoder`; where tokens see others behind them, no block of these is cut."""
         ends = super()._ends(input_ids, piece)
-        embedding = self._session.require_embedding()
+        embedding = self.session.require_embedding()
         if len(ends) == 1 or not embedding.has_marks:
             return ends
         features = np.concatenate([prompt.features for prompt in self._prompts])
