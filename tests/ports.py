@@ -11,7 +11,7 @@ FIRST, END = 20000, 32768
 
 
 def free_port() -> int:
-    """Return a port nobody listens on, at random: test processes that run beside one another get different ones."""
+    """Return a port nobody listens on, at random, so that tests beside one another hardly ever get the same one."""
     for port in random.SystemRandom().sample(range(FIRST, END), END - FIRST):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
