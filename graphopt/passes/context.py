@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from graphopt.graph.weights import Expression
-    from graphopt.graph.weights.evaluator import Evaluator
+    from graphopt.graph.weights.evaluator import Evaluator, OnTensor
     from graphopt.quantization.statistics import Calibration, InputStatistics
     from graphopt.quantization.statistics.ranges import RangeMethod, TensorRanges
     from graphopt.quantization.statistics.sequence import RoundProduct
@@ -123,9 +123,9 @@ class _Evaluation:
         """Return whether all of it is kept."""
         return all(self.evaluator.store.find(expression) is not None for expression in self._expressions(inputs))
 
-    def run(self, inputs: Mapping[ir.Node, InputStatistics]) -> None:
+    def run(self, inputs: Mapping[ir.Node, InputStatistics], on_tensor: OnTensor | None = None) -> None:
         """Evaluate it."""
-        self.evaluator.values(self._expressions(inputs))
+        self.evaluator.values(self._expressions(inputs), on_tensor)
 
     def _expressions(self, inputs: Mapping[ir.Node, InputStatistics]) -> list[Expression]:
         return [

@@ -1,11 +1,12 @@
 """What rounding by GPTQ costs beside what it cannot do without.
 
     python tools/bench/rounding.py gptq                  # a layer, beside its Cholesky factorization and products
+    python tools/bench/rounding.py wide --rows 8192      # a Hessian factored whole, and in panels as wide ones are
     python tools/bench/rounding.py calibration FOLDER    # statistics of a model, beside a prefill of the same text
 
-Times of ``gptq`` are processor time on one core, those of ``calibration`` seconds on all cores, and of processors:
-onnxruntime's threads choose their cores themselves. Each part of it runs in a process of its own, whose peak of
-resident memory the system reports; it counts pages of mapped files too.
+Times of ``gptq`` and ``wide`` are processor time on one core, those of ``calibration`` seconds on all cores, and of
+processors: onnxruntime's threads choose their cores themselves. Each part of it, and of ``wide``, runs in a process of
+its own, whose peak of resident memory the system reports; it counts pages of mapped files too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +35,7 @@ from graphopt.graph.weights import weight_of
 from graphopt.numerics.formats import format_of
 from graphopt.ort.session import open_session, run
 from graphopt.passes.recipe import load_recipe
+from graphopt.quantization.rounding import factors
 from graphopt.quantization.rounding.methods.gptq import GPTQ
 from graphopt.quantization.rounding.single_thread import one_thread
 from graphopt.quantization.statistics.options import CalibrationOptions
@@ -91,6 +94,61 @@ def gptq(
             rounds,
         )
         print(f"| `{name}` | {spent:.2f} | {spent / needed:.2f} |", flush=True)
+
+
+def low_rank_hessian(rows: int, tokens: int) -> npt.NDArray[np.float32]:
+    """Return X^T X over tokens, of inputs of different sizes: as wide as a layer's, of as few tokens as it sees."""
+    random = np.random.default_rng(0)
+    inputs = random.standard_normal((tokens, rows), np.float32) * np.exp(random.standard_normal(rows, np.float32) / 2)
+    return np.asarray(inputs.T @ inputs / np.float32(tokens))
+
+
+@app.command("wide")
+def wide(
+    rows: int = 8192,
+    columns: int = 256,
+    tokens: int = 1024,
+    name: Annotated[str, typer.Option("--format", help="format of weights")] = "t4",
+    kinds: Annotated[str, typer.Option("--only", help="whole, panels, or both: a whole factor takes much memory")] = "",
+) -> None:
+    """Round some columns of a matrix with many rows, by a factor of its Hessian whole and in panels."""
+    hessian, codes = low_rank_hessian(rows, tokens), dict[str, npt.NDArray[np.float64]]()
+    print(f"{rows} x {columns}, {name}, {tokens} tokens")
+    print("| factor | factor, s | rounding, s | peak memory, MB | loss |\n| --- | --- | --- | --- | --- |", flush=True)
+    weight = np.random.default_rng(1).standard_normal((rows, columns), np.float32)
+    for kind in kinds.split(",") if kinds else ("whole", "panels"):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "values.npy"
+            command = [sys.executable, __file__, "wide-part", kind, *map(str, (rows, columns, tokens)), name, str(file)]
+            costs = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            codes[kind] = np.load(file)
+        error = weight - codes[kind]
+        loss = float(np.sum(error * (hessian @ error.astype(np.float32))) / np.sum(weight * (hessian @ weight)))
+        print(
+            f"| {kind} | {costs['factor']:.1f} | {costs['rounding']:.1f} | {costs['peak'] / 1e6:.0f} | {loss:.6f} |",
+            flush=True,
+        )
+    if len(codes) > 1:
+        print(f"\n{np.mean(codes['whole'] != codes['panels']):.4%} of the weights differ")
+
+
+@app.command("wide-part", hidden=True)
+def wide_part(kind: str, rows: int, columns: int, tokens: int, name: str, file: Path) -> None:
+    """Do one row of ``wide``, and print what it takes."""
+    factors.WIDE = rows if kind == "whole" else 0
+    hessian = low_rank_hessian(rows, tokens)
+    order = np.argsort(-np.diagonal(hessian), kind="stable")
+    with one_thread():
+        seconds = seconds_of(lambda: factors.factor_of(hessian, GPTQ().damping, order))
+    weight = np.random.default_rng(1).standard_normal((rows, columns), np.float32)
+    begin = time.process_time()
+    matrix_codes = GPTQ().round(
+        weight, format_of(name), rows, "least_squares", scale_type=np.float16, statistics=hessian
+    )
+    rounding = time.process_time() - begin - seconds
+    np.save(file, matrix_codes.dequantize())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"factor": seconds, "rounding": rounding, "peak": peak}))
 
 
 @app.command("calibration")

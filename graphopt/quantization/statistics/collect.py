@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Executor, Future
 
+    from graphopt.graph.weights.evaluator import OnTensor
     from graphopt.ort.runner import Runner
     from graphopt.ort.session import Array
     from graphopt.quantization.statistics.sequence import RoundProduct
@@ -65,8 +66,8 @@ class Consumer(Protocol):
     def is_done(self, inputs: Mapping[ir.Node, InputStatistics]) -> bool:
         """Return whether all that is made of the statistics of some products is there."""
 
-    def run(self, inputs: Mapping[ir.Node, InputStatistics]) -> None:
-        """Make what is not there yet of the statistics of some products."""
+    def run(self, inputs: Mapping[ir.Node, InputStatistics], on_tensor: OnTensor | None = None) -> None:
+        """Make what is not there yet of the statistics of some products; call back with how much is made."""
 
 
 class Calibration:
@@ -282,10 +283,14 @@ class Calibration:
                 shutil.rmtree(boundary_folder(folder, number - 1), ignore_errors=True)
                 statistics |= piece_index.inputs
                 if consumer is not None:
+                    on_tensor = None
                     if not is_apart:
                         self._spare.clear()  # what is made of Hessians takes as much memory as they do
-                        self._on_stage(f"rounding what was collected, part {number + 1} of {len(pieces)}")
-                    consumption.take(piece_index, file)
+                        on_tensor = partial(
+                            self._on_stage, f"rounding what was collected, part {number + 1} of {len(pieces)}"
+                        )
+                        on_tensor(0, len(piece.taps))
+                    consumption.take(piece_index, file, on_tensor)
         self._spare.clear()
         index = Index(inputs=statistics, has_hessians=consumer is None)
         write_index(index, folder / "index.json")
@@ -427,19 +432,19 @@ class _Consumption:
         finally:
             self._stack.close()
 
-    def take(self, index: Index, file: Path) -> None:
+    def take(self, index: Index, file: Path, on_tensor: OnTensor | None = None) -> None:
         """Let the consumer run on the statistics of an index, which lies in ``file``."""
         size = sum(4 * packed_size(inputs.rows) for inputs in index.inputs.values())
         self._wait_for_room(size)
         if self._room:
             self._waiting.append((size, self._threads.submit(self._run, index, file)))
         else:
-            self._run(index, file)
+            self._run(index, file, on_tensor)
 
-    def _run(self, index: Index, file: Path) -> None:
+    def _run(self, index: Index, file: Path, on_tensor: OnTensor | None = None) -> None:
         if self._consumer is not None:
             if index.has_hessians:
-                self._consumer.run(_by_node(index, self._names))
+                self._consumer.run(_by_node(index, self._names), on_tensor)
             index.drop_hessians(file)
 
     def _wait_for_room(self, size: int | None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tools.bench.rounding import calibration, gptq
+from graphopt.quantization.rounding import factors
+from tools.bench.rounding import calibration, gptq, wide_part
 
 
 def cells(line: str) -> list[str]:
@@ -20,6 +23,21 @@ def test_a_layer_is_timed_beside_its_factorization(capsys: pytest.CaptureFixture
     assert cells(names)[0] == "format"
     assert [cells(row)[0] for row in rows] == ["`int4`", "`nf4`"]
     assert all(float(cell) > 0 for row in rows for cell in cells(row)[1:])
+
+
+def test_a_factor_in_panels_is_timed_beside_a_whole_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factors, "WIDE", factors.WIDE)  # it is set on the way
+    for kind in ("whole", "panels"):
+        wide_part(kind, rows=96, columns=16, tokens=64, name="t4", file=tmp_path / f"{kind}.npy")
+        costs = json.loads(capsys.readouterr().out)
+        assert costs["factor"] > 0
+        # what Python alone takes
+        assert costs["peak"] > 10e6
+    whole, panels = (np.load(tmp_path / f"{kind}.npy") for kind in ("whole", "panels"))
+    # see test_factors.py
+    assert np.mean(whole != panels) < 0.02
 
 
 def test_a_model_is_timed_beside_a_prefill(
