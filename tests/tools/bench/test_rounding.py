@@ -32,7 +32,7 @@ def test_a_factor_in_panels_is_timed_beside_a_whole_one(
     for kind in ("whole", "panels"):
         wide_part(kind, rows=96, columns=16, tokens=64, name="t4", file=tmp_path / f"{kind}.npy")
         costs = json.loads(capsys.readouterr().out)
-        assert costs["factor"] > 0
+        assert costs["seconds"] > 0
         # what Python alone takes
         assert costs["peak"] > 10e6
     whole, panels = (np.load(tmp_path / f"{kind}.npy") for kind in ("whole", "panels"))
