@@ -38,8 +38,12 @@ class PromptCache:
         decoder: one row that has read these tokens; it is copied before it goes on.
     """
 
-    def __init__(self, session: Session, prompt: SavedPrompt, decoder: Decoder) -> None:
+    def __init__(
+        self, session: Session, prompt: SavedPrompt, decoder: Decoder, original: StateFile | None = None
+    ) -> None:
         self.session, self.prompt, self.decoder = session, prompt, decoder
+        # a file, and how many tokens of it the row has had ever since
+        self._original = None if original is None else (original, len(prompt.tokens))
 
     @classmethod
     def read_text(cls, session: Session, text: str) -> PromptCache:
@@ -76,12 +80,12 @@ class PromptCache:
         Raises:
             InputError: the file cannot be read, was changed, is of another model, or holds no prompt.
         """
-        prompt = StateFile.load(Path(file)).prompt
-        if prompt is None:
+        content = StateFile.load(Path(file))
+        if content.prompt is None:
             raise InputError("the cache holds no prompt", file=file, remedy="make it by `graphopt cache make`")
         decoder = Decoder.restore(session, file)
         decoder.keep()
-        return cls(session, prompt, decoder)
+        return cls(session, content.prompt, decoder, content)
 
     def save(self, file: str | Path, loss: Loss = "none") -> None:
         """Write the states and the prompt.
@@ -93,7 +97,7 @@ class PromptCache:
         Raises:
             InputError: the states of the graph cannot be saved.
         """
-        self.decoder.save(file, self.prompt, loss)
+        self.decoder.save(file, self.prompt, loss, self._original)
 
     def edit(self, text: str, *, reread: int = REREAD) -> list[Edit]:
         """Go over to another text, where it differs: those tokens are read, and what stands behind them is not.
@@ -116,6 +120,8 @@ class PromptCache:
         self.decoder.edit(before.tokens, edits, reread=reread)
         self.decoder.keep()
         self.prompt = after
+        if self._original is not None and edits:
+            self._original = (self._original[0], min(self._original[1], edits[0].start))
         return edits
 
     def fork(self, prompts: Sequence[Sequence[int]]) -> tuple[Decoder, int]:

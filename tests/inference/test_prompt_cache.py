@@ -20,6 +20,7 @@ from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.generation import generate
 from graphopt.inference.prompt_cache import PromptCache
 from graphopt.inference.session import Session, load
+from graphopt.inference.states import compression
 from graphopt.passes.recipe import Recipe
 from tests.inference.conversation.conftest import PYTHON
 
@@ -155,7 +156,9 @@ def test_commands_make_show_and_use_a_cache(folder: Path, tmp_path: Path) -> Non
         call("cache", "make", folder, "-o", file)
 
 
-def test_a_text_is_edited_where_it_differs(session: Session, fed: list[int], tmp_path: Path) -> None:
+def test_a_text_is_edited_where_it_differs(
+    session: Session, fed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = PromptCache.read_text(session, BEGINNING)
     text = BEGINNING.replace("texts", "strings", 1)
     if not session.interface.has_pages:
@@ -173,7 +176,19 @@ def test_a_text_is_edited_where_it_differs(session: Session, fed: list[int], tmp
     assert cache.edit(text) == []
     assert not fed
     cache.save(tmp_path / "edited.cache")
-    assert PromptCache.load(session, tmp_path / "edited.cache").prompt == cache.prompt
+    loaded = PromptCache.load(session, tmp_path / "edited.cache")
+    assert loaded.prompt == cache.prompt
+    # what stands before an edit of a file is taken over from there, page by page
+    monkeypatch.setattr(compression, "GROUP_TOKENS", 16)
+    cache.save(tmp_path / "edited.cache")
+    loaded = PromptCache.load(session, tmp_path / "edited.cache")
+    loaded.edit(text + "import re\n", reread=4)
+    for name in ("edited.cache", "another.cache"):  # for the second one the first is another file by now
+        loaded.save(tmp_path / name)
+        again = PromptCache.load(session, tmp_path / name)
+        next_token = np.array([session.encode("a")[:1]])
+        logits = [each.decoder.fork([0]).step(next_token) for each in (loaded, again)]
+        assert np.array_equal(*logits)
     with pytest.raises(InputError, match="has no tokens"):
         cache.edit("")
 

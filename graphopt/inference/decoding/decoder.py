@@ -332,13 +332,21 @@ class Decoder:
         count = end - first
         self._rows = rows.at_length(rows.tokens + count, rows.columns + count)
 
-    def save(self, file: str | Path, prompt: SavedPrompt | None = None, loss: Loss = "none") -> None:
+    def save(
+        self,
+        file: str | Path,
+        prompt: SavedPrompt | None = None,
+        loss: Loss = "none",
+        original: tuple[StateFile, int] | None = None,
+    ) -> None:
         """Write the states to a file, from which :meth:`restore` continues.
 
         Args:
             file: where to.
             prompt: what the states were made of, for :class:`graphopt.inference.prompt_cache.PromptCache`.
             loss: what may be lost, see :mod:`graphopt.inference.states.compression`; nothing by default.
+            original: the file that the states were restored from, and how many tokens each row has had ever since: what
+                it says of these is taken over.
 
         Raises:
             InputError: the states of the graph cannot be saved.
@@ -361,6 +369,7 @@ class Decoder:
             columns=self._rows.columns,
             prompt=prompt,
             loss=loss,
+            original=None if original is None else (original[0], np.full(len(tokens), original[1], np.int64)),
         )
 
     @classmethod

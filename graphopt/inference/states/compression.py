@@ -7,8 +7,8 @@ Here pages are codes already, whose deltas have as many levels again, so the cod
     code of a token and channel  ~  frequencies of (class of the channel, code of the token before in that channel)
 
 Channels with a similar mean code and a similar correlation of neighbouring tokens are one class, so that
-there are 32 times 17 tables for a file and not that many for each channel. The first token of a page has no token
-before it: pages are read in groups that know nothing of one another.
+there are 8 times 17 contexts and not that many for each channel; 32 classes would save 0.3% of the codes. The first
+token of a page has no token before it: pages are read in groups that know nothing of one another.
 
 Three levels say what may be lost (:data:`Loss`):
 
@@ -30,11 +30,12 @@ import numpy.typing as npt
 from graphopt.analysis.structure.paged_caches import from_json, to_json
 from graphopt.errors import InputError
 from graphopt.inference.states.entropy_coding import (
-    FrequencyTables,
-    SymbolDecoder,
-    SymbolEncoder,
-    pack_planes,
-    unpack_planes,
+    SymbolReader,
+    SymbolWriter,
+    join,
+    pack_numbers,
+    split,
+    unpack_numbers,
 )
 from graphopt.inference.states.rewinding import group_layers
 from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, unpack_keys, unpack_values
@@ -58,7 +59,7 @@ _CONTEXT_BITS = 4
 _NO_CODE = 1 << _CONTEXT_BITS
 """The context of a token that has none before it."""
 
-_MEANS, _CORRELATIONS = 8, 4
+_MEANS, _CORRELATIONS = 4, 2
 
 _OCTAVE, _STEP = 32, 8
 """Rounded scales: steps to a 32nd of an octave, the middle of a set to an 8th of its step. The ends of 15 levels then
@@ -132,6 +133,43 @@ class CodeGroup:
                 yield rows, begin + offsets
 
 
+@dataclass(frozen=True)
+class Original:
+    """Bytes that states were restored from, some of which are those of the states as they are now.
+
+    Attributes:
+        get: returns the bytes of a name.
+        description: what :func:`compress` returned besides.
+        tokens: that each row had, int64 [batch].
+        kept: that each row still has from the first on, int64 [batch]. Behind them it may have read others.
+    """
+
+    get: Callable[[str], Bytes]
+    description: str
+    tokens: IntArray
+    kept: IntArray
+
+    def group_like(self, group: CodeGroup) -> CodeGroup | None:
+        """Return its layers of the same pages; ``None`` where they are of another kind, or lose something else."""
+        facts = json.loads(self.description)
+        if facts["loss"] != group.loss or len(self.tokens) != len(group.tokens):
+            return None
+        groups = code_groups(from_json(facts["pages"]), self.tokens, facts["loss"])
+        return next((each for each in groups if each.layers == group.layers), None)
+
+    def same_pages(self, group: CodeGroup) -> set[int]:
+        """Return which of the pages that are read together have the same bytes now."""
+        before, kv = self.group_like(group), group.first.attributes
+        same = set[int]()
+        for index, (old, new) in enumerate(zip(before.pages() if before else (), group.pages(), strict=False)):
+            rows, pages = new
+            # what was a float when the row had no other tokens than these was rounded afterwards
+            stays = ((pages + 1) * kv.page <= self.kept[rows]) & ~kv.is_recent(pages, self.kept[rows])
+            if stays.all() and all(map(np.array_equal, old, new)):
+                same.add(index)
+        return same
+
+
 def code_groups(layers: tuple[PagedLayer, ...], tokens: IntArray, loss: Loss) -> list[CodeGroup]:
     """Return the layers whose pages are codes and stay where they are: those of a ring are few."""
     groups = [[layers[index] for index in indices] for indices in group_layers(layers)]
@@ -139,7 +177,11 @@ def code_groups(layers: tuple[PagedLayer, ...], tokens: IntArray, loss: Loss) ->
 
 
 def compress(
-    arrays: Mapping[str, Array], layers: tuple[PagedLayer, ...], tokens: IntArray, loss: Loss
+    arrays: Mapping[str, Array],
+    layers: tuple[PagedLayer, ...],
+    tokens: IntArray,
+    loss: Loss,
+    original: Original | None = None,
 ) -> tuple[dict[str, Bytes], str]:
     """Return states as named bytes, and as JSON what :func:`decompress` has to know besides.
 
@@ -148,6 +190,7 @@ def compress(
         layers: those of them that lie in pages.
         tokens: of each row, int64 [batch].
         loss: what may be lost.
+        original: what the states were restored from; pages that stayed as they were are not compressed again.
 
     Raises:
         InputError: there is no such loss.
@@ -157,9 +200,15 @@ def compress(
     groups, content = code_groups(layers, tokens, loss), dict[str, Bytes]()
     in_groups = {name for group in groups for state in (*group.parts, "scales") for name in group.names(state)}
     for group in groups:
+        same = original.same_pages(group) if original is not None else set[int]()
+        get = original.get if original is not None and same else None
         for part in group.parts:
-            _compress_codes(group, part, arrays, content)
+            _compress_codes(group, part, arrays, content, get, same)
         for index, (rows, pages) in enumerate(group.pages()):
+            if get is not None and index in same:
+                for kind in _kinds_of_scales(group):
+                    content[f"{group.name}.{kind}.{index}"] = get(f"{group.name}.{kind}.{index}")
+                continue
             scales = np.stack([arrays[name][rows, :, pages] for name in group.names("scales")], axis=1)
             for kind, numbers in _split_scales(group, scales).items():
                 content[f"{group.name}.{kind}.{index}"] = _pack_scales(group, kind, numbers)
@@ -169,7 +218,7 @@ def compress(
         if name not in in_groups:
             if loss != "none" and array.dtype == np.float32 and (np.abs(array) < np.finfo(np.float16).max).all():
                 in_file = array.astype(np.float16)
-            content[name] = pack_planes(in_file)
+            content[name] = pack_numbers(in_file)
         types[name] = [array.dtype.name, array.shape, in_file.dtype.name]
     return content, json.dumps({"arrays": types, "pages": to_json(layers), "loss": loss})
 
@@ -202,7 +251,7 @@ def decompress(
             _decompress_scales(group, index, get, [arrays[name] for name in group.names("scales")], rows, pages)
     for name in facts["arrays"]:
         if name not in in_groups:
-            numbers = unpack_planes(get(name), file_types[name], shapes[name])
+            numbers = unpack_numbers(get(name), file_types[name], shapes[name])
             arrays[name] = numbers.astype(dtypes[name], copy=False)
     return {name: arrays[name] for name in facts["arrays"]}
 
@@ -225,39 +274,40 @@ def _read_codes(group: CodeGroup, part: str, arrays: Mapping[str, Array], rows: 
     return symbols.reshape(*symbols.shape[:2], -1)
 
 
-def _compress_codes(group: CodeGroup, part: str, arrays: Mapping[str, Array], content: dict[str, Bytes]) -> None:
-    totals = np.zeros((group.contexts(part), group.symbols(part)), np.int64)
-    classes = _classes(group, part, arrays)
-    for rows, pages in group.pages():
-        symbols = _read_codes(group, part, arrays, rows, pages)
-        for token, contexts in zip(symbols, _contexts_of(group, part, symbols, classes), strict=True):
-            cells = contexts.astype(np.int64) * totals.shape[1] + token.ravel()
-            totals += np.bincount(cells, minlength=totals.size).reshape(totals.shape)
-    tables = FrequencyTables.of_totals(totals)
-    content[f"{group.name}.{part}.classes"] = classes
-    content[f"{group.name}.{part}.frequencies"] = pack_planes(tables.counts)
+def _compress_codes(
+    group: CodeGroup,
+    part: str,
+    arrays: Mapping[str, Array],
+    content: dict[str, Bytes],
+    get: Callable[[str], Bytes] | None,
+    same: set[int],
+) -> None:
+    name = f"{group.name}.{part}.classes"
+    classes = content[name] = get(name) if get is not None else _classes(group, part, arrays)
     for index, (rows, pages) in enumerate(group.pages()):
-        encoder, symbols = SymbolEncoder(tables), _read_codes(group, part, arrays, rows, pages)
-        for token, contexts in zip(symbols, _contexts_of(group, part, symbols, classes), strict=True):
-            encoder.encode(token.ravel(), contexts)
-        content[f"{group.name}.{part}.{index}"] = encoder.bytes()
+        if get is not None and index in same:
+            content[f"{group.name}.{part}.{index}"] = get(f"{group.name}.{part}.{index}")
+            continue
+        writer, before = SymbolWriter(group.contexts(part)), None
+        for token in _read_codes(group, part, arrays, rows, pages):
+            writer.write(token.ravel(), _contexts(group, part, before, classes, len(rows)))
+            before = token
+        content[f"{group.name}.{part}.{index}"] = writer.bytes()
 
 
 def _decompress_codes(group: CodeGroup, part: str, get: Callable[[str], Bytes], arrays: Mapping[str, Array]) -> None:
     layer, kv = group.first, group.first.attributes
     pack = pack_keys if part == "keys" else pack_values
     classes = get(f"{group.name}.{part}.classes")
-    channels, sizes = len(group.layers) * kv.kv_heads * layer.head_size, (group.contexts(part), group.symbols(part))
-    counts = unpack_planes(get(f"{group.name}.{part}.frequencies"), np.dtype(np.uint16), sizes)
-    if len(classes) != channels or int(classes.max(initial=0)) * (_NO_CODE + 1) >= sizes[0]:
+    channels, contexts = len(group.layers) * kv.kv_heads * layer.head_size, group.contexts(part)
+    if len(classes) != channels or int(classes.max(initial=0)) * (_NO_CODE + 1) >= contexts:
         raise ValueError(f"{group.name}.{part}.classes names {len(classes)} channels of {channels}")
-    tables = FrequencyTables(counts)
     for index, (rows, pages) in enumerate(group.pages()):
-        decoder = SymbolDecoder(tables, get(f"{group.name}.{part}.{index}"))
+        reader = SymbolReader(get(f"{group.name}.{part}.{index}"), contexts)
         symbols = np.empty((kv.page, len(rows), channels), np.uint8)
         before = None
         for token in symbols:
-            token[:] = decoder.decode(_contexts(group, part, before, classes, len(rows))).reshape(token.shape)
+            token[:] = reader.read(_contexts(group, part, before, classes, len(rows))).reshape(token.shape)
             before = token
         codes = symbols * np.uint8(group.divisor(part))
         codes = np.moveaxis(codes.reshape(kv.page, len(rows), len(group.layers), kv.kv_heads, -1), 0, 3)
@@ -266,18 +316,17 @@ def _decompress_codes(group: CodeGroup, part: str, get: Callable[[str], Bytes], 
 
 
 def _classes(group: CodeGroup, part: str, arrays: Mapping[str, Array]) -> Bytes:
-    """Return the class of each channel, uint8 [L H D]: by its mean code, and by how much tokens are as those before."""
-    count, sums = 0, np.zeros((4, len(group.layers) * group.first.attributes.kv_heads * group.first.head_size))
-    for rows, pages in group.pages():
-        symbols = _read_codes(group, part, arrays, rows, pages).astype(np.float32)
-        count += symbols[1:, :, 0].size
-        later, earlier = symbols[1:], symbols[:-1]
-        sums += [
-            numbers.sum(axis=(0, 1), dtype=np.float64) for numbers in (later, later * later, earlier, later * earlier)
-        ]
-    if not count or group.contexts(part) <= _NO_CODE + 1:
-        return np.zeros(sums.shape[1], np.uint8)
-    mean, square, mean_before, product = sums / count
+    """Return the class of each channel, uint8 [L H D]: by its mean code, and by how much tokens are as those before.
+
+    The pages that are read together in the middle of the text stand for all.
+    """
+    channels, groups = len(group.layers) * group.first.attributes.kv_heads * group.first.head_size, list(group.pages())
+    if not groups or group.contexts(part) <= _NO_CODE + 1:
+        return np.zeros(channels, np.uint8)
+    symbols = _read_codes(group, part, arrays, *groups[len(groups) // 2]).astype(np.float32)
+    later, earlier = (each.reshape(-1, channels) for each in (symbols[1:], symbols[:-1]))
+    mean, mean_before = (each.mean(axis=0) for each in (later, earlier))
+    square, product = (np.einsum("nc,nc->c", later, each) / np.float32(len(later)) for each in (later, earlier))
     correlation = (product - mean * mean_before) / np.maximum(square - mean * mean, 1e-6)
     return (_quantile(mean, _MEANS) * _CORRELATIONS + _quantile(correlation, _CORRELATIONS)).astype(np.uint8)
 
@@ -287,18 +336,11 @@ def _quantile(numbers: Array, parts: int) -> Array:
     return np.searchsorted(np.quantile(numbers, np.arange(1, parts) / parts), numbers)
 
 
-def _contexts_of(group: CodeGroup, part: str, symbols: Bytes, classes: Bytes) -> Iterator[npt.NDArray[np.uint16]]:
-    before = None
-    for token in symbols:
-        yield _contexts(group, part, before, classes, len(token))
-        before = token
-
-
-def _contexts(group: CodeGroup, part: str, before: Bytes | None, classes: Bytes, rows: int) -> npt.NDArray[np.uint16]:
-    """Return the contexts of one token of pages, uint16 [n L H D], behind symbols [n, L H D] of the token before."""
-    shift = max(0, (group.symbols(part) - 1).bit_length() - _CONTEXT_BITS)
-    code = np.full((rows, len(classes)), _NO_CODE, np.uint16) if before is None else (before >> shift).astype(np.uint16)
-    contexts: npt.NDArray[np.uint16] = (code + classes.astype(np.uint16) * np.uint16(_NO_CODE + 1)).ravel()
+def _contexts(group: CodeGroup, part: str, before: Bytes | None, classes: Bytes, rows: int) -> Bytes:
+    """Return the contexts of one token of pages, uint8 [n L H D], behind symbols [n, L H D] of the token before."""
+    shift = np.uint8(max(0, (group.symbols(part) - 1).bit_length() - _CONTEXT_BITS))
+    code = np.full((rows, len(classes)), _NO_CODE, np.uint8) if before is None else before >> shift
+    contexts: Bytes = (code + classes * np.uint8(_NO_CODE + 1)).ravel()
     return contexts
 
 
@@ -314,6 +356,10 @@ def _split_scales(group: CodeGroup, scales: Singles) -> dict[str, Singles]:
     return kinds
 
 
+def _kinds_of_scales(group: CodeGroup) -> tuple[str, ...]:
+    return tuple(_split_scales(group, np.empty(group.first.attributes.scale_floats(group.first.head_size), np.float32)))
+
+
 def _decompress_scales(
     group: CodeGroup, index: int, get: Callable[[str], Bytes], arrays: list[Array], rows: Array, pages: Array
 ) -> None:
@@ -327,40 +373,34 @@ def _decompress_scales(
 
 def _pack_scales(group: CodeGroup, kind: str, numbers: Singles) -> Bytes:
     """Return scales as bytes, the first of which says how: as they are, or rounded to 16 bits."""
-    if group.loss == "none":
-        return np.concatenate([np.zeros(1, np.uint8), pack_planes(_with_kinds_apart(kind, numbers))])
+    parts: list[Array] | None
     if kind == "key_factors":
-        return np.concatenate([np.ones(1, np.uint8), pack_planes(numbers.astype(np.float16))])
-    integers = _round_scales(group, kind, numbers)
-    if integers is None:
-        return np.concatenate([np.zeros(1, np.uint8), pack_planes(_with_kinds_apart(kind, numbers))])
-    parts = [pack_planes(numbers) for numbers in integers]
-    return np.concatenate([np.ones(1, np.uint8), np.array([len(parts[0])], "<u4").view(np.uint8), *parts])
+        parts = None if group.loss == "none" else [numbers.astype(np.float16)]
+        unrounded = [numbers]
+    else:
+        parts = None if group.loss == "none" else _round_scales(group, kind, numbers)
+        unrounded = [numbers[..., 0, :], numbers[..., 1, :]]  # the bytes of lows and steps have other frequencies
+    is_rounded = parts is not None
+    content = join([pack_numbers(part) for part in parts or unrounded])
+    return np.concatenate([np.array([is_rounded], np.uint8), content])
 
 
 def _unpack_scales(group: CodeGroup, kind: str, content: Bytes, shape: tuple[int, ...]) -> Singles:
     is_rounded, content = bool(content[0]), content[1:]
-    if is_rounded and kind == "key_factors":
-        return unpack_planes(content, np.dtype(np.float16), shape).astype(np.float32)
+    if kind == "key_factors":
+        dtype = np.dtype(np.float16 if is_rounded else np.float32)
+        return unpack_numbers(split(content, 1)[0], dtype, shape).astype(np.float32)
+    half, dtype = (*shape[:-2], shape[-1]), np.dtype(np.uint16 if is_rounded else np.float32)
+    first, second = (unpack_numbers(part, dtype, half) for part in split(content, 2))
     if not is_rounded:
-        sizes = shape if kind == "key_factors" else (2, *shape[:-2], shape[-1])
-        numbers = unpack_planes(content, np.dtype(np.float32), sizes)
-        return numbers if kind == "key_factors" else np.moveaxis(numbers, 0, -2)
-    end = 4 + int(content[:4].copy().view("<u4")[0])
-    half = (*shape[:-2], shape[-1])
-    zigzags = [unpack_planes(part, np.dtype(np.uint16), half) for part in (content[4:end], content[end:])]
-    exponents, middles = _sum_deltas(kind, *map(_from_zigzag, zigzags))
+        return np.stack([first, second], axis=-2)
+    exponents, middles = _sum_deltas(kind, _from_zigzag(first), _from_zigzag(second))
     step = np.exp2(exponents / _OCTAVE)
     low = step * (middles / _STEP - (group.first.attributes.levels or 0) / 2)
     return np.stack([low, step], axis=-2).astype(np.float32)
 
 
-def _with_kinds_apart(kind: str, numbers: Singles) -> Singles:
-    """Let all lows stand before all steps, whose bytes have other frequencies."""
-    return numbers if kind == "key_factors" else np.moveaxis(numbers, -2, 0)
-
-
-def _round_scales(group: CodeGroup, kind: str, numbers: Singles) -> tuple[Array, Array] | None:
+def _round_scales(group: CodeGroup, kind: str, numbers: Singles) -> list[Array] | None:
     """Return steps and middles as zigzag numbers, uint16; ``None`` where a set is flat, not finite, or far from 0."""
     low, step = np.moveaxis(numbers, -2, 0).astype(np.float64)
     if not (np.isfinite(low).all() and (step > 0).all() and np.isfinite(step).all()):
@@ -374,7 +414,7 @@ def _round_scales(group: CodeGroup, kind: str, numbers: Singles) -> tuple[Array,
     exponents = np.diff(exponents, axis=axis, prepend=0)
     if kind == "key_scales":
         middles = np.diff(middles, axis=axis, prepend=0)
-    return _to_zigzag(exponents.astype(np.int32)), _to_zigzag(middles.astype(np.int32))
+    return [_to_zigzag(exponents.astype(np.int32)), _to_zigzag(middles.astype(np.int32))]
 
 
 def _sum_deltas(kind: str, exponents: Array, middles: Array) -> tuple[Array, Array]:

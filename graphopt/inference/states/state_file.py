@@ -23,16 +23,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from graphopt.errors import InputError
-from graphopt.inference.states.compression import Bytes, Loss, compress, decompress
+from graphopt.inference.states.compression import Bytes, Loss, Original, compress, decompress
 from graphopt.inference.states.store import SavedStates
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from graphopt.tasks.ports import IntArray
 
-_FORMAT = "graphopt cache 2"
+_FORMAT = "graphopt cache 3"
 
 _TYPES = {dtype.name: dtype for dtype in FLOATS.values()}
 
@@ -77,7 +77,7 @@ class StateFile:
     _digests: Mapping[str, str]
 
     @classmethod
-    def write(
+    def write(  # noqa: PLR0913, what a file says
         cls,
         file: Path,
         states: SavedStates,
@@ -88,9 +88,14 @@ class StateFile:
         columns: int,
         prompt: SavedPrompt | None = None,
         loss: Loss = "none",
+        original: tuple[StateFile, IntArray] | None = None,
     ) -> None:
-        """Write a file, whole or not at all; arguments as the attributes."""
-        content, description = compress(states.arrays, states.layers, tokens, loss)
+        """Write a file, whole or not at all; arguments as the attributes.
+
+        Of ``original``, a file that the states were restored from, each row still has so many tokens from the first on,
+        int64 [batch]: groups of pages that stayed as they were are taken over from there.
+        """
+        content, description = _compress(states, tokens, loss, original)
         metadata = {
             "format": _FORMAT,
             "model": model,
@@ -147,6 +152,16 @@ class StateFile:
         Raises:
             InputError: a tensor of the file is missing or has changed since it was written.
         """
+        with self._reader() as get:
+            try:
+                arrays = decompress(get, self._description, self.tokens, _TYPES)
+            except (SafetensorError, KeyError, ValueError, AssertionError) as error:
+                raise InputError(f"the cache file cannot be read: {error}", file=self.file) from error
+        return SavedStates(arrays, self._progress)
+
+    @contextmanager
+    def _reader(self) -> Iterator[Callable[[str], Bytes]]:
+        """Open the file; what is yielded returns a tensor of it, and refuses one that has changed."""
         with _open(self.file) as reader:
 
             def get(name: str) -> Bytes:
@@ -155,11 +170,21 @@ class StateFile:
                     raise _change_error(self.file)
                 return tensor
 
-            try:
-                arrays = decompress(get, self._description, self.tokens, _TYPES)
-            except (SafetensorError, KeyError, ValueError, AssertionError) as error:
-                raise InputError(f"the cache file cannot be read: {error}", file=self.file) from error
-        return SavedStates(arrays, self._progress)
+            yield get
+
+
+def _compress(
+    states: SavedStates, tokens: IntArray, loss: Loss, original: tuple[StateFile, IntArray] | None
+) -> tuple[dict[str, Bytes], str]:
+    if original is not None:
+        file, kept = original
+        try:
+            with file._reader() as get:
+                before = Original(get, file._description, file.tokens, kept)
+                return compress(states.arrays, states.layers, tokens, loss, before)
+        except (InputError, KeyError):
+            pass  # the file is another one by now; the states are all here
+    return compress(states.arrays, states.layers, tokens, loss)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import pytest
 
 from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.errors import InputError
-from graphopt.inference.states.compression import Loss, compress, decompress
+from graphopt.inference.states import compression
+from graphopt.inference.states.compression import Loss, Original, compress, decompress
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, unpack_values
 
@@ -121,3 +122,34 @@ def test_scales_that_have_no_size_and_floats_out_of_range_stay_as_they_are() -> 
 def test_a_loss_that_there_is_not_is_refused() -> None:
     with pytest.raises(InputError, match="the loss 'all': give one of none, scales, values"):
         through({}, (), "all")
+
+
+@pytest.mark.parametrize("loss", ["none", "values"])
+def test_pages_that_stayed_as_they_were_are_taken_over(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression, "GROUP_TOKENS", 64)
+    layers = (layer_with(0, "int4", token_factors=1), layer_with(1, "int4", token_factors=1))
+    states = filled(layers)
+    content, description = compress(states, layers, TOKENS, loss)
+    restored = decompress(content.__getitem__, description, TOKENS, {})
+    # row 1 goes another way behind six pages, of which the last two were floats then; row 0 ends there
+    kept, tokens = np.array([6 * 32 + 5, 6 * 32, 1]), np.array([6 * 32 + 5, 12 * 32, 1])
+    for name in ("keys", "values"):
+        restored[layers[1].port(name)][1, :, 5:] ^= 1
+    taken = list[str]()
+
+    def get(name: str) -> Array:
+        taken.append(name)
+        return content[name]
+
+    original = Original(get, description, TOKENS, kept)
+    found, after = compress(restored, layers, tokens, loss, original)
+    # groups of two pages: those of pages 0 and 1, and of 2 and 3, are as they were
+    assert {name.rsplit(".", 1)[-1] for name in taken} == {"classes", "0", "1"}
+    again = decompress(found.__getitem__, after, tokens, {})
+    expected, described = compress(restored, layers, tokens, loss)
+    for name, array in decompress(expected.__getitem__, described, tokens, {}).items():
+        assert array.tobytes() == again[name].tobytes()
+    # of another loss nothing is
+    taken.clear()
+    compress(restored, layers, tokens, "scales", original)
+    assert not taken

@@ -177,8 +177,10 @@ def _pack_codes(codes: Bytes, storage: str) -> Bytes:
         plane = (blocks >> np.uint8(shift) & np.uint8(2**bits - 1)).reshape(
             *shape, stored.unit // 4 * bits // 8, 8 // bits, LANES, 4
         )
-        shifts = (bits * np.arange(8 // bits, dtype=np.uint8))[:, np.newaxis, np.newaxis]
-        planes.append(np.bitwise_or.reduce(plane << shifts, axis=-3))
+        packed = plane[..., 0, :, :].copy()
+        for place in range(1, 8 // bits):
+            packed |= plane[..., place, :, :] << np.uint8(bits * place)
+        planes.append(packed)
         shift += bits
     return _flat(np.concatenate(planes, axis=-3), leading)
 
