@@ -141,13 +141,13 @@ class Original:
         get: returns the bytes of a name.
         description: what :func:`compress` returned besides.
         tokens: that each row had, int64 [batch].
-        kept: that each row still has from the first on, int64 [batch]. Behind them it may have read others.
+        kept_tokens: that each row still has from the first on, int64 [batch]. Behind them it may have read others.
     """
 
     get: Callable[[str], Bytes]
     description: str
     tokens: IntArray
-    kept: IntArray
+    kept_tokens: IntArray
 
     def group_like(self, group: CodeGroup) -> CodeGroup | None:
         """Return its layers of the same pages; ``None`` where they are of another kind, or lose something else."""
@@ -155,19 +155,19 @@ class Original:
         if facts["loss"] != group.loss or len(self.tokens) != len(group.tokens):
             return None
         groups = code_groups(from_json(facts["pages"]), self.tokens, facts["loss"])
-        return next((each for each in groups if each.layers == group.layers), None)
+        return next((before for before in groups if before.layers == group.layers), None)
 
     def same_pages(self, group: CodeGroup) -> set[int]:
         """Return which of the pages that are read together have the same bytes now."""
         before, kv = self.group_like(group), group.first.attributes
-        same = set[int]()
+        same_groups = set[int]()
         for index, (old, new) in enumerate(zip(before.pages() if before else (), group.pages(), strict=False)):
             rows, pages = new
             # what was a float when the row had no other tokens than these was rounded afterwards
-            stays = ((pages + 1) * kv.page <= self.kept[rows]) & ~kv.is_recent(pages, self.kept[rows])
+            stays = ((pages + 1) * kv.page <= self.kept_tokens[rows]) & ~kv.is_recent(pages, self.kept_tokens[rows])
             if stays.all() and all(map(np.array_equal, old, new)):
-                same.add(index)
-        return same
+                same_groups.add(index)
+        return same_groups
 
 
 def code_groups(layers: tuple[PagedLayer, ...], tokens: IntArray, loss: Loss) -> list[CodeGroup]:
@@ -200,12 +200,12 @@ def compress(
     groups, content = code_groups(layers, tokens, loss), dict[str, Bytes]()
     in_groups = {name for group in groups for state in (*group.parts, "scales") for name in group.names(state)}
     for group in groups:
-        same = original.same_pages(group) if original is not None else set[int]()
-        get = original.get if original is not None and same else None
+        same_groups = original.same_pages(group) if original is not None else set[int]()
+        get = original.get if original is not None and same_groups else None
         for part in group.parts:
-            _compress_codes(group, part, arrays, content, get, same)
+            _compress_codes(group, part, arrays, content, get, same_groups)
         for index, (rows, pages) in enumerate(group.pages()):
-            if get is not None and index in same:
+            if get is not None and index in same_groups:
                 for kind in _kinds_of_scales(group):
                     content[f"{group.name}.{kind}.{index}"] = get(f"{group.name}.{kind}.{index}")
                 continue
@@ -280,12 +280,12 @@ def _compress_codes(
     arrays: Mapping[str, Array],
     content: dict[str, Bytes],
     get: Callable[[str], Bytes] | None,
-    same: set[int],
+    same_groups: set[int],
 ) -> None:
     name = f"{group.name}.{part}.classes"
     classes = content[name] = get(name) if get is not None else _classes(group, part, arrays)
     for index, (rows, pages) in enumerate(group.pages()):
-        if get is not None and index in same:
+        if get is not None and index in same_groups:
             content[f"{group.name}.{part}.{index}"] = get(f"{group.name}.{part}.{index}")
             continue
         writer, before = SymbolWriter(group.contexts(part)), None
@@ -307,7 +307,7 @@ def _decompress_codes(group: CodeGroup, part: str, get: Callable[[str], Bytes], 
         symbols = np.empty((kv.page, len(rows), channels), np.uint8)
         before = None
         for token in symbols:
-            token[:] = reader.read(_contexts(group, part, before, classes, len(rows))).reshape(token.shape)
+            token[:] = reader.next_symbols(_contexts(group, part, before, classes, len(rows))).reshape(token.shape)
             before = token
         codes = symbols * np.uint8(group.divisor(part))
         codes = np.moveaxis(codes.reshape(kv.page, len(rows), len(group.layers), kv.kv_heads, -1), 0, 3)
@@ -324,9 +324,9 @@ def _classes(group: CodeGroup, part: str, arrays: Mapping[str, Array]) -> Bytes:
     if not groups or group.contexts(part) <= _NO_CODE + 1:
         return np.zeros(channels, np.uint8)
     symbols = _read_codes(group, part, arrays, *groups[len(groups) // 2]).astype(np.float32)
-    later, earlier = (each.reshape(-1, channels) for each in (symbols[1:], symbols[:-1]))
-    mean, mean_before = (each.mean(axis=0) for each in (later, earlier))
-    square, product = (np.einsum("nc,nc->c", later, each) / np.float32(len(later)) for each in (later, earlier))
+    later, earlier = (part.reshape(-1, channels) for part in (symbols[1:], symbols[:-1]))
+    mean, mean_before = (codes.mean(axis=0) for codes in (later, earlier))
+    square, product = (np.einsum("nc,nc->c", later, codes) / np.float32(len(later)) for codes in (later, earlier))
     correlation = (product - mean * mean_before) / np.maximum(square - mean * mean, 1e-6)
     return (_quantile(mean, _MEANS) * _CORRELATIONS + _quantile(correlation, _CORRELATIONS)).astype(np.uint8)
 
@@ -376,12 +376,12 @@ def _pack_scales(group: CodeGroup, kind: str, numbers: Singles) -> Bytes:
     parts: list[Array] | None
     if kind == "key_factors":
         parts = None if group.loss == "none" else [numbers.astype(np.float16)]
-        unrounded = [numbers]
+        floats = [numbers]
     else:
         parts = None if group.loss == "none" else _round_scales(group, kind, numbers)
-        unrounded = [numbers[..., 0, :], numbers[..., 1, :]]  # the bytes of lows and steps have other frequencies
+        floats = [numbers[..., 0, :], numbers[..., 1, :]]  # the bytes of lows and steps have other frequencies
     is_rounded = parts is not None
-    content = join([pack_numbers(part) for part in parts or unrounded])
+    content = join([pack_numbers(part) for part in parts or floats])
     return np.concatenate([np.array([is_rounded], np.uint8), content])
 
 

@@ -36,7 +36,7 @@ def pack_numbers(numbers: Array) -> Bytes:
     Returns:
         uint8 [bytes].
     """
-    return _compress(numbers.ravel().view(_type_in_file(numbers.dtype)), "auto") if numbers.size else _NOTHING
+    return _compress(numbers.ravel().view(_type_in_file(numbers.dtype)), "auto") if numbers.size else _NO_BYTES
 
 
 def unpack_numbers(content: Bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
@@ -90,8 +90,8 @@ class SymbolWriter:
 
     def bytes(self) -> Bytes:
         """Return all that was written, uint8 [bytes]."""
-        streams = (np.concatenate([_NOTHING, *part]) for part in self._parts)
-        return join([_compress(stream, "symbols") if len(stream) else _NOTHING for stream in streams])
+        streams = (np.concatenate([_NO_BYTES, *part]) for part in self._parts)
+        return join([_compress(stream, "symbols") if len(stream) else _NO_BYTES for stream in streams])
 
 
 class SymbolReader:
@@ -109,7 +109,7 @@ class SymbolReader:
         self._streams = [_decompress(part, np.dtype(np.uint8)) for part in split(content, contexts)]
         self._begins = np.zeros(contexts, np.int64)
 
-    def read(self, contexts: Bytes) -> Bytes:
+    def next_symbols(self, contexts: Bytes) -> Bytes:
         """Return the next symbols, uint8 [n], for contexts uint8 [n].
 
         Raises:
@@ -129,7 +129,7 @@ class SymbolReader:
         return symbols
 
 
-_NOTHING: Bytes = np.zeros(0, np.uint8)
+_NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
 
 def _type_in_file(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -177,10 +177,10 @@ def _compress(
     states: SavedStates, tokens: IntArray, loss: Loss, original: tuple[StateFile, IntArray] | None
 ) -> tuple[dict[str, Bytes], str]:
     if original is not None:
-        file, kept = original
+        file, kept_tokens = original
         try:
             with file._reader() as get:
-                before = Original(get, file._description, file.tokens, kept)
+                before = Original(get, file._description, file.tokens, kept_tokens)
                 return compress(states.arrays, states.layers, tokens, loss, before)
         except (InputError, KeyError):
             pass  # the file is another one by now; the states are all here

@@ -30,11 +30,11 @@ def test_symbols_take_the_bits_that_their_contexts_leave_open() -> None:
     # the library loses a 2^-8th or less for each symbol of a context, and has tables of 100 bytes at most here
     assert bits / 8 * 0.999 < len(stream) < bits / 8 * 1.004 + 300
     reader = SymbolReader(stream, 4)
-    found = [reader.read(contexts[part]) for part in (slice(0, 7), slice(7, n))]
+    found = [reader.next_symbols(contexts[part]) for part in (slice(0, 7), slice(7, n))]
     assert np.array_equal(np.concatenate(found), symbols)
     for context in (3, 1):  # which never had one, and which has no more
         with pytest.raises(ValueError, match="the symbols of a context end before"):
-            reader.read(np.array([context], np.uint8))
+            reader.next_symbols(np.array([context], np.uint8))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, np.int64, ml_dtypes.bfloat16, np.bool_])

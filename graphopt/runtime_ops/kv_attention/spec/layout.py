@@ -177,10 +177,10 @@ def _pack_codes(codes: Bytes, storage: str) -> Bytes:
         plane = (blocks >> np.uint8(shift) & np.uint8(2**bits - 1)).reshape(
             *shape, stored.unit // 4 * bits // 8, 8 // bits, LANES, 4
         )
-        packed = plane[..., 0, :, :].copy()
-        for place in range(1, 8 // bits):
-            packed |= plane[..., place, :, :] << np.uint8(bits * place)
-        planes.append(packed)
+        lines = plane[..., 0, :, :].copy()
+        for index in range(1, 8 // bits):
+            lines |= plane[..., index, :, :] << np.uint8(bits * index)
+        planes.append(lines)
         shift += bits
     return _flat(np.concatenate(planes, axis=-3), leading)
 
