@@ -5,8 +5,8 @@ place in memory of its own, so a tensor that lies there is a view of that parame
 
     strides (1, 576) within model.layers.0.mlp.up_proj.weight [1536, 576]  ->  transposed(parameter, (1, 0))
 
-A tensor that was computed is found by its numbers, which in a skeleton are random, from the parameter that the
-exporter says it was folded from. What is not found is an error.
+A tensor that was computed or looked up is found by its numbers, which in a skeleton are random, from the parameter that
+the exporter says it was folded from. What is not found is an error.
 """
 
 from __future__ import annotations
@@ -89,9 +89,12 @@ class Relations:
         raise NotUnderstoodError(FOLDED_WEIGHT(weight=value.name, parameters=[name]))
 
     def _recompute(self, value: ir.Value, array: Array, parents: list[str]) -> Expression:
-        """Return ``parameter + c`` or ``parameter * c`` that gives exactly these numbers, or ``-exp(parameter)``."""
+        """Return rows of a parameter, ``parameter + c`` or ``parameter * c``, or ``-exp(parameter)``: these numbers."""
         for name in parents:
             parameter, leaf = self._arrays[name], self._leaves[name]
+            rows = _copied_rows(leaf, parameter, array)
+            if rows is not None:
+                return rows
             if len(parents) > 1 or parameter.shape != array.shape or parameter.dtype != array.dtype:
                 continue
             # Random numbers between 1 and 2: the median leaves out what rounding does to a few.
@@ -117,6 +120,19 @@ def _address(array: Array) -> int:
 def _steps(array: Array) -> list[int]:
     """Return the strides of the axes that have more than one coordinate: others say nothing."""
     return [step for step, size in zip(array.strides, array.shape, strict=True) if size > 1]
+
+
+def _copied_rows(leaf: Parameter, parameter: Array, array: Array) -> Expression | None:
+    """Return the rows of a table that were looked up one after the other, such as positions that are always the same."""
+    width = parameter.shape[-1] if parameter.ndim == 2 else 0
+    if not width or array.ndim < 2 or array.shape[-1] != width or array.dtype != parameter.dtype:
+        return None
+    rows = array.reshape(-1, width)
+    # A row of a small table stands there once: its numbers are random. Those of a large one are all zeros.
+    starts = np.flatnonzero((parameter == rows[0]).all(axis=1))
+    if len(starts) != 1 or not np.array_equal(parameter[starts[0] : starts[0] + len(rows)], rows):
+        return None
+    return Reshape.to_dims(Slice.cut(leaf, {0: slice(int(starts[0]), int(starts[0]) + len(rows))}), array.shape)
 
 
 def _decimals_near(number: float) -> list[float]:

@@ -23,6 +23,7 @@ class Model(torch.nn.Module):
         self.matrix = torch.nn.Parameter(torch.zeros(200, 300))
         self.experts = torch.nn.Parameter(torch.zeros(4, 100, 60))
         self.gain = torch.nn.Parameter(torch.zeros(64))
+        self.table = torch.nn.Parameter(torch.zeros(40, 16))
         self.other = torch.nn.Parameter(torch.zeros(64))
 
 
@@ -73,6 +74,16 @@ def test_a_computed_gain_is_found(model: Any, compute: Any) -> None:
     assert np.array_equal(found.replacing({leaf: Inline.from_array(numbers)}).numpy(), compute(numbers))
 
 
+@pytest.mark.parametrize(
+    "look_up", [lambda x: x[None, :].copy(), lambda x: x[2:30].copy(), lambda x: x[7:19].reshape(3, 4, 16).copy()]
+)
+def test_rows_that_were_looked_up_are_found(model: Any, look_up: Any) -> None:
+    expression = relation(model, look_up(model.table.detach().numpy()), "positions", "table")
+    (leaf,) = [node for node in nodes_below(expression) if isinstance(node, Parameter)]
+    numbers = np.random.default_rng(0).standard_normal(leaf.shape).astype(np.float32)
+    assert np.array_equal(expression.replacing({leaf: Inline.from_array(numbers)}).numpy(), look_up(numbers))
+
+
 def test_a_constant_of_its_own_stays_a_constant(model: Any) -> None:
     array = np.arange(6, dtype=np.float32)
     found = relation(model, array, "val_3")
@@ -86,6 +97,8 @@ def test_a_constant_of_its_own_stays_a_constant(model: Any) -> None:
         (lambda m: np.exp(m.gain.detach().numpy()), ("gain",)),
         (lambda m: (m.gain * m.other).detach().numpy(), ("gain", "other")),
         (lambda m: np.repeat(m.gain.detach().numpy(), 2), ("gain",)),
+        (lambda m: m.table.detach().numpy()[[3, 4, 6]], ("table",)),
+        (lambda m: m.matrix.detach().numpy()[3:7].copy(), ("matrix",)),
         (lambda m: np.lib.stride_tricks.as_strided(m.gain.detach().numpy(), (60, 3), (4, 4)), ()),
     ],
 )
