@@ -2,6 +2,7 @@
 
     python tools/studies/all_families.py --results families.jsonl                  # an hour; goes on where it stopped
     python tools/studies/all_families.py --results families.jsonl --only qwen3,olmo3 --recipes rotate,int4-rtn
+    python tools/studies/all_families.py --results uses.jsonl --recipes small-rtn --uses verify,drafts,serve
 
 Each family runs in a process of its own, with a limit of time. A row is written when its family ends, and a family that
 has a row is not tried again. A configuration is made small by its own names: sizes that every configuration has, by
@@ -32,9 +33,13 @@ from rich.table import Table
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.families import randomize
+from tools.bench.parts.drafting import Known
 
 RECIPES = ("rotate", "int4-rtn", "small-rtn", "rotate-kv4", "w4a8-rtn")
 """One recipe for each kind of rewrite: rotations, onnxruntime's products, ours, caches, inputs in codes."""
+
+TOKENS = 24
+"""What a text has behind its prompt where drafts and requests are tried."""
 
 SIZES = {
     "vocab_size": 320,
@@ -76,7 +81,7 @@ SIZES = {
     "first_k_dense_replace": 1,
     "kv_lora_rank": 32,
     "q_lora_rank": 48,
-    "qk_rope_head_dim": 8,
+    "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     "word_embed_proj_dim": 64,
@@ -212,8 +217,15 @@ def families() -> dict[str, Any]:
     return {name: CONFIG_MAPPING[name] for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name in CONFIG_MAPPING}
 
 
-def attempt(family: str, folder: Path, recipes: Sequence[str] = RECIPES) -> dict[str, str]:
-    """Return what came of each stage of a family, in this process: ``ok``, or what was said."""
+def attempt(family: str, folder: Path, recipes: Sequence[str] = RECIPES, uses: Sequence[str] = ()) -> dict[str, str]:
+    """Return what came of each stage of a family, in this process: ``ok``, or what was said.
+
+    Args:
+        family: as transformers calls it.
+        folder: an empty folder, for models.
+        recipes: what is tried behind the export.
+        uses: what is tried with the models that came of it, keys of :data:`USES`.
+    """
     import torch
     import transformers
 
@@ -232,6 +244,7 @@ def attempt(family: str, folder: Path, recipes: Sequence[str] = RECIPES) -> dict
     stages: dict[str, Callable[[], object]] = {
         "export": functools.partial(_export, folder),
         **{recipe: functools.partial(_optimize, folder, recipe) for recipe in recipes},
+        **{use: functools.partial(USES[use], folder, recipes) for use in uses},
     }
     for name, run in stages.items():
         try:
@@ -271,15 +284,82 @@ def _optimize(folder: Path, recipe: str) -> None:
     graphopt.load(folder / recipe)
 
 
+def _verify(folder: Path, recipes: Sequence[str]) -> None:
+    """Prove again what each recipe made."""
+    from graphopt.compile.replay import verify
+
+    for recipe in recipes:
+        if (folder / recipe).is_dir():
+            verify(folder / "float32", folder / recipe)
+
+
+def _draft(folder: Path, recipes: Sequence[str]) -> None:
+    """Draft with three right guesses of four: each model completes a prompt as it does without drafts."""
+    import graphopt
+    from graphopt.errors import VerificationError
+    from graphopt.inference.decoding.speculation import Speculation
+
+    for name in ("float32", *recipes):
+        if not (folder / name).is_dir():
+            continue
+        session = graphopt.load(folder / name)
+        (plain,) = graphopt.generate(session, [_prompts()[0]], max_new_tokens=TOKENS)
+        wrong = next(token for token in range(SIZES["vocab_size"]) if token not in plain.tokens)
+        known = Speculation(Known(plain.tokens, 0.75, wrong), 3)
+        (drafted,) = graphopt.generate(session, [_prompts()[0]], max_new_tokens=TOKENS, proposer=known)
+        if drafted.tokens != plain.tokens:
+            raise VerificationError(f"drafts of {name} turn {plain.tokens} into {drafted.tokens}")
+
+
+def _serve(folder: Path, _: Sequence[str]) -> None:
+    """Serve three requests at once: each gets the tokens that it has alone without a server."""
+    import graphopt
+    from graphopt.artifact.genai import GENAI_CONFIG
+    from graphopt.errors import VerificationError
+    from graphopt.passes.recipe import Recipe
+    from graphopt.serving.batch import Batch
+    from graphopt.serving.checks import check_folder
+    from graphopt.serving.stream import Turn
+    from tests.serving.test_batch import run
+
+    steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "16MB", "block": 16}]
+    recipe = Recipe.model_validate({"name": "serve", "steps": steps})
+    reports = graphopt.optimize(folder / "float32", recipe, folder / "serve", quality_tokens=0).manifest.passes
+    (report,) = (report for report in reports if report.name == "serve")
+    if not (folder / "serve" / GENAI_CONFIG).is_file():
+        raise VerificationError("; ".join(dict.fromkeys(f"{skip.where}: {skip.reason}" for skip in report.skips)))
+    check_folder(folder / "serve")
+    session = graphopt.load(folder / "float32")
+    alone = [graphopt.generate(session, [prompt], max_new_tokens=TOKENS)[0].tokens for prompt in _prompts()]
+    batch = Batch(folder / "serve", threads=1, on_failure=print)
+    try:
+        together = [tokens for tokens, _ in run(batch, [Turn(tuple(prompt), TOKENS) for prompt in _prompts()])]
+    finally:
+        batch.close()
+    if together != alone:
+        raise VerificationError(f"an engine makes {together}, where the model makes {alone}")
+
+
+USES: dict[str, Callable[[Path, Sequence[str]], None]] = {"verify": _verify, "drafts": _draft, "serve": _serve}
+"""What a user does with a model next, by name."""
+
+
+def _prompts() -> list[list[int]]:
+    """Return prompts of several lengths, without the tokens that begin or end a text."""
+    random = np.random.default_rng(1)
+    return [random.integers(1, SIZES["vocab_size"], length).tolist() for length in (9, 21, 4)]
+
+
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def attempt_apart(family: str, seconds: float, recipes: str) -> dict[str, str]:
+def attempt_apart(family: str, seconds: float, recipes: str, uses: str = "") -> dict[str, str]:
     """Return what came of each stage of a family, tried in a process that may take so many seconds."""
     with tempfile.TemporaryDirectory(prefix="family-") as temporary:
         result = Path(temporary) / "row.json"
-        process = SERVER.Process(target=_attempt_into, args=(family, result, [*filter(None, recipes.split(","))]))
+        lists = [[*filter(None, names.split(","))] for names in (recipes, uses)]
+        process = SERVER.Process(target=_attempt_into, args=(family, result, *lists))
         process.start()
         process.join(seconds)
         if process.is_alive():
@@ -292,10 +372,10 @@ def attempt_apart(family: str, seconds: float, recipes: str) -> dict[str, str]:
         return row
 
 
-def _attempt_into(family: str, result: Path, recipes: Sequence[str]) -> None:
+def _attempt_into(family: str, result: Path, recipes: Sequence[str], uses: Sequence[str]) -> None:
     folder = result.parent / "models"
     folder.mkdir()
-    result.write_text(json.dumps(attempt(family, folder, recipes)), "utf-8")
+    result.write_text(json.dumps(attempt(family, folder, recipes, uses)), "utf-8")
 
 
 def summary(rows: dict[str, dict[str, str]]) -> list[list[str]]:
@@ -313,6 +393,7 @@ def main(
     only: Annotated[str, typer.Option(help="families, separated by commas; all by default")] = "",
     seconds: Annotated[float, typer.Option(help="what a family may take")] = 240,
     recipes: Annotated[str, typer.Option(help="recipes to try behind the export; empty for none")] = ",".join(RECIPES),
+    uses: Annotated[str, typer.Option(help="what to try with the models: verify, drafts, serve")] = "",
     markdown: Annotated[Path | None, typer.Option(help="write the table here too")] = None,
 ) -> None:
     """Try families that have no row yet, and print all rows."""
@@ -323,7 +404,7 @@ def main(
     wanted = only.split(",") if only else list(families())
     for family in track([family for family in wanted if family not in rows], "families"):
         start = time.monotonic()
-        rows[family] = attempt_apart(family, seconds, recipes)
+        rows[family] = attempt_apart(family, seconds, recipes, uses)
         row = {"family": family, "seconds": round(time.monotonic() - start), "stages": rows[family]}
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

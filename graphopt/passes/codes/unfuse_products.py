@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -12,12 +11,9 @@ from graphopt.analysis.structure.contrib import MICROSOFT, contrib_nodes
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import name_output, replace
 from graphopt.graph.weights import (
-    Array,
     Cast,
     Expression,
-    Region,
     Reshape,
-    Shape,
     Transpose,
     WeightTensor,
     expression_of,
@@ -25,6 +21,7 @@ from graphopt.graph.weights import (
     weight_of,
 )
 from graphopt.passes.base import Pass
+from graphopt.passes.common.fused_codes import CODE_TYPES, SpreadCodes
 from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.common.logical_codes import columns_of, dequantize, set_type
 
@@ -45,47 +42,7 @@ OTHER_LEVEL = Rule("unfuse_products.level", "accuracy_level {level} computes in 
 BY_INPUT = Rule("unfuse_products.by-input", "its groups are a list, g_idx, and not runs of rows")
 
 _CODES, _SCALES, _ZERO_POINTS, _GROUPS, _BIAS = range(1, 6)
-_TYPES = {4: (ir.DataType.INT4, ir.DataType.UINT4), 8: (ir.DataType.INT8, ir.DataType.UINT8)}
 _INT8_LEVEL, _FLOAT_LEVELS = 4, (0, 1)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SpreadCodes(Expression):
-    """Codes of ``MatMulNBits``, or of its zero points, one by one: [rows, columns] of bytes [columns, ...].
-
-    Attributes:
-        source: uint8; the bytes of a column lie side by side, its first code in the lowest bits of the first.
-        bits: of a code, 4 or 8.
-        rows: codes of a column; a column may be padded.
-        columns: as many as products have outputs.
-        code_type: of a code; of a signed one half of the codes is taken off, the zero point of products without any.
-    """
-
-    source: Expression
-    bits: int
-    rows: int
-    columns: int
-    code_type: ir.DataType
-
-    @property
-    def dtype(self) -> ir.DataType:
-        """The type of a code."""
-        return self.code_type
-
-    @property
-    def shape(self) -> Shape:
-        """Rows and columns."""
-        return (self.rows, self.columns)
-
-    def evaluate(self, region: Region) -> Array:
-        """Take all bytes apart."""
-        codes = self.source.numpy().reshape(self.columns, -1)
-        if self.bits < 8:
-            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(self.columns, -1)
-        rows = codes[:, : self.rows].T[region]
-        if self.code_type.is_signed():
-            rows = rows.astype(np.int16) - (1 << (self.bits - 1))
-        return rows.astype(self.code_type.numpy())
 
 
 class UnfuseProducts(Pass):
@@ -193,7 +150,7 @@ def _refusal(node: ir.Node) -> Fact | None:
     assert scales is not None
     if inputs[_GROUPS] is not None:
         return BY_INPUT()
-    if bits not in _TYPES:
+    if bits not in CODE_TYPES:
         return OTHER_BITS(bits=bits)
     if scales.dtype != ir.DataType.FLOAT:
         return NOT_FLOAT(type=str(scales.dtype))
@@ -209,7 +166,7 @@ def _reader(graph: ir.Graph, node: ir.Node, *, is_looked_up: bool) -> ir.Node:
         for index in (_CODES, _SCALES, _ZERO_POINTS)
     )
     assert codes is not None and scales is not None
-    name, (signed_type, unsigned_type) = codes.name or "codes", _TYPES[bits]
+    name, (signed_type, unsigned_type) = codes.name or "codes", CODE_TYPES[bits]
     zero_points = None if points is None else _zero_points(points, bits, groups, columns)
     is_standard = not is_looked_up and (zero_points is None or zero_points.dtype == unsigned_type)
     code_type = (signed_type if points is None else unsigned_type) if is_standard else ir.DataType.UINT8
@@ -246,7 +203,7 @@ def _product(node: ir.Node, reader: ir.Node) -> list[ir.Node]:
 def _zero_points(points: ir.Value, bits: int, groups: int, columns: int) -> Expression:
     """Return zero points [groups, columns]: as codes where all of them are, else float32."""
     expression = expression_of(points.const_value)
-    unsigned_type = _TYPES[bits][1]
+    unsigned_type = CODE_TYPES[bits][1]
     if expression.dtype == ir.DataType.UINT8:
         return SpreadCodes(expression, bits, groups, columns, unsigned_type)
     floats = _by_rows(points, groups, columns)

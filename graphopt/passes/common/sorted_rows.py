@@ -276,8 +276,11 @@ def _gathers(model: ir.Model, sort: _Sort, runner: Runner) -> dict[ir.Node, str]
             indices.update(node.outputs)
     values = list(dict.fromkeys(value for node in candidates if (value := node.inputs[1]) is not None))
     draws = _draws(sort.top, 4 * sort.top)[:4]
-    kinds: dict[ir.Value | None, str | None] = {}
+    # What the sort itself gives says what it is; the others are run.
+    kinds: dict[ir.Value | None, str | None] = dict(zip(sort.node.outputs, ("biases", "rows"), strict=True))
     for value in values:
+        if value in kinds:
+            continue
         results = _run(model, sort, [value], draws, runner)
         names = {_kind(row[0], draw, sort.top) for row, draw in zip(results or (), draws, strict=bool(results))}
         kinds[value] = names.pop() if len(names) == 1 else None

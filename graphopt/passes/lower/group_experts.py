@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.analysis.structure.contrib import contrib_nodes
 from graphopt.analysis.structure.experts import Mixture, mixtures_of
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import Inserter, clone_node, name_output, replace, shared_constant
@@ -85,7 +86,9 @@ class GroupExperts(Pass):
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether a graph has such products, and the recipe makes codes of weights for CPUs."""
         is_for_cpus = recipe.options_of("lower").get("target") == "ort-cpu"
-        return is_for_cpus and bool(recipe.phases & {"codes", "lower"}) and bool(mixtures_of(graph))
+        # `unfuse_experts` writes such products of onnxruntime's own.
+        has_mixtures = bool(mixtures_of(graph)) or bool(contrib_nodes(graph, "QMoE"))
+        return is_for_cpus and bool(recipe.phases & {"codes", "lower"}) and has_mixtures
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Group the experts of each mixture; say why others stay."""
