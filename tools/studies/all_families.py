@@ -322,7 +322,7 @@ def _serve(folder: Path, _: Sequence[str]) -> None:
     from graphopt.serving.stream import Turn
     from tests.serving.test_batch import run
 
-    steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "16MB", "block": 16}]
+    steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "16MB"}]
     recipe = Recipe.model_validate({"name": "serve", "steps": steps})
     reports = graphopt.optimize(folder / "float32", recipe, folder / "serve", quality_tokens=0).manifest.passes
     (report,) = (report for report in reports if report.name == "serve")
