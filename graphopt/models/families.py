@@ -31,19 +31,24 @@ FAMILY_GROUPS = (
         "attention",
         _ATTENTION,
         (
-            "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "falcon",
-            "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "gpt2", "gpt_bigcode",
-            "gpt_neo", "gpt_neox", "gptj", "granite", "granite_swa", "llama", "ministral", "mistral", "nemotron",
-            "olmo2", "opt", "phi3", "qwen2", "qwen3", "stablelm",
+            "apertus", "arcee", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "ctrl",
+            "cwm", "diffllama", "doge", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text",
+            "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "gpt2", "gpt_bigcode",
+            "gpt_neo", "gpt_neox", "gptj", "granite", "granite_swa", "helium", "hunyuan_v1_dense",
+            "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3",
+            "mistral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
+            "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+            "starcoder2", "vaultgemma", "xglm",
         ),
     ),
     FamilyGroup(
         "attention and experts",
         _ATTENTION,
         (
-            "afmoe", "aria_text", "cohere2_moe", "dbrx", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe",
-            "gpt_oss", "granitemoe", "granitemoe_swa", "hunyuan_v1_moe", "jetmoe", "llama4_text", "minimax_m2",
-            "mixtral", "qwen2_moe",
+            "afmoe", "aria_text", "cohere2_moe", "dbrx", "dots1", "ernie4_5_moe", "exaone_moe",
+            "flex_olmo", "glm4_moe", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared",
+            "hunyuan_v1_moe", "jetmoe", "llama4_text", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe",
+            "phimoe", "qwen2_moe", "qwen3_moe", "solar_open",
         ),
     ),
     FamilyGroup(
@@ -57,7 +62,9 @@ FAMILY_GROUPS = (
         ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
     ),
     FamilyGroup(
-        "gated delta rule and attention", (*_RECURRENCE, *_ATTENTION), ("olmo_hybrid", "qwen3_5_text", "qwen3_next")
+        "gated delta rule and attention",
+        (*_RECURRENCE, *_ATTENTION),
+        ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     ),
     FamilyGroup("delta rule gated per channel and latent attention", (*_RECURRENCE, *_ATTENTION), ("kimi_linear",)),
     FamilyGroup("lightning attention and attention", ("recurrent_state", *_ATTENTION), ("minimax",)),
@@ -65,7 +72,9 @@ FAMILY_GROUPS = (
     FamilyGroup("RG-LRU and attention", (*_RECURRENCE, *_ATTENTION), ("recurrent_gemma",)),
     FamilyGroup("SSD", _RECURRENCE, ("mamba2",)),
     FamilyGroup(
-        "SSD and attention", (*_RECURRENCE, *_ATTENTION), ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+        "SSD and attention",
+        (*_RECURRENCE, *_ATTENTION),
+        ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
     ),
     FamilyGroup("selective scan", _RECURRENCE, ("falcon_mamba", "mamba")),
     FamilyGroup("selective scan and attention", (*_RECURRENCE, *_ATTENTION), ("jamba", "zamba")),
