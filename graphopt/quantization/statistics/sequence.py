@@ -7,6 +7,8 @@
     text --> [piece 0] --Y--> [piece 1] --Y--> ...    the same graph, with the matrices that were rounded so far
 
 Every node runs twice for each text. Products that read the same value are rounded together; such a value ends a piece.
+What a piece hands on stays in memory, up to 1 GiB, and what is beyond that goes to the disk; so does all that every
+16th piece hands on, and a run that was killed goes on behind the last of these.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from concurrent.futures import Executor
+    from concurrent.futures import Executor, Future
     from pathlib import Path
 
     import onnx_ir as ir
@@ -48,19 +50,75 @@ if TYPE_CHECKING:
 # Tokens whose products are summed in float32 before they are added up in float64.
 _TOKENS = 1024
 
+# Bytes that each of both models may hand on in memory, and how often all of it goes to the disk, too: what a run that
+# was killed computes again is little of a model of thirty layers, and files took a tenth of all time.
+_IN_MEMORY, _CHECKPOINT = 512 << 20, 16
+
 
 @dataclass
 class _Stream:
-    """One of both models, run piece by piece."""
+    """One of both models, run piece by piece.
+
+    Attributes:
+        model: the model.
+        values: that end pieces.
+        folder: where files go.
+        pieces: in order.
+    """
 
     model: ir.Model
     values: list[ir.Value]
     folder: Path
     pieces: list[Piece] = field(init=False)
+    _arrays: dict[str, dict[str, Array]] = field(default_factory=dict)
+    _next_arrays: dict[str, dict[str, Array]] = field(default_factory=dict)
+    _next_bytes: int = 0
 
     def __post_init__(self) -> None:
         # No room: a piece for each value, so that what a piece computes reads nothing but matrices that are rounded.
         self.pieces = pieces_of(self.model.graph, self.values, 0)
+
+    def has_file(self, number: int, texts: int) -> bool:
+        """Return whether the disk holds all that a piece hands on."""
+        folder = boundary_folder(self.folder, number)
+        return not self.pieces[number].boundary or all((folder / str(text)).is_dir() for text in range(texts))
+
+    def take(self, number: int, text: str) -> dict[str, Array]:
+        """Return what the piece before ``number`` hands on for a text, which memory forgets."""
+        names = [value.name or "" for value in self.pieces[number].before]
+        arrays = self._arrays.pop(text, None)
+        return load_values(boundary_folder(self.folder, number - 1) / text, names) if arrays is None else arrays
+
+    def hand_on(self, number: int, text: str, values: Mapping[str, Array]) -> None:
+        """Keep what a piece hands on for a text."""
+        names = [value.name or "" for value in self.pieces[number].boundary]
+        arrays = {name: values[name] for name in names}
+        size = sum(array.nbytes for array in arrays.values())
+        has_room = self._next_bytes + size <= _IN_MEMORY
+        if has_room:
+            self._next_arrays[text] = arrays
+            self._next_bytes += size
+        if not has_room or _is_checkpoint(number):
+            before = boundary_folder(self.folder, number - 1) / text
+            before_names = [value.name or "" for value in self.pieces[number].before]
+            save_values(boundary_folder(self.folder, number) / text, names, values, before, before_names)
+
+    def end_piece(self, number: int) -> None:
+        """Go on to the piece behind; files that nobody will read are removed."""
+        self._arrays, self._next_arrays, self._next_bytes = self._next_arrays, {}, 0
+        if not _is_checkpoint(number - 1):
+            shutil.rmtree(boundary_folder(self.folder, number - 1), ignore_errors=True)
+        if _is_checkpoint(number):
+            shutil.rmtree(boundary_folder(self.folder, number - _CHECKPOINT), ignore_errors=True)
+
+
+def _end_piece(streams: Sequence[_Stream], number: int) -> None:
+    for stream in streams:
+        stream.end_piece(number)
+
+
+def _is_checkpoint(number: int) -> bool:
+    return number % _CHECKPOINT == _CHECKPOINT - 1
 
 
 @dataclass
@@ -70,15 +128,16 @@ class _Sums:
     moments: Moments
     shift: Doubles
 
-    def add(self, original_inputs: Array, inputs: Array, *, thread: Executor) -> None:
-        """Add a text; a thread on its own takes one of the two sums, which are about as much work as one another."""
-        moments_task = thread.submit(self.moments.add, inputs)
+    def add(self, original_inputs: Array, inputs: Array, *, threads: Executor) -> list[Future[None]]:
+        """Let threads add a text; each of the two sums, which are about as much work as one another, has one."""
+        return [threads.submit(self.moments.add, inputs), threads.submit(self._add_shift, original_inputs, inputs)]
+
+    def _add_shift(self, original_inputs: Array, inputs: Array) -> None:
         rows = self.moments.rows
         x, y = (np.ascontiguousarray(array.reshape(-1, rows), np.float32) for array in (original_inputs, inputs))
         for start in range(0, len(y), _TOKENS):
             part = slice(start, start + _TOKENS)
             self.shift += y[part].T @ (x[part] - y[part])
-        moments_task.result()
 
 
 def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
@@ -125,18 +184,18 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
     folder.mkdir(parents=True, exist_ok=True)
     feeds_of_texts = [feeds_of(text[None]) if isinstance(text, np.ndarray) else text for text in texts]
     count = len(streams[0].pieces)
-    for number in range(count):
+    files = [folder / f"piece-{number}.json" for number in range(count)]
+    start = _start(streams, files, len(feeds_of_texts))
+    for number, file in enumerate(files):
         on_stage("rounding one product after the other", number, count)
-        file = folder / f"piece-{number}.json"
-        piece_index = read_index(file)
+        piece_index, sums = read_index(file), None
+        if number >= start:
+            sums = _run(streams, number, runner, feeds_of_texts, adds_up=piece_index is None)
         if piece_index is None:
-            (tap,) = streams[0].pieces[number].taps
-            sums = _run(streams, number, runner, feeds_of_texts)
-            tap_statistics = write_statistics(tap, sums.moments, text_digest, folder, number, sums.shift)
-            piece_index = Index(inputs={tap.name or "": tap_statistics})
+            assert sums is not None
+            piece_index = _write_sums(streams[0].pieces[number].taps[0], sums, text_digest, folder, number)
             write_index(piece_index, file)
-        for stream in streams:
-            shutil.rmtree(boundary_folder(stream.folder, number - 1), ignore_errors=True)
+        _end_piece(streams, number)
         statistics |= piece_index.inputs
         for name, inputs in piece_index.inputs.items():
             for product in readers[name]:
@@ -147,11 +206,17 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
             piece_index.drop_hessians(file)
     index = Index(inputs=statistics, has_hessians=keeps)
     write_index(index, folder / "index.json")
-    for number in range(count):
-        (folder / f"piece-{number}.json").unlink()
+    for file in files:
+        file.unlink()
     for stream in streams:
         shutil.rmtree(stream.folder, ignore_errors=True)
     return index
+
+
+def _write_sums(tap: ir.Value, sums: _Sums, text_digest: str, folder: Path, number: int) -> Index:
+    """Write what a piece has summed up."""
+    statistics = write_statistics(tap, sums.moments, text_digest, folder, number, sums.shift)
+    return Index(inputs={tap.name or "": statistics})
 
 
 def _values(graph: ir.Graph, names: Mapping[str, object]) -> list[ir.Value]:
@@ -159,21 +224,32 @@ def _values(graph: ir.Graph, names: Mapping[str, object]) -> list[ir.Value]:
     return [value for value in values if value.name in names]
 
 
+def _start(streams: Sequence[_Stream], files: Sequence[Path], texts: int) -> int:
+    """Return which piece is run first: that behind the last one whose files are there, or the first of all."""
+    done = next((number for number, file in enumerate(files) if read_index(file) is None), None)
+    if done is None:
+        return len(files)
+    ready = (number for number in range(done, 0, -1) if all(stream.has_file(number - 1, texts) for stream in streams))
+    return next(ready, 0)
+
+
 def _run(
     streams: Sequence[_Stream],
     number: int,
     runner: Runner,
     feeds_of_texts: Sequence[Mapping[str, Array]],
-) -> _Sums:
-    """Run a piece of both models on every text; what they hand on goes to the disk."""
+    *,
+    adds_up: bool,
+) -> _Sums | None:
+    """Run a piece of both models on every text, and return the sums of its inputs if they are asked for."""
     sums: _Sums | None = None
+    tasks: list[Future[None]] = []
     with ExitStack() as stack:
         stack.enter_context(one_thread())
-        thread = stack.enter_context(ThreadPoolExecutor(1))
+        threads = stack.enter_context(ThreadPoolExecutor(2))
         sessions = []
         for stream in streams:
             stream.folder.mkdir(exist_ok=True)
-            shutil.rmtree(boundary_folder(stream.folder, number), ignore_errors=True)
             part = stream.pieces[number].part(stream.model)
             sessions.append(stack.enter_context(open_part(runner, part, stream.folder / "part")))
         for row, feeds in enumerate(feeds_of_texts):
@@ -188,18 +264,22 @@ def _run(
                     tensor=streams[0].pieces[number].taps[0].name,
                     remedy="--set quantize_weights.inputs=original",
                 )
+            if not adds_up:
+                continue
             if sums is None:
                 rows = taps[0].shape[-1]
                 sums = _Sums(Moments(rows), np.zeros((rows, rows)))
-            sums.add(*taps, thread=thread)
-    assert sums is not None
+            # Texts are added one after the other, while the next one runs.
+            for task in tasks:
+                task.result()
+            tasks = sums.add(*taps, threads=threads)
+        for task in tasks:
+            task.result()
     return sums
 
 
 def _run_text(stream: _Stream, number: int, session: Any, feeds: Mapping[str, Array], name: str) -> Array:
     """Run a piece on one text, hand on what later pieces read, and return what its products do."""
-    piece, (before, after) = stream.pieces[number], (boundary_folder(stream.folder, n) for n in (number - 1, number))
-    handed_on = load_values(before / name, [value.name or "" for value in piece.before])
-    values = pass_through(session, f"text {int(name) + 1}", {**feeds, **handed_on})
-    save_values(after / name, [value.name or "" for value in piece.boundary], values, before / name, list(handed_on))
-    return values[piece.taps[0].name or ""]
+    values = pass_through(session, f"text {int(name) + 1}", {**feeds, **stream.take(number, name)})
+    stream.hand_on(number, name, values)
+    return values[stream.pieces[number].taps[0].name or ""]

@@ -13,7 +13,7 @@ from graphopt.errors import InputError
 from graphopt.graph.weights import Inline, weight_of
 from graphopt.ort.runner import Runner
 from graphopt.quantization.rounding.correction import CorrectedMatrix
-from graphopt.quantization.statistics import InputStatistics
+from graphopt.quantization.statistics import InputStatistics, sequence
 from tests.graphs import residual_model
 from tests.quantization.statistics.test_collect import calibration, expected, texts
 
@@ -56,7 +56,12 @@ def test_inputs_are_those_behind_rounded_products(tmp_path: Path) -> None:
     assert not [each for each in folder.iterdir() if each.is_dir() or each.name.startswith("piece")]
 
 
-def test_what_was_cut_off_goes_on_and_what_is_kept_needs_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("in_memory", "checkpoint"), [(1 << 20, 16), (1 << 20, 2), (0, 16)])
+def test_what_was_cut_off_goes_on_and_what_is_kept_needs_no_run(
+    in_memory: int, checkpoint: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence, "_IN_MEMORY", in_memory)
+    monkeypatch.setattr(sequence, "_CHECKPOINT", checkpoint)
     model = residual_model(layers=2)
     nodes, count = linear_nodes(model.graph), 0
 
@@ -73,6 +78,9 @@ def test_what_was_cut_off_goes_on_and_what_is_kept_needs_no_run(tmp_path: Path) 
     whole = calibration(tmp_path / "whole", Runner()).inputs_in_sequence(model, nodes, "a", go_on)
     with pytest.raises(KeyboardInterrupt):
         calibration(tmp_path / "cut", Runner()).inputs_in_sequence(model, nodes, "a", stop)
+    # behind what lies on the disk, or the first piece: nothing was handed on there
+    boundaries = {folder.name for folder in tmp_path.rglob("boundary-*")}
+    assert boundaries == ({"boundary-1"} if checkpoint == 2 else set() if in_memory else {"boundary-2"})
     again = calibration(tmp_path / "cut", Runner()).inputs_in_sequence(model, nodes, "a", go_on)
     digests = [[(each.digest, each.shift_digest) for each in found.values()] for found in (whole, again)]
     assert digests[0] == digests[1]
