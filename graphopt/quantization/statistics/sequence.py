@@ -226,11 +226,11 @@ def _values(graph: ir.Graph, names: Mapping[str, object]) -> list[ir.Value]:
 
 def _start(streams: Sequence[_Stream], files: Sequence[Path], texts: int) -> int:
     """Return which piece is run first: that behind the last one whose files are there, or the first of all."""
-    done = next((number for number, file in enumerate(files) if read_index(file) is None), None)
-    if done is None:
+    next_number = next((number for number, file in enumerate(files) if read_index(file) is None), None)
+    if next_number is None:
         return len(files)
-    ready = (number for number in range(done, 0, -1) if all(stream.has_file(number - 1, texts) for stream in streams))
-    return next(ready, 0)
+    candidates = range(next_number, 0, -1)
+    return next((number for number in candidates if all(stream.has_file(number - 1, texts) for stream in streams)), 0)
 
 
 def _run(
