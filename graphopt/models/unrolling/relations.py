@@ -123,7 +123,7 @@ def _steps(array: Array) -> list[int]:
 
 
 def _copied_rows(leaf: Parameter, parameter: Array, array: Array) -> Expression | None:
-    """Return the rows of a table that were looked up one after the other, such as positions that are always the same."""
+    """Return the rows of a table that were looked up one after the other, such as positions that never change."""
     width = parameter.shape[-1] if parameter.ndim == 2 else 0
     if not width or array.ndim < 2 or array.shape[-1] != width or array.dtype != parameter.dtype:
         return None
