@@ -12,6 +12,7 @@ several layers, positions are part of the hidden states (learned ones are added 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -161,12 +162,15 @@ def _sources(
 def _nodes_behind(mixers: set[ir.Node], key: ir.Value, order: dict[ir.Node, int]) -> set[ir.Node]:
     """Return ``mixers`` and the nodes between them and ``key``; ``order`` is that of all nodes of the graph."""
     readers: set[ir.Node] = set()
-    for node in order:
+    last_node = key.producer()
+    assert last_node is not None  # mixers make it
+    first, last = min(map(order.__getitem__, mixers)), order[last_node]
+    for node in islice(order, first, last + 1):
         if node in mixers or (
             not _is_attention(node) and any(value.producer() in readers for value in node.inputs if value)
         ):
             readers.add(node)
-    stack, part = [key.producer()], set[ir.Node]()
+    stack, part = list[ir.Node | None]([last_node]), set[ir.Node]()
     while stack:
         before = stack.pop()
         if before in readers and before not in part:

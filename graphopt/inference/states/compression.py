@@ -4,11 +4,13 @@ After CacheGen (Liu et al., SIGCOMM 2024, arXiv 2310.07240, section 5.2): number
 before it, and channels differ from one another. There deltas to every tenth token are coded, per channel and layer.
 Here pages are codes already, whose deltas have as many levels again, so the code of the token before is the context:
 
-    code of a token and channel  ~  frequencies of (class of the channel, code of the token before in that channel)
+    code of a key     ~  frequencies of (class of the channel, code of the token before in that channel)
+    code of a value   ~  frequencies of (class of the channel); each token has a scale of its own, so the code before it
+                         says little: it would save 0.4% and take twice the time
 
-Channels with a similar mean code and a similar correlation of neighbouring tokens are one class, so that
-there are 8 times 17 contexts and not that many for each channel; 32 classes would save 0.3% of the codes. The first
-token of a page has no token before it: pages are read in groups that know nothing of one another.
+Channels of keys with a similar mean code and a similar correlation of neighbouring tokens are one class, and so are
+channels of values with a similar mean and deviation: there are 8 times 17, and 64 contexts, and not that many for each
+channel. The first token of a page has no token before it: pages are read in groups that know nothing of one another.
 
 Three levels say what may be lost (:data:`Loss`):
 
@@ -59,7 +61,8 @@ _CONTEXT_BITS = 4
 _NO_CODE = 1 << _CONTEXT_BITS
 """The context of a token that has none before it."""
 
-_MEANS, _CORRELATIONS = 4, 2
+_KEY_CLASSES, _VALUE_CLASSES = (4, 2), (16, 4)
+"""By mean code, and by correlation or deviation."""
 
 _OCTAVE, _STEP = 32, 8
 """Rounded scales: steps to a 32nd of an octave, the middle of a set to an 8th of its step. The ends of 15 levels then
@@ -116,7 +119,13 @@ class CodeGroup:
 
     def contexts(self, part: str) -> int:
         """Return how many contexts a symbol has."""
-        return _MEANS * _CORRELATIONS * (_NO_CODE + 1) if self.symbols(part) <= _NO_CODE else _NO_CODE + 1
+        if part == "values":
+            return _VALUE_CLASSES[0] * _VALUE_CLASSES[1]
+        return (_KEY_CLASSES[0] * _KEY_CLASSES[1] if self.has_classes(part) else 1) * (_NO_CODE + 1)
+
+    def has_classes(self, part: str) -> bool:
+        """Return whether channels have classes: with more symbols the upper bits of the code before say enough."""
+        return part == "values" or self.symbols(part) <= _NO_CODE
 
     def pages(self) -> Iterator[tuple[Array, Array]]:
         """Yield rows and pages, int64 [n] each, of the pages of codes that are read together.
@@ -288,10 +297,10 @@ def _compress_codes(
         if get is not None and index in same_groups:
             content[f"{group.name}.{part}.{index}"] = get(f"{group.name}.{part}.{index}")
             continue
-        writer, before = SymbolWriter(group.contexts(part)), None
+        writer, before, of_channels = SymbolWriter(group.contexts(part)), None, np.tile(classes, len(rows))
         for token in _read_codes(group, part, arrays, rows, pages):
-            writer.write(token.ravel(), _contexts(group, part, before, classes, len(rows)))
-            before = token
+            writer.write(token.ravel(), _contexts(group, part, before, of_channels))
+            before = token.ravel()
         content[f"{group.name}.{part}.{index}"] = writer.bytes()
 
 
@@ -300,15 +309,16 @@ def _decompress_codes(group: CodeGroup, part: str, get: Callable[[str], Bytes], 
     pack = pack_keys if part == "keys" else pack_values
     classes = get(f"{group.name}.{part}.classes")
     channels, contexts = len(group.layers) * kv.kv_heads * layer.head_size, group.contexts(part)
-    if len(classes) != channels or int(classes.max(initial=0)) * (_NO_CODE + 1) >= contexts:
+    codes_before = _NO_CODE + 1 if part == "keys" else 1
+    if len(classes) != channels or int(classes.max(initial=0)) * codes_before >= contexts:
         raise ValueError(f"{group.name}.{part}.classes names {len(classes)} channels of {channels}")
     for index, (rows, pages) in enumerate(group.pages()):
         reader = SymbolReader(get(f"{group.name}.{part}.{index}"), contexts)
         symbols = np.empty((kv.page, len(rows), channels), np.uint8)
-        before = None
+        before, of_channels = None, np.tile(classes, len(rows))
         for token in symbols:
-            token[:] = reader.next_symbols(_contexts(group, part, before, classes, len(rows))).reshape(token.shape)
-            before = token
+            before = reader.next_symbols(_contexts(group, part, before, of_channels))
+            token[:] = before.reshape(token.shape)
         codes = symbols * np.uint8(group.divisor(part))
         codes = np.moveaxis(codes.reshape(kv.page, len(rows), len(group.layers), kv.kv_heads, -1), 0, 3)
         for number, name in enumerate(group.names(part)):
@@ -316,19 +326,23 @@ def _decompress_codes(group: CodeGroup, part: str, get: Callable[[str], Bytes], 
 
 
 def _classes(group: CodeGroup, part: str, arrays: Mapping[str, Array]) -> Bytes:
-    """Return the class of each channel, uint8 [L H D]: by its mean code, and by how much tokens are as those before.
+    """Return the class of each channel, uint8 [L H D].
 
     The pages that are read together in the middle of the text stand for all.
     """
     channels, groups = len(group.layers) * group.first.attributes.kv_heads * group.first.head_size, list(group.pages())
-    if not groups or group.contexts(part) <= _NO_CODE + 1:
+    if not groups or not group.has_classes(part):
         return np.zeros(channels, np.uint8)
     symbols = _read_codes(group, part, arrays, *groups[len(groups) // 2]).astype(np.float32)
-    later, earlier = (part.reshape(-1, channels) for part in (symbols[1:], symbols[:-1]))
+    later, earlier = (codes.reshape(-1, channels) for codes in (symbols[1:], symbols[:-1]))
     mean, mean_before = (codes.mean(axis=0) for codes in (later, earlier))
     square, product = (np.einsum("nc,nc->c", later, codes) / np.float32(len(later)) for codes in (later, earlier))
-    correlation = (product - mean * mean_before) / np.maximum(square - mean * mean, 1e-6)
-    return (_quantile(mean, _MEANS) * _CORRELATIONS + _quantile(correlation, _CORRELATIONS)).astype(np.uint8)
+    variance = square - mean * mean
+    if part == "values":
+        numbers, (means, parts) = variance, _VALUE_CLASSES
+    else:
+        numbers, (means, parts) = (product - mean * mean_before) / np.maximum(variance, 1e-6), _KEY_CLASSES
+    return (_quantile(mean, means) * parts + _quantile(numbers, parts)).astype(np.uint8)
 
 
 def _quantile(numbers: Array, parts: int) -> Array:
@@ -336,11 +350,13 @@ def _quantile(numbers: Array, parts: int) -> Array:
     return np.searchsorted(np.quantile(numbers, np.arange(1, parts) / parts), numbers)
 
 
-def _contexts(group: CodeGroup, part: str, before: Bytes | None, classes: Bytes, rows: int) -> Bytes:
-    """Return the contexts of one token of pages, uint8 [n L H D], behind symbols [n, L H D] of the token before."""
+def _contexts(group: CodeGroup, part: str, before: Bytes | None, of_channels: Bytes) -> Bytes:
+    """Return the contexts of one token of pages, uint8 [n L H D], of channels of classes and behind codes before."""
+    if part == "values":
+        return of_channels
     shift = np.uint8(max(0, (group.symbols(part) - 1).bit_length() - _CONTEXT_BITS))
-    code = np.full((rows, len(classes)), _NO_CODE, np.uint8) if before is None else before >> shift
-    contexts: Bytes = (code + classes * np.uint8(_NO_CODE + 1)).ravel()
+    code = np.uint8(_NO_CODE) if before is None else before >> shift
+    contexts: Bytes = code + of_channels * np.uint8(_NO_CODE + 1)
     return contexts
 
 

@@ -70,6 +70,22 @@ def split(content: Bytes, count: int) -> list[Bytes]:
     return np.split(content[begin:], ends[:-1])
 
 
+class _ContextOrder:
+    """The places of symbols by context, sorted once where the same array of contexts comes again and again."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._contexts: Bytes | None = None
+
+    def order_and_sizes(self, contexts: Bytes) -> tuple[Array, Array]:
+        """Return the places of symbols, int64 [n], context by context, and how many each context has."""
+        if contexts is not self._contexts:
+            self._contexts = contexts
+            self._indices = contexts.argsort(kind="stable")
+            self._sizes = np.bincount(contexts, minlength=self._count)
+        return self._indices, self._sizes
+
+
 class SymbolWriter:
     """Symbols that come with a context each.
 
@@ -79,11 +95,12 @@ class SymbolWriter:
 
     def __init__(self, contexts: int) -> None:
         self._parts: list[list[Bytes]] = [[] for _ in range(contexts)]
+        self._order = _ContextOrder(contexts)
 
     def write(self, symbols: Bytes, contexts: Bytes) -> None:
         """Append symbols, uint8 [n], each of its context, uint8 [n]."""
-        ends = np.bincount(contexts, minlength=len(self._parts)).cumsum().tolist()
-        in_order = symbols[contexts.argsort(kind="stable")]
+        order, sizes = self._order.order_and_sizes(contexts)
+        ends, in_order = sizes.cumsum().tolist(), symbols[order]
         for part, begin, end in zip(self._parts, [0, *ends], ends, strict=False):
             if begin < end:
                 part.append(in_order[begin:end])
@@ -107,7 +124,7 @@ class SymbolReader:
 
     def __init__(self, content: Bytes, contexts: int) -> None:
         self._streams = [_decompress(part, np.dtype(np.uint8)) for part in split(content, contexts)]
-        self._begins = np.zeros(contexts, np.int64)
+        self._begins, self._order = np.zeros(contexts, np.int64), _ContextOrder(contexts)
 
     def next_symbols(self, contexts: Bytes) -> Bytes:
         """Return the next symbols, uint8 [n], for contexts uint8 [n].
@@ -115,7 +132,7 @@ class SymbolReader:
         Raises:
             ValueError: there are fewer symbols of a context.
         """
-        sizes = np.bincount(contexts, minlength=len(self._streams))
+        order, sizes = self._order.order_and_sizes(contexts)
         ends = self._begins + sizes
         parts = [
             stream[begin:end]
@@ -125,7 +142,7 @@ class SymbolReader:
         if len(in_order) != len(contexts):
             raise ValueError("the symbols of a context end before those that are asked for")
         symbols = np.empty_like(in_order)
-        symbols[contexts.argsort(kind="stable")] = in_order
+        symbols[order] = in_order
         return symbols
 
 
