@@ -158,6 +158,25 @@ def test_a_trellis_is_its_bytes(kernel: Kernel, bits: int, activations: str, cou
         assert (np.abs(y - expected) <= 2 * limit).all()
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(
+    ("head", "tail"),
+    [((-64, 65), (-20, 44)), ((-64, 66), (-32, 32)), ((-90, -20), (-37, 28)), ((100, 180), (-97, -53))],
+)
+def test_halves_of_a_trellis_that_may_be_summed_up_apart(
+    kernel: Kernel, bits: int, head: tuple[int, int], tail: tuple[int, int]
+) -> None:
+    """Tables of any reach whose sums are bytes, the largest x: sums of 16 bits hold as much, or are not used."""
+    case, random = trellis_case(96, 47, 96, bits), np.random.default_rng(0)
+    tables = np.array([random.integers(least, most + 1, 16) for least, most in (head, tail)])
+    tables[:, :2] = [head, tail]
+    case |= {"table": (tables / 32).astype(np.float32), "activations": "int8"}
+    case["x"] = random.choice(np.array([-127, 127], np.float32), case["x"].shape)
+    expected = kernel(MATMUL_TABLE.name, as_bytes(case))
+    for isa in here():
+        np.testing.assert_array_equal(kernel(MATMUL_TABLE.name, case, isa), expected)
+
+
 def either(name: str, count: int, scale_type: type) -> Case:
     """A case of the operator called ``name``, with a rotation where it takes one."""
     case = case_of(96, 37, 48, 6, leading=(count,), zero_points=True, bias=True, scale_type=scale_type)

@@ -17,8 +17,8 @@ GRAPHOPT_FORCE_INLINE void prefetch_ahead(const uint8_t* unit) {
 }
 
 template <typename Operand, size_t Count>
-inline Integers total_of(const Integers (&sums)[Count]) {
-  if constexpr (Operand::kSums > 1) return Operand::total(sums);
+inline Integers total_of(const Operand& operand, const Integers (&sums)[Count]) {
+  if constexpr (Operand::kSums > 1) return operand.total(sums);
   Integers total = sums[0];
 #pragma GCC unroll 4
   for (size_t i = 1; i < Count; ++i) {
@@ -84,8 +84,8 @@ void multiply_small_m(const Weights& weights, const Rounded& rounded, float* y, 
       const ColumnScales of = column_scales(weights, tile * segments.groups + segment.group, inverse_step);
 #pragma GCC unroll 12
       for (size_t row = 0; row < Width; ++row) {
-        Floats sum = to_floats(total_of<Operand>(sums[0][row]));
-        if constexpr (kPlanes == 2) sum = to_floats(total_of<Operand>(sums[1][row])) * 256.0f + sum;
+        Floats sum = to_floats(total_of(operand, sums[0][row]));
+        if constexpr (kPlanes == 2) sum = to_floats(total_of(operand, sums[1][row])) * 256.0f + sum;
         const size_t at = first_of_rows + row;
         totals[row] = add_scaled(totals[row], sum, of, rounded.scales[at], rounded.sums[at]);
       }

@@ -226,6 +226,12 @@ inline void small_m_of_trellis(const Weights& weights, const Rounded& rounded, f
   const size_t whole = end_of_whole(weights, end);
   choose_trellis_bits(weights.bits, [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
+    using OneRow = TrellisOfOneRow<kBits>;
+    if constexpr (!std::is_void_v<OneRow>) {
+      if (rounded.rows() == 1 && OneRow::fits(weights.table)) {
+        return multiply_small_m<kBits, OneRow, 1>(weights, rounded, y, first, whole);
+      }
+    }
     choose_width(rounded.width(0), [&](auto width) {
       constexpr size_t kWidth = decltype(width)::value;
       // rare formats take the compiler as long as others

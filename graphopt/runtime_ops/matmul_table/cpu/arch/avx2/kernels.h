@@ -3,6 +3,7 @@
 #include <utility>
 #include "matmul_table/cpu/arch/avx2/operands.h"
 #include "matmul_table/cpu/arch/avx2/products.h"
+#include "matmul_table/cpu/arch/avx2/trellis_halves.h"
 
 namespace graphopt {
 namespace {
@@ -25,6 +26,10 @@ inline Words form_of_integers(const Weights& weights, bool is_small_m) {
 
 // What multiplies the bytes of a trellis.
 using TrellisProduct = SignedBytes;
+
+// What multiplies one row by a trellis, where its table fits; void for the same as a few rows.
+template <int Bits>
+using TrellisOfOneRow = std::conditional_t<Bits == 2 || Bits == 4, TrellisHalves<Bits == 2 ? 2 : 4>, void>;
 
 // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
 template <typename Operand, size_t Width>

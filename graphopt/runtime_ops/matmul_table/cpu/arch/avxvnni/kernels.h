@@ -27,6 +27,10 @@ inline Words form_of_integers(const Weights& weights, bool is_small_m) {
 // What multiplies the bytes of a trellis.
 using TrellisProduct = Int8<false>;
 
+// What multiplies one row by a trellis; void for the same as a few rows.
+template <int Bits>
+using TrellisOfOneRow = std::enable_if_t<(Bits > 0)>;
+
 // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
 template <typename Operand, size_t Width>
 constexpr size_t kSumsOf = Operand::kSums;
