@@ -2,10 +2,16 @@
 
     python tools/studies/eviction.py                                    # SmolLM2, 7936 tokens; `make real` fetches it
     python tools/studies/eviction.py --share 0.5 --only streaming --only keydiff
+    python tools/studies/eviction.py --only 'all, *'                    # caches that keep less of each token
+    python tools/studies/eviction.py --only 'read, *'                   # pages that each query chooses of the whole
 
 *Emulated* in PyTorch with float weights: the prompt is read densely, then each KV head keeps the same number of tokens,
 the first 64 and the newest 256 among them, and the next 256 tokens of the text read what is left and one another. So
-all methods take the same bytes. Queries of the prompt are at hand for those scores that need some.
+all methods take the same bytes, and so do those whose heads share the tokens of a layer. Queries of the prompt are at
+hand for those scores that need some. ``next queries`` are those that come, which nobody knows: a bound, no method.
+
+Methods that begin with "all" keep all tokens, and less of each; bytes are beside those of float16 keys and values.
+Those that begin with "read" keep the whole cache, of which each query reads pages of 16 with ``--read`` tokens.
 """
 
 from __future__ import annotations
@@ -15,6 +21,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +38,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.models.gguf.checkpoint import load_gguf
 from tools.bench.parts.options import JsonFile
 from tools.studies.cache_quality import python_documentation
-from tools.studies.caches.rounding import Tensor
+from tools.studies.caches.rounding import CHANNELS, TOKENS, Tensor, asymmetric, rotation
 from tools.studies.real.models import fetch
 
 NEXT, SINKS, RECENT = 256, 64, 256
+PAGE = 16
 ASKED = 8
 """Every so many queries of the prompt add up their attention."""
 
@@ -53,17 +62,36 @@ class Prompt:
         self.received: dict[int, Tensor] = {}  # attention of the prompt's queries, summed, [heads, tokens]
         self.newest: dict[int, Tensor] = {}  # attention of its last 64 queries, [heads, tokens]
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}  # mean [Hq, D] and covariance, without positions
-        self.kept: dict[int, Tensor] | None = None
-        ALL_ATTENTION_FUNCTIONS.register("graphopt_eviction", self._attention)
+        self.future: dict[int, Tensor] = {}  # attention of the next tokens' queries, summed, [heads, tokens]
+        self.hidden: dict[int, Tensor] = {}  # what each layer's attention is made of, [tokens, size]
+        self.newest_queries: dict[int, Tensor] = {}  # lengths of the last 32 queries' channels, [Hk, D]
+        self.probes: dict[int, Tensor] | None = None
+        self.clusters: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self.way: Way | None = None
+        self.take_model()
         model.config._attn_implementation = "graphopt_eviction"
+        hooks = [
+            layer.self_attn.register_forward_pre_hook(partial(self._note_hidden, index), with_kwargs=True)
+            for index, layer in enumerate(model.model.layers)
+        ]
         self.model.model(ids[None, : self.length], use_cache=False)
+        for hook in hooks:
+            hook.remove()
 
-    def log_probabilities(self, kept: dict[int, Tensor]) -> Tensor:
-        """Return those behind the next tokens where heads kept tokens, int64 [Hk, n] by layer."""
-        self.kept = kept
+    def take_model(self) -> None:
+        """Let the model's attention be that of this prompt, from now on."""
+        ALL_ATTENTION_FUNCTIONS.register("graphopt_eviction", self._attention)
+
+    def _note_hidden(self, layer: int, module: Any, positional: Any, named: dict[str, Any]) -> None:
+        del module
+        self.hidden[layer] = (named["hidden_states"] if "hidden_states" in named else positional[0])[0]
+
+    def log_probabilities(self, way: Way) -> Tensor:
+        """Return those behind the next tokens where they read the prompt in this way."""
+        self.way = way
         positions = torch.arange(self.length, len(self.ids))[None]
-        found = self.model.model(self.ids[None, self.length :], position_ids=positions, use_cache=False)
-        logits: Tensor = self.model.lm_head(found.last_hidden_state[0])
+        output = self.model.model(self.ids[None, self.length :], position_ids=positions, use_cache=False)
+        logits: Tensor = self.model.lm_head(output.last_hidden_state[0])
         return torch.log_softmax(logits.float(), -1)
 
     def rotate(self, x: Tensor, positions: Tensor, direction: int) -> Tensor:
@@ -79,25 +107,50 @@ class Prompt:
         del mask, others
         q, k, v, layer = query[0], key[0], value[0], module.layer_idx
         group = len(q) // len(k)
-        if self.kept is None:
+        if self.way is None:
             self.cache[layer] = (k, v)
             plain = self.rotate(q, torch.arange(self.length), -1)
             centred = plain - plain.mean(1, keepdim=True)
             self.queries[layer] = (plain.mean(1), centred.mT @ centred / self.length)
             asked = torch.arange(ASKED - 1, self.length, ASKED)
             self.received[layer] = _received(q, k, asked, scaling)
+            self.newest_queries[layer] = q[:, -32:].unflatten(0, (len(k), -1)).norm(dim=2).norm(dim=1)
             self.newest[layer] = _received(q, k, torch.arange(self.length - 64, self.length), scaling)
             out = torch.nn.functional.scaled_dot_product_attention(
                 q[None], k[None], v[None], is_causal=True, scale=scaling, enable_gqa=True
             )
             return out.transpose(1, 2), None
-        stored, index = self.cache[layer], self.kept[layer][..., None].expand(-1, -1, k.shape[-1])
-        keys, values = (torch.cat([each.gather(1, index), new], 1) for each, new in zip(stored, (k, v), strict=True))
-        scores = (q * scaling).view(len(k), group, NEXT, -1) @ keys[:, None].mT
-        later = torch.ones(NEXT, NEXT, dtype=torch.bool).triu(1)
-        scores[..., -NEXT:].masked_fill_(later, -torch.inf)
-        found = torch.softmax(scores, -1) @ values[:, None]
-        return found.view(len(q), NEXT, -1).transpose(0, 1)[None], None
+        way, query_groups = self.way, (q * scaling).view(len(k), group, NEXT, -1)
+        stored = (way.cache or self.cache)[layer]
+        keys, values = (torch.cat(pair, 1) for pair in zip(stored, (k, v), strict=True))
+        scores = query_groups @ keys[:, None].mT
+        if way.kept:
+            scores[..., : self.length].masked_fill_(~way.kept[layer][:, None, None], -torch.inf)
+        if way.choose:
+            scores[..., : self.length].masked_fill_(~way.choose(self, layer, query_groups), -torch.inf)
+        scores[..., -NEXT:].masked_fill_(torch.ones(NEXT, NEXT, dtype=torch.bool).triu(1), -torch.inf)
+        weights = torch.softmax(scores, -1)
+        if layer not in self.future:
+            self.future[layer] = weights[..., : self.length].sum((1, 2))
+        return (weights @ values[:, None]).view(len(q), NEXT, -1).transpose(0, 1)[None], None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the next tokens read a prompt.
+
+    Attributes:
+        kept: by layer, which tokens heads keep, bool [Hk, tokens]; all where there is none.
+        cache: keys and values instead of those of the prompt.
+        choose: called with the prompt, a layer and queries [Hk, group, n, D], returns which tokens they read, bool
+            [Hk, group or 1, n, tokens].
+        bytes: of those of the prompt's float16 keys and values.
+    """
+
+    kept: dict[int, Tensor] | None = None
+    cache: dict[int, tuple[Tensor, Tensor]] | None = None
+    choose: Callable[[Prompt, int, Tensor], Tensor] | None = None
+    bytes: float = 1.0
 
 
 def _received(q: Tensor, k: Tensor, asked: Tensor, scaling: float) -> Tensor:
@@ -162,6 +215,32 @@ def expected_attention(prompt: Prompt, layer: int) -> Tensor:
     return scores
 
 
+def next_queries(prompt: Prompt, layer: int) -> Tensor:
+    """Attention of the queries that come: a bound, no method."""
+    return prompt.future[layer]
+
+
+def probe(prompt: Prompt, layer: int) -> Tensor:
+    """A linear score of hidden states, learned on another text (KVzap, Jegou et al. 2026)."""
+    if prompt.probes is None:
+        raise AssertionError("probes are learned first")
+    weights = prompt.probes[layer]
+    hidden = torch.nn.functional.pad(prompt.hidden[layer], (0, 1), value=1.0)
+    return (hidden @ weights).mT
+
+
+def learn_probes(model: Any, ids: Tensor) -> dict[int, Tensor]:
+    """Return, by layer, weights [size + 1, Hk] that tell log(attention of later queries) by a token's hidden state."""
+    text, probes = Prompt(model, ids), {}
+    for layer, hidden in text.hidden.items():
+        inputs = torch.nn.functional.pad(hidden, (0, 1), value=1.0)[SINKS:-RECENT].double()
+        goal = mean_received(text, layer)[:, SINKS:-RECENT].clamp_min(1e-9).log().double().mT
+        gram = inputs.mT @ inputs
+        ridge = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+        probes[layer] = torch.linalg.solve(gram + ridge, inputs.mT @ goal).float()
+    return probes
+
+
 METHODS: dict[str, Callable[[Prompt, int], Tensor]] = {
     "streaming": streaming,
     "key norm": key_norm,
@@ -170,20 +249,240 @@ METHODS: dict[str, Callable[[Prompt, int], Tensor]] = {
     "accumulated attention": accumulated,
     "mean attention": mean_received,
     "expected attention": expected_attention,
+    "kvzap": probe,
+    "next queries": next_queries,
 }
 
 
-def kept_tokens(scores: Tensor, count: int) -> Tensor:
-    """Return the ``count`` tokens that heads keep, in order, int64 [Hk, count]: the first, the newest and the best."""
-    always = torch.zeros_like(scores, dtype=torch.bool)
-    always[:, :SINKS] = always[:, -RECENT:] = True
-    return scores.masked_fill(always, torch.inf).topk(count, dim=-1).indices.sort(-1).values
+def kept_tokens(scores: Tensor, count: int, *, is_shared: bool = False) -> Tensor:
+    """Return which tokens heads keep, bool [Hk, tokens]: the first, the newest and the best.
+
+    Args:
+        scores: [Hk, tokens].
+        count: of a head, on average where heads share them (Ada-KV, Feng et al. 2024).
+        is_shared: whether a head may keep more than another.
+    """
+    scores = scores.clone()
+    scores[:, :SINKS] = scores[:, -RECENT:] = torch.inf
+    if is_shared:
+        return (
+            torch.zeros(scores.numel(), dtype=torch.bool)
+            .index_fill_(0, scores.flatten().topk(count * len(scores)).indices, True)
+            .view(scores.shape)
+        )
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(count, dim=-1).indices, True)
+
+
+def merged(prompt: Prompt, count: int) -> Way:
+    """Tokens that go are averaged into the kept one whose key is most like theirs, above a cosine of 0.6 (EMS)."""
+    kept, cache = {}, {}
+    for layer, (keys, values) in prompt.cache.items():
+        scores = snapkv(prompt, layer) * mean_received(prompt, layer)  # of the newest queries, and of all
+        kept[layer] = kept_tokens(scores, count)
+        new_keys, new_values = keys.clone(), values.clone()
+        for head, is_kept in enumerate(kept[layer]):
+            places = is_kept.nonzero()[SINKS:, 0]  # the first stay as they are
+            unit = torch.nn.functional.normalize(keys[head], dim=-1)
+            likeness, nearest = (unit[~is_kept] @ unit[places].mT).max(1)
+            joins = likeness > 0.6
+            weight, own = scores[head][~is_kept][joins, None], scores[head][places, None]
+            total = own.index_add(0, nearest[joins], weight).clamp_min(1e-20)
+            for numbers, new in ((keys[head], new_keys[head]), (values[head], new_values[head])):
+                sums = (own * numbers[places]).index_add(0, nearest[joins], weight * numbers[~is_kept][joins])
+                new[places] = sums / total
+        cache[layer] = (new_keys, new_values)
+    return Way(kept, cache, bytes=count / prompt.length)
+
+
+def of_classes(prompt: Prompt, saliency: Callable[[Prompt, int], Tensor], share: float) -> Way:
+    """Tokens of the largest saliency are rounded to 4 bits, others to 2; rotated, in pages (MiKV, ZipCache)."""
+    cache = {}
+    for layer, (keys, values) in prompt.cache.items():
+        is_large = kept_tokens(saliency(prompt, layer), round(prompt.length * share))[..., None]
+        numbers = []
+        for index, original in enumerate((keys, values)):
+            rotated = original @ rotation(original.shape[-1])
+            parts = [_in_pages(rotated, bits, (TOKENS, CHANNELS)[index]) for bits in (4, 2)]
+            rounded: Tensor = torch.where(is_large, parts[0], parts[1]) @ rotation(original.shape[-1]).mT
+            rounded[:, :64], rounded[:, -128:] = original[:, :64], original[:, -128:]
+            numbers.append(rounded)
+        cache[layer] = (numbers[0], numbers[1])
+    return Way(cache=cache, bytes=(4 * share + 2 * (1 - share) + 1) / 16)
+
+
+def _in_pages(x: Tensor, bits: int, axis: int) -> Tensor:
+    pages = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 64)).unflatten(1, (-1, 64))
+    return asymmetric(pages, axis, bits).flatten(1, 2)[:, : x.shape[1]]
+
+
+def fewer_key_channels(prompt: Prompt, share: float) -> Way:
+    """Channels of keys that the newest queries use least are dropped, of all but the newest tokens (ThinK)."""
+    cache = {}
+    for layer, (keys, values) in prompt.cache.items():
+        norms = prompt.newest_queries[layer] * keys[:, :-32].norm(dim=1)
+        stays = torch.zeros_like(norms).scatter_(1, norms.topk(round(share * norms.shape[1])).indices, 1.0)
+        cache[layer] = (torch.cat([keys[:, :-32] * stays[:, None], keys[:, -32:]], 1), values)
+    return Way(cache=cache, bytes=(share + 1) / 2)
+
+
+def low_rank_keys(prompt: Prompt, rank: int, value_rank: int | None = None) -> Way:
+    """Keys before the rotary embedding of a rank, all heads of a layer together (ShadowKV); values too (CSKV)."""
+    cache, positions = {}, torch.arange(prompt.length)
+    for layer, (keys, values) in prompt.cache.items():
+        plain = _of_rank(prompt.rotate(keys, positions, -1), rank)
+        low = prompt.rotate(plain, positions, 1)
+        low[:, -RECENT:] = keys[:, -RECENT:]
+        low_values = values if value_rank is None else _of_rank(values, value_rank)
+        if value_rank is not None:
+            low_values[:, -RECENT:] = values[:, -RECENT:]
+        cache[layer] = (low, low_values)
+    size = keys.shape[0] * keys.shape[-1]
+    return Way(cache=cache, bytes=(rank / size + (1 if value_rank is None else value_rank / size)) / 2)
+
+
+def _of_rank(x: Tensor, rank: int) -> Tensor:
+    rows = x.transpose(0, 1).flatten(1)
+    basis = torch.linalg.eigh(rows.mT @ rows).eigenvectors[:, -rank:]
+    projected: Tensor = (rows @ basis @ basis.mT).unflatten(1, (len(x), -1)).transpose(0, 1).contiguous()
+    return projected
+
+
+def shared_layers(prompt: Prompt, retained: float) -> Way:
+    """Two neighbours of the deeper layers share directions, each with its lengths; others stay (MiniCache)."""
+    cache = dict(prompt.cache)
+    for layer in range(len(cache) // 2, len(cache) - 1, 2):
+        pair = [prompt.cache[layer], prompt.cache[layer + 1]]
+        both: list[list[Tensor]] = [[], []]
+        for index in (0, 1):
+            units = [torch.nn.functional.normalize(each[index], dim=-1) for each in pair]
+            angle = (units[0] * units[1]).sum(-1, keepdim=True).clamp(-1 + 1e-6, 1 - 1e-6).acos()
+            middle = (units[0] + units[1]) * ((angle / 2).sin() / angle.sin())
+            differs = kept_tokens(angle[..., 0], max(SINKS + RECENT, round(retained * prompt.length)))[..., None]
+            for which, states in enumerate(pair):
+                shared = middle * states[index].norm(dim=-1, keepdim=True)
+                both[which].append(torch.where(differs, states[index], shared))
+        cache[layer], cache[layer + 1] = (both[0][0], both[0][1]), (both[1][0], both[1][1])
+    return Way(cache=cache, bytes=0.75 + retained / 4)
+
+
+def choose_pages(score: Callable[[Prompt, int, Tensor], Tensor], budget: int) -> Way:
+    """Each query reads the pages of the best scores, besides the first and the newest tokens."""
+
+    def choose(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
+        scores = score(prompt, layer, queries)  # [Hk, group, n, pages]
+        scores = scores.softmax(-1).mean(1, keepdim=True)  # of all query heads, as KVAttention has it
+        best = scores.topk(budget // PAGE, dim=-1).indices
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True).repeat_interleave(PAGE, -1)
+        chosen[..., :SINKS] = chosen[..., -RECENT:] = True
+        return chosen
+
+    return Way(choose=choose)
+
+
+def _pages(x: Tensor) -> Tensor:
+    pages: Tensor = x.unflatten(1, (-1, PAGE))
+    return pages
+
+
+def by_mean(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
+    """The mean of a page's keys (TriForce)."""
+    scores: Tensor = queries @ _pages(prompt.cache[layer][0]).mean(2)[:, None].mT
+    return scores
+
+
+def by_bounds(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
+    """The most that a key between the least and largest numbers of a page can have (Quest)."""
+    pages = _pages(prompt.cache[layer][0])
+    low, high = pages.amin(2), pages.amax(2)
+    return queries.clamp_min(0) @ high[:, None].mT + queries.clamp_max(0) @ low[:, None].mT
+
+
+def by_representatives(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
+    """The keys of the 4 tokens of a page that later queries attend to most, added up (InfLLM)."""
+    pages, best = _pages(prompt.cache[layer][0]), _pages(mean_received(prompt, layer)[..., None]).topk(4, dim=2).indices
+    sums = pages.gather(2, best.expand(-1, -1, -1, pages.shape[-1])).sum(2)
+    scores: Tensor = queries @ sums[:, None].mT
+    return scores
+
+
+def by_best_key(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
+    """The largest score of a page's keys: a bound, no method."""
+    scores: Tensor = (queries @ prompt.cache[layer][0][:, None].mT).unflatten(-1, (-1, PAGE)).amax(-1)
+    return scores
+
+
+def by_centroids(budget: int) -> Way:
+    """Tokens of those clusters of keys whose centroids have the best scores (Squeezed Attention), no pages."""
+
+    def choose(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
+        if layer not in prompt.clusters:
+            prompt.clusters[layer] = [_clusters(k, prompt.length // 20) for k in prompt.cache[layer][0]]
+        masks = []
+        for head, (centroids, cluster) in enumerate(prompt.clusters[layer]):
+            scores = (queries[head] @ centroids.mT).softmax(-1).mean(0)  # [n, clusters]
+            order = scores.argsort(-1, descending=True)
+            sizes = torch.bincount(cluster, minlength=len(centroids))[order]
+            is_read = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, sizes.cumsum(-1) <= budget)
+            masks.append(is_read[:, cluster])
+        chosen = torch.stack(masks)[:, None]
+        chosen[..., :SINKS] = chosen[..., -RECENT:] = True
+        return chosen
+
+    return Way(choose=choose)
+
+
+def _clusters(keys: Tensor, count: int, rounds: int = 5) -> tuple[Tensor, Tensor]:
+    """Return centroids [count, D] by k-means of directions, and the cluster of each key [tokens]."""
+    unit = torch.nn.functional.normalize(keys, dim=-1)
+    centroids = unit[torch.linspace(0, len(keys) - 1, count).long()]
+    cluster = torch.zeros(len(keys), dtype=torch.long)
+    for _ in range(rounds):
+        cluster = (unit @ centroids.mT).argmax(1)
+        sums = torch.zeros_like(centroids).index_add_(0, cluster, unit)
+        centroids = torch.nn.functional.normalize(sums, dim=-1)
+    sizes = torch.bincount(cluster, minlength=count).clamp_min(1)[:, None]
+    return torch.zeros_like(centroids).index_add_(0, cluster, keys) / sizes, cluster
+
+
+def ways(prompt: Prompt, share: float, budget: int) -> dict[str, Callable[[], Way]]:
+    """Return all methods by their names."""
+    count = round(prompt.length * share)
+
+    def evicted(score: Callable[[Prompt, int], Tensor], *, is_shared: bool) -> Way:
+        return Way(
+            {layer: kept_tokens(score(prompt, layer), count, is_shared=is_shared) for layer in prompt.cache},
+            bytes=share,
+        )
+
+    found: dict[str, Callable[[], Way]] = {}
+    found |= {name: partial(evicted, score, is_shared=False) for name, score in METHODS.items()}
+    for name in ("snapkv", "mean attention", "kvzap", "next queries"):
+        found[f"{name}, heads share"] = partial(evicted, METHODS[name], is_shared=True)
+    found["merged (EMS)"] = partial(merged, prompt, count)
+    for name, saliency in (("MiKV", accumulated), ("ZipCache", mean_received)):
+        found[f"all, {name}: a quarter in 4 bits, others in 2"] = partial(of_classes, prompt, saliency, 0.25)
+    for part in (0.8, 0.6):
+        found[f"all, ThinK: {part:.0%} of key channels"] = partial(fewer_key_channels, prompt, part)
+    for rank in (96, 48):
+        found[f"all, ShadowKV: keys of rank {rank} of 192"] = partial(low_rank_keys, prompt, rank)
+    found["all, CSKV: keys and values of rank 96 of 192"] = partial(low_rank_keys, prompt, 96, 96)
+    found["all, MiniCache: deeper layers in pairs, 5% of tokens apart"] = partial(shared_layers, prompt, 0.05)
+    for name, score in (
+        ("mean", by_mean),
+        ("bounds (Quest)", by_bounds),
+        ("4 representatives (InfLLM)", by_representatives),
+        ("best key", by_best_key),
+    ):
+        found[f"read, {name}"] = partial(choose_pages, score, budget)
+    found["read, centroids (Squeezed Attention)"] = partial(by_centroids, budget)
+    return found
 
 
 def main(
     model: Annotated[str, typer.Option(help="smollm2, a .gguf file, or a Hugging Face folder")] = "smollm2",
     tokens: Annotated[int, typer.Option(min=1024, help="of the prompt")] = 7936,
     share: Annotated[float, typer.Option(min=0.01, max=1, help="of the tokens, that stay")] = 1 / 3,
+    read: Annotated[int, typer.Option(min=16, help="tokens of the pages that a query chooses")] = 1024,
     only: Annotated[list[str] | None, typer.Option(help="names of methods, with * for anything")] = None,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     json_file: JsonFile = None,
@@ -197,25 +496,28 @@ def main(
     else:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(checkpoint))
-    ids = torch.tensor(tokenizer(python_documentation())["input_ids"][: tokens + NEXT])
+    every_id = torch.tensor(tokenizer(python_documentation())["input_ids"])
+    ids = every_id[: tokens + NEXT]
     began = time.perf_counter()
     prompt = Prompt(loaded, ids)
     print(f"prompt read in {time.perf_counter() - began:.0f} s", flush=True)
-    everything = {layer: torch.arange(tokens).expand(len(keys), -1) for layer, (keys, _) in prompt.cache.items()}
-    reference = prompt.log_probabilities(everything)
-    table, rows = Table("kept by", "KL, mean", "KL, 99%", "perplexity"), []
-    for name, score in METHODS.items():
+    reference = prompt.log_probabilities(Way())
+    table, rows = Table("kept by", "bytes", "KL, mean", "KL, 99%", "perplexity"), []
+    for name, make in ways(prompt, share, read).items():
         if only and not any(fnmatch.fnmatch(name, pattern) for pattern in only):
             continue
-        kept = {layer: kept_tokens(score(prompt, layer), round(tokens * share)) for layer in prompt.cache}
-        found = prompt.log_probabilities(kept)
+        if "kvzap" in name and prompt.probes is None:
+            prompt.probes = learn_probes(loaded, every_id[len(ids) : len(ids) + 4096 + NEXT])
+            prompt.take_model()
+        way = make()
+        found = prompt.log_probabilities(way)
         kl = (reference.exp() * (reference - found)).sum(-1)
         nats = -found[:-1].gather(-1, ids[-NEXT + 1 :, None])
-        row = {"kept_by": name, "kl": float(kl.mean()), "kl_99": float(kl.quantile(0.99))}
+        row = {"kept_by": name, "bytes": way.bytes, "kl": float(kl.mean()), "kl_99": float(kl.quantile(0.99))}
         row["perplexity"] = float(nats.mean().exp())
         rows.append(row)
         print(row, flush=True)
-        table.add_row(name, *(f"{row[figure]:.4f}" for figure in ("kl", "kl_99", "perplexity")))
+        table.add_row(name, *(f"{row[figure]:.4f}" for figure in ("bytes", "kl", "kl_99", "perplexity")))
     Console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n")
