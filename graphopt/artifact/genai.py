@@ -51,7 +51,7 @@ _GROUP_KINDS = {"conv_state": "fixed_conv", "recurrent_state": "fixed_recurrent"
 """What an engine calls states of which each request has a row."""
 
 NO_BOUND = 1 << 20
-"""Tokens of a text, at most, where all states are recurrent and the model states no bound."""
+"""Tokens of a text, at most, where the model states no bound, and all states are recurrent or the pool is the bound."""
 
 CACHES_IN_PAGES = Rule(
     "genai.caches-in-pages",
@@ -111,7 +111,7 @@ def genai_config(
     is_even = has_pool or _is_numbered(ports, layers)
     if len(shapes) > 1 or not is_even or any(port.part not in parts for port in ports):
         return UNEVEN(layers=layers)
-    if max_positions is None and shapes <= {_NO_HEADS}:
+    if max_positions is None and (has_pool or shapes <= {_NO_HEADS}):
         max_positions = NO_BOUND
     if max_positions is None or not eos_token_ids or interface.vocabulary is None:
         return UNKNOWN()

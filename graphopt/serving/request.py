@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.artifact.hf_config import GENERATION_CONFIG, json_object
+from graphopt.artifact.manifest import read_manifest
 from graphopt.artifact.tokens import TOKENIZER, beginning_of, read_tokenizer
 from graphopt.errors import InputError
 from graphopt.inference.decoding.grammar import JSON_STYLE, Grammar
@@ -65,11 +66,7 @@ class Limits:
         config = json_object(folder / GENAI_CONFIG)
         batching = config.get("engine", {}).get("dynamic_batching")
         if batching is None:
-            raise InputError(
-                "this model's graph takes one batch at a time",
-                file=folder,
-                remedy="make one that requests share: `graphopt optimize FOLDER --add serve -o SERVED`",
-            )
+            raise _refusal(folder)
         model, tokenizer = config["model"], read_tokenizer(folder / TOKENIZER)
         return cls(
             min(model["context_length"], batching["num_blocks"] * batching["block_size"]),
@@ -81,6 +78,27 @@ class Limits:
             () if tokenizer is None else beginning_of(tokenizer),
             json_object(folder / GENERATION_CONFIG),
         )
+
+
+def _refusal(folder: Path) -> InputError:
+    """Return why the Engine cannot run a folder: what its manifest says of the step `serve`, or that there was none."""
+    from graphopt.artifact.artifact import NO_GENAI_CONFIG
+
+    manifest = read_manifest(folder)
+    skips = [skip for report in manifest.passes if report.name == "serve" for skip in report.skips]
+    notes = [note for note in manifest.notes if note.code == NO_GENAI_CONFIG.code]
+    reasons = [f"{skip.where}: {skip.reason}" for skip in skips] or [str(note) for note in notes]
+    if not any(report.name == "serve" for report in manifest.passes) or not reasons:
+        return InputError(
+            "this model's graph takes one batch at a time",
+            file=folder,
+            remedy="make one that requests share: `graphopt optimize FOLDER --add serve -o SERVED`",
+        )
+    return InputError(
+        f"this model's graph takes one batch at a time, and the step serve could not change that: {'; '.join(reasons)}",
+        file=folder,
+        remedy="talk with it by `graphopt run`, which needs no engine",
+    )
 
 
 def tokens_of(request: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
