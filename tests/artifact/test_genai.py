@@ -11,12 +11,13 @@ import pytest
 
 from graphopt.artifact import artifact
 from graphopt.artifact.artifact import MODEL
-from graphopt.artifact.genai import GENAI_CONFIG, genai_config
+from graphopt.artifact.genai import GENAI_CONFIG, NO_BOUND, UNKNOWN, genai_config
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
+from graphopt.passes.recipe import Recipe
 from graphopt.serving.request import Limits
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import Port
@@ -60,6 +61,19 @@ def test_onnxruntime_genai_carries_recurrent_states(
     assert list(generator.get_sequence(0))[len(prompt) :][: len(ours.tokens)] == ours.tokens
     with pytest.raises(InputError, match="takes one batch at a time"):
         Limits.of_folder(tmp_path / "model")
+
+
+def test_a_pool_bounds_a_model_that_states_no_positions(llama_artifact: Path) -> None:
+    steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "1MB"}]
+    served = optimize(llama_artifact, Recipe.model_validate({"name": "served", "steps": steps}), run=False)
+    settings = {**FACTS, "max_positions": None}
+    pool = {"block_size": 16, "num_blocks": 40}
+    config = genai_config(Interface.of_graph(served.model.graph), MODEL, **settings, pool=pool)  # type: ignore[arg-type]
+    assert isinstance(config, dict)
+    assert config["model"]["context_length"] == NO_BOUND
+    plain = genai_config(interface_of(llama_artifact), MODEL, **settings)  # type: ignore[arg-type]
+    assert isinstance(plain, Fact)
+    assert plain.code == UNKNOWN.code
 
 
 def test_onnxruntime_genai_needs_no_logits_but_the_last(llama_artifact: Path, tmp_path: Path) -> None:

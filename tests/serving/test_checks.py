@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 from typer.testing import CliRunner
 
-from graphopt.artifact.artifact import DATA
+from graphopt.artifact.artifact import DATA, NO_GENAI_CONFIG
+from graphopt.artifact.genai import GENAI_CONFIG, INDEXERS
+from graphopt.artifact.manifest import MANIFEST, read_manifest
 from graphopt.cli import app
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.serving import checks
@@ -69,6 +71,13 @@ def test_damaged_folders(served: Path, shipped_artifact: Path, tmp_path: Path) -
         return str(findings["folder"].problem)
 
     assert "takes one batch at a time" in problem(shipped_artifact)
+    refused = with_blocks(served, tmp_path / "refused", 40)
+    (refused / GENAI_CONFIG).unlink()
+    manifest = read_manifest(refused)
+    manifest.notes.append(NO_GENAI_CONFIG(why=INDEXERS()))
+    (refused / MANIFEST).write_text(manifest.model_dump_json())
+    assert "the step serve could not change that" in problem(refused)
+    assert "keys of trained indexers" in problem(refused)
     short = with_blocks(served, tmp_path / "short", 40)
     (short / DATA).unlink()
     (short / DATA).write_bytes(b"cut")
