@@ -15,6 +15,7 @@ from graphopt.analysis.structure.products import expert_count
 from graphopt.numerics.formats import format_stored_as
 from graphopt.quality.correspondence import Product, matrix_in_floats
 from graphopt.runtime_ops import DOMAIN, Role, signature_of
+from graphopt.runtime_ops.matmul_table.spec.levels import numbers_of
 from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
 
 if TYPE_CHECKING:
@@ -128,7 +129,8 @@ def grid_of(node: ir.Node) -> Grid | None:
     if is_packed:
         rows, columns = (reader.attributes.get_int(name, 0) for name in ("rows", "columns"))
         codes = unpack(codes, rows, columns)
-        scales, zeros = untile(scales, columns), None if zeros is None else untile(zeros, columns)
+        of_groups = [None if part is None else _numbers_of_groups(reader, part) for part in (scales, zeros)]
+        scales, zeros = (None if part is None else untile(part, columns) for part in of_groups)
     values, levels = _values_and_levels(reader, codes, table)
     group = reader.attributes.get_int("group", 0) or reader.attributes.get_int("block_size", 0)
     if levels is None or values.ndim != _MATRIX or group < 1 or scales.ndim != _MATRIX:
@@ -145,6 +147,12 @@ def _values_and_levels(reader: ir.Node, codes: Array, table: Array | None) -> tu
         return table.astype(np.float64)[codes], np.unique(table.astype(np.float64))
     form = format_stored_as(_type_of(reader))
     return codes.astype(np.float64), None if form is None or form.levels is None else form.levels.values
+
+
+def _numbers_of_groups(reader: ir.Node, part: Array) -> Array:
+    """Return scales or zero points of a packed product as numbers, [tiles, groups, 16]."""
+    rows, group, span, low = (reader.attributes.get_int(name, 0) for name in ("rows", "group", "span", "low"))
+    return numbers_of(part, rows, group, span, low)
 
 
 def _type_of(reader: ir.Node) -> ir.DataType:

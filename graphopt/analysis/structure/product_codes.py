@@ -137,6 +137,17 @@ def feeds_lookups(node: ir.Node) -> bool:
     )
 
 
+def table_readers(graph: ir.Graph) -> list[ir.Node]:
+    """Return the nodes that make a matrix of codes of our own form for lookups of its columns alone, in order."""
+    return [
+        node
+        for node in graph
+        if (node.domain, node.op_type) == (DOMAIN, DEQUANTIZE.name)
+        and node.outputs[0].uses()
+        and all(feeds_lookups(use.node) for use in node.outputs[0].uses())
+    ]
+
+
 def is_dequantize(node: ir.Node) -> bool:
     """Return whether ``node`` makes numbers of codes."""
     return (node.domain, node.op_type) in (("", "DequantizeLinear"), (DOMAIN, DEQUANTIZE.name)) or is_trellis(node)
@@ -168,8 +179,11 @@ def coded_nodes(graph: ir.Graph) -> list[ir.Node]:
 def stored_codes(node: ir.Node) -> StoredCodes | Fact:
     """Return the stored codes of the product ``node``, or why a packed product cannot have them."""
     reader = dequantize_of(node)
-    if reader is None:
-        return NOT_QUANTIZED()
+    return NOT_QUANTIZED() if reader is None else codes_of_reader(reader)
+
+
+def codes_of_reader(reader: ir.Node) -> StoredCodes | Fact:
+    """Return the stored codes that ``reader`` makes a matrix of, or why a packed product cannot have them."""
     signature = signature_of(reader)
     assert signature is not None
     ports = enumerate(zip(signature.inputs, reader.inputs, strict=False))

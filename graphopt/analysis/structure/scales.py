@@ -1,4 +1,7 @@
-"""The scales of ``DequantizeLinear`` of matrices: whole, and of rows that are looked up; not those of convolutions."""
+"""The scales of ``DequantizeLinear`` of matrices: whole, and of rows that are looked up; not those of convolutions.
+
+And which packed products have scales in two levels.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.convolutions import is_of_convolution
 from graphopt.analysis.structure.decoded_weights import is_decoded_weight
+from graphopt.analysis.structure.products import reads_packed
 from graphopt.graph.weights import expression_of
 
 
@@ -38,6 +42,11 @@ def widened_scales(graph: ir.Graph) -> dict[ir.Node, ir.Value]:
         if node not in casts and narrow is not None and expression_of(narrow.const_value).digest in tensors:
             casts[node] = narrow
     return casts
+
+
+def leveled_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return the nodes that read packed codes and scales in two levels, in order."""
+    return [node for node in graph if reads_packed(node) and node.attributes.get_int("span", 0)]
 
 
 def _kind(value: ir.Value) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from graphopt.graph.weights import Array, Part, WeightTensor, blocks_of, express
 from graphopt.passes.base import Pass
 from graphopt.passes.common.formats import Activations
 from graphopt.passes.common.input_rounding import round_input
-from graphopt.passes.common.logical_codes import dequantize, set_type
+from graphopt.passes.common.logical_codes import columns_of, dequantize, set_type
 from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
 from graphopt.quantization.checkpoints.importer import coded_matrices
 from graphopt.quantization.entry_codes import EntryCoding, KeptEntries
@@ -40,7 +40,7 @@ CODES_KEPT = Rule(
 LOOKED_UP = Rule("keep_codes.looked-up", "{part} of {table} looked up")
 NOT_OF_FILE = Rule("keep_codes.not-of-file", "the file has no codes of these numbers")
 NO_LOOKUP = Rule(
-    "keep_codes.no-lookup", "a table that is looked up needs integers with scales alone, and {kind} has others"
+    "keep_codes.no-lookup", "no lookup reads codes of vectors, or columns in another order, as {kind} has them"
 )
 NOT_USED = Rule(
     "keep_codes.not-used",
@@ -84,7 +84,8 @@ class KeepCodes(Pass):
         y = MatMul(x, DequantizeLinear(codes[:, r], scales[:, r], zero points[:, r]; axis=0, block_size))     GPTQ, AWQ
         y = MatMul(Gather(x, order), DequantizeLinear(codes[order, r], ...))                  GPTQ, by activation
         y = MatMul(x, DequantizeCodebook(codes[r], scales[r], levels[r], books, ...))             IQ1, IQ2 and IQ3 types
-        e = DequantizeLinear(Gather(codes, ids), Cast(Gather(scales, ids)); axis=-1)                  Q8_0, Q6_K, ...
+        e = DequantizeLinear(Gather(codes, ids), Cast(Gather(scales, ids)); axis=-1)                  Q8_0
+        e = Gather(Transpose(Dequantize(codes[:, r], scales[:, r], ...)), ids)                        fewer bits: Q6_K
         e = Gather(Transpose(W), ids)                  W the matrix of the lm_head, by Dequantize     tied, any type
 
     Rows are found by their content, all of it, so no name and no layout has to be known, and a weight that another step
@@ -136,7 +137,7 @@ class KeepCodes(Pass):
                     continue
                 self._keep_matrix(model.graph, node, weight, kept_codes, context.ledger, tied.get(node, ()))
         for node in token_lookups(model.graph):
-            idle_names -= self._keep_table(model.graph, node, coded_tensors, rows, context.ledger)
+            idle_names -= self._keep_table(model.graph, node, coded_tensors, rows, context)
         for name in sorted(idle_names):
             context.ledger.skipped(name, NOT_USED())
 
@@ -198,16 +199,7 @@ class KeepCodes(Pass):
         tied: Sequence[ir.Node],
     ) -> None:
         assert weight.const_value is not None
-        initializers = _initializers(graph, weight, kept_codes)
-        if kept_codes.is_standard:
-            attributes = {"axis": 0, "block_size": kept_codes.group}
-            reader = ir.node("DequantizeLinear", [*initializers.values()], attributes, name=f"{node.name}.dequantize")
-        else:
-            points, minimums = initializers.get("zero_points"), initializers.get("minimums")
-            codes, scales, is_minimum = initializers["codes"], initializers["scales"], minimums is not None
-            reader = dequantize(
-                graph, node, codes, scales, kept_codes.format, points or minimums, kept_codes.group, minimums=is_minimum
-            )
+        reader = _reader(graph, node, weight, kept_codes)
         set_type(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
         node.replace_input_with(1, reader.outputs[0])
@@ -221,10 +213,25 @@ class KeepCodes(Pass):
             rounding = {"activations": self.activations, "group": kept_codes.group, "clip": 1.0}
             round_input(graph, node, rounding, ledger)
 
+    def _look_up_columns(
+        self, graph: ir.Graph, node: ir.Node, table: ir.Value, kept_codes: KeptCodes, ledger: Ledger
+    ) -> None:
+        """Let ``node`` look up columns of the transposed table, whose codes lie as those of a product."""
+        assert table.const_value is not None
+        reader = _reader(graph, node, table, kept_codes)
+        rows, columns = table.const_value.shape.numpy()
+        set_type(reader.outputs[0], f"{table.name}.dequantized", table.dtype, [columns, rows])
+        graph.insert_before(node, reader)
+        node.replace_input_with(0, columns_of(graph, reader, node))
+        ledger.changed(reader, _fact_of(table, kept_codes), [node, table])
+        ledger.changed(node, LOOKED_UP(part="a row", table=table.name), [node, table])
+        drop(graph, table)
+
     def _keep_table(
-        self, graph: ir.Graph, node: ir.Node, tensors: dict[str, CodedTensor], rows: _Rows, ledger: Ledger
+        self, graph: ir.Graph, node: ir.Node, tensors: dict[str, CodedTensor], rows: _Rows, context: Context
     ) -> set[str]:
         """Look ``node`` up in codes where they allow it; return the tensors of the file that have its numbers."""
+        ledger = context.ledger
         table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
         assert table is not None and table.const_value is not None
         match = _match_rows(expression_of(table.const_value).numpy(), tensors, rows)
@@ -232,8 +239,13 @@ class KeepCodes(Pass):
             ledger.skipped(node, NOT_OF_FILE())
             return set()
         tensor = match.tensor
-        if isinstance(tensor.coding, EntryCoding) or not KeptCodes(tensor, match.rows).can_be_looked_up:
+        if isinstance(tensor.coding, EntryCoding) or tensor.coding is None or tensor.coding.column_order is not None:
             ledger.skipped(node, NO_LOOKUP(kind=tensor.kind))
+            return match.names
+        if tensor.coding.format.bits < 8 or not KeptCodes(tensor, match.rows).can_be_looked_up:
+            on_gpu = context.target == "ort-cuda"
+            kept_codes = KeptCodes(tensor, match.rows, standard=False, as_zero_points=on_gpu)
+            self._look_up_columns(graph, node, table, kept_codes, ledger)
             return match.names
         kept_codes = KeptCodes(tensor, match.rows, looked_up=True)
         looked_up = []
@@ -256,6 +268,19 @@ class KeepCodes(Pass):
         replace(node, reader)
         ledger.changed(reader, _fact_of(table, kept_codes), [node, table])
         return match.names
+
+
+def _reader(graph: ir.Graph, node: ir.Node, weight: ir.Value, kept_codes: KeptCodes) -> ir.Node:
+    """Return the node that makes the matrix of ``weight`` of its codes, to be put in front of ``node``."""
+    initializers = _initializers(graph, weight, kept_codes)
+    if kept_codes.is_standard:
+        attributes = {"axis": 0, "block_size": kept_codes.group}
+        return ir.node("DequantizeLinear", [*initializers.values()], attributes, name=f"{node.name}.dequantize")
+    points, minimums = initializers.get("zero_points"), initializers.get("minimums")
+    codes, scales, is_minimum = initializers["codes"], initializers["scales"], minimums is not None
+    return dequantize(
+        graph, node, codes, scales, kept_codes.format, points or minimums, kept_codes.group, minimums=is_minimum
+    )
 
 
 def _fact_of(weight: ir.Value, kept_codes: KeptCodes) -> Fact:

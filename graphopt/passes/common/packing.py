@@ -65,7 +65,7 @@ def pack_matrix(graph: ir.Graph, codes: StoredCodes) -> PackedMatrix:
     names = {part: _name(value, part, codes) for part, value in values.items() if value is not None}
     products = sum(not feeds_lookups(use.node) for use in codes.reader.outputs[0].uses())
     for value in values.values():
-        if value is not None and len(value.uses()) == 1 and products == 1:
+        if value is not None and len(value.uses()) == 1 and products <= 1:
             del graph.initializers[value.name or ""]
     parts = {part: new_weight(graph, names[part], tensor) for part, tensor in tensors.items()}
     scales = parts["scales"]

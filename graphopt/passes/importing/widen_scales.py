@@ -1,19 +1,22 @@
-"""Scales that are stored in float16 for the file's sake become the float32 that operators read."""
+"""Scales that are stored in fewer bytes for the file's sake become float32 again."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure.scales import widened_scales
+from graphopt.analysis.structure.scales import leveled_nodes, widened_scales
 from graphopt.graph.diagnostics import Effect, Rule
-from graphopt.graph.editing import bypass
+from graphopt.graph.editing import bypass, shared_constant
 from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass
+from graphopt.passes.common.scale_levels import UnpackedLevels
+from graphopt.runtime_ops import port, schema_of
 
 if TYPE_CHECKING:
-    from graphopt.passes.context import Context
+    from graphopt.passes.context import Context, Ledger
     from graphopt.passes.recipe import Recipe
 
 FLOAT32_SCALES = Rule("widen_scales.widened", "{scales} in float32, as it is read")
@@ -25,13 +28,15 @@ class WidenScales(Pass):
     before::
 
         W = DequantizeLinear(codes, Cast(scales; to float32))               scales: float16
+        y = MatMulTable(x, codes, levels, ...; span, low)                   levels: uint8 [tiles, bytes]
 
     after::
 
         W = DequantizeLinear(codes, scales')                                scales': float32
+        y = MatMulTable(x, codes, scales', ...)                             scales': float32 [tiles, groups, 16]
 
-    float32 holds every number of float16, so nothing changes. graphopt adds this step itself to every recipe for a
-    graph with such scales.
+    float32 holds every number of float16, and every product of levels, so nothing changes. graphopt adds this step
+    itself to every recipe for a graph with such scales.
     """
 
     name: ClassVar[str] = "widen_scales"
@@ -39,9 +44,9 @@ class WidenScales(Pass):
 
     @classmethod
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
-        """Return whether scales are stored in float16 and read in float32."""
+        """Return whether scales are stored in float16 and read in float32, or in two levels."""
         del recipe
-        return bool(widened_scales(graph))
+        return bool(widened_scales(graph) or leveled_nodes(graph))
 
     def requires(self, model: ir.Model) -> None:
         """Demand nothing: the opset is raised later."""
@@ -49,6 +54,7 @@ class WidenScales(Pass):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Put a constant in the place of every such ``Cast``."""
         graph = model.graph
+        _widen_levels(graph, context.ledger)
         made_of: dict[str, WeightTensor] = {}
         for cast, weight in widened_scales(graph).items():
             name, has_one_reader = weight.name or "scales", len(weight.uses()) == 1
@@ -59,3 +65,30 @@ class WidenScales(Pass):
             scales = new_weight(graph, name, wide)
             context.ledger.changed(scales, FLOAT32_SCALES(scales=scales.name), [cast])
             bypass(cast, scales)
+
+
+def _widen_levels(graph: ir.Graph, ledger: Ledger) -> None:
+    """Let nodes with packed codes read numbers again where they read them in two levels."""
+    whole: dict[ir.Value, ir.Value] = {}
+    for node in leveled_nodes(graph):
+        rows, group, span, low = (node.attributes.get_int(name, 0) for name in ("rows", "group", "span", "low"))
+        rank = 0
+        for name in ("scales", "zero_points"):
+            index = schema_of(node).index(name)
+            value = port(node, name)
+            if schema_of(node).inputs[index].is_absent(value):
+                zero = np.zeros((1,) * rank, np.float32)
+                node.replace_input_with(index, shared_constant(graph, "no_zero_points.float", zero))
+                if value is not None and not value.uses():
+                    graph.initializers.pop(value.name or "", None)
+                continue
+            assert value is not None
+            if value not in whole:
+                expression = UnpackedLevels(expression_of(value.const_value), -(-rows // group), span, low)
+                numbers = WeightTensor(expression)
+                del graph.initializers[value.name or ""]
+                whole[value] = new_weight(graph, value.name or "scales", numbers)
+            node.replace_input_with(index, whole[value])
+            rank = len(whole[value].shape or ())
+            ledger.changed(node, FLOAT32_SCALES(scales=whole[value].name), [node])
+        del node.attributes["span"], node.attributes["low"]

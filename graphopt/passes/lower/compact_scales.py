@@ -1,4 +1,4 @@
-"""Scales are stored in float16 where that loses nothing, also where an operator reads float32."""
+"""Scales are stored in fewer bytes where that loses nothing: in float16, or in two levels that kernels read."""
 
 from __future__ import annotations
 
@@ -7,37 +7,48 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure.scales import scale_values, widened_scales
+from graphopt.analysis.structure.products import reads_packed
+from graphopt.analysis.structure.scales import leveled_nodes, scale_values, widened_scales
 from graphopt.graph.diagnostics import Effect, Rule
-from graphopt.graph.editing import name_output
-from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
+from graphopt.graph.editing import name_output, shared_constant
+from graphopt.graph.weights import Cast, Expression, Part, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass
+from graphopt.passes.common.scale_levels import PackedLevels, packed_levels
+from graphopt.runtime_ops import port, schema_of
 
 if TYPE_CHECKING:
-    from graphopt.passes.context import Context
+    from graphopt.passes.context import Context, Ledger
     from graphopt.passes.recipe import Recipe
 
 FLOAT16_SCALES = Rule("compact_scales.stored", "{scales} in float16: {saved} bytes less")
+LEVELS = Rule("compact_scales.levels", "{scales} as {form}: {saved} bytes less")
 NOT_HALF = Rule("compact_scales.not-half", "float16 does not hold all of its numbers")
 
 _HALF, _WIDE = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
 class CompactScales(Pass):
-    """Store the scales of ``DequantizeLinear`` in half the bytes.
+    """Store scales, and minimums of packed codes, in fewer bytes.
 
     before::
 
         W = DequantizeLinear(codes, scales)                                 scales: float32 [groups, columns]
+        y = MatMulTable(x, codes, scales, table, minimums, ...)             scales: float32 [tiles, groups, 16]
 
     after::
 
         W = DequantizeLinear(codes, Cast(scales'; to float32))              scales': float16
+        y = MatMulTable(x, codes, scales', table, minimums', ...; span, low)      scales': uint8 [tiles, bytes]
 
     ``DequantizeLinear`` makes float32 of float32 scales only, but ``quantize_weights`` rounds scales to float16 where
     float16 has their range, so the numbers stay what they are. onnxruntime folds the ``Cast`` when it loads the model,
     before it fuses products, so what runs is the same. In groups of 32 a weight of 4 bits takes 4.5 bits in the file,
     not 5. Scales of convolutions and of inputs are few, and stay.
+
+    Scales of llama.cpp's K-quants and IQ4_XS are integers of 4, 6 or 8 bits under a float16 number for 8 or 16 groups,
+    and so are their minimums. Kernels for CPUs read both as they are, so a matrix takes the bytes that it has in the
+    file, and nothing is computed when it is opened. Such levels are found by the numbers, and only where each number
+    comes back to the last bit, so no step has to know where scales came from. Kernels for GPUs read floats.
 
     Every recipe that stores codes gets this step at its end. The step ``widen_scales`` undoes it when an artifact is
     optimized again.
@@ -45,16 +56,18 @@ class CompactScales(Pass):
 
     name: ClassVar[str] = "compact_scales"
     effect: ClassVar[Effect] = "exact"
-    after: ClassVar[tuple[str, ...]] = ("lower", "float16")
+    after: ClassVar[tuple[str, ...]] = ("lower", "float16", "group_experts", "level_scales")
 
     @classmethod
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether the recipe makes codes, or scales were compact as the graph came in."""
-        return "codes" in recipe.phases or bool(widened_scales(graph))
+        return "codes" in recipe.phases or bool(widened_scales(graph) or leveled_nodes(graph))
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
-        """Store each scale in float16 that can be; say why another one stays."""
+        """Store each scale in levels or float16 that can be; say why another one stays."""
         graph, ledger = model.graph, context.ledger
+        if context.target != "ort-cuda":
+            _store_levels(graph, ledger)
         order = {node: position for position, node in enumerate(graph)}
         made_of: dict[str, WeightTensor] = {}
         for scales in scale_values(graph):
@@ -78,3 +91,65 @@ class CompactScales(Pass):
             for use in uses:
                 use.node.replace_input_with(use.idx, half_scales)
             ledger.changed(cast, FLOAT16_SCALES(scales=name, saved=2 * numbers.size), [use.node for use in uses])
+
+
+def _store_levels(graph: ir.Graph, ledger: Ledger) -> None:
+    """Let nodes that read packed codes read scales in two levels, where their numbers are such."""
+    forms: dict[tuple[str, ...], list[PackedLevels] | None] = {}
+    replacements: dict[ir.Value, ir.Value] = {}
+    for node, values in [(node, values) for node in graph if (values := _numbers_of(node)) is not None]:
+        sources = [expression_of(value.const_value) for value in values]
+        key = tuple(source.digest for source in sources)
+        if key not in forms:
+            forms[key] = _levels_of(sources)
+        levels = forms[key]
+        if levels is None:
+            continue
+        for value, form in zip(values, levels, strict=True):
+            if value not in replacements:
+                name = value.name or "scales"
+                del graph.initializers[name]
+                replacements[value] = new_weight(graph, name, WeightTensor(Part(form, "packed")))
+            node.replace_input_with(node.inputs.index(value), replacements[value])
+            difference = form.source.nbytes - Part(form, "packed").nbytes
+            ledger.changed(node, LEVELS(scales=value.name, form=form.words, saved=difference), [node])
+        if len(values) == 1:
+            rank = len(replacements[values[0]].shape or ())
+            zero = shared_constant(graph, "no_zero_points.levels", np.zeros((1,) * rank, np.uint8))
+            placeholder = port(node, "zero_points")
+            node.replace_input_with(schema_of(node).index("zero_points"), zero)
+            if placeholder is not None and not placeholder.uses():
+                graph.initializers.pop(placeholder.name or "", None)
+        node.attributes.add(ir.AttrInt64("span", levels[0].span))
+        node.attributes.add(ir.AttrInt64("low", levels[0].low))
+
+
+def _numbers_of(node: ir.Node) -> list[ir.Value] | None:
+    """Return the scales and, where there are any, the zero points of packed codes; ``None`` where levels cannot be."""
+    if not reads_packed(node) or "span" not in schema_of(node).optional or node.attributes.get_int("span", 0):
+        return None
+    values = _present_numbers(node)
+    # what others read as numbers, or beside other zero points, has to stay
+    are_free = all(
+        value.is_initializer()
+        and value.const_value is not None
+        and value.dtype in (_WIDE, _HALF)
+        and all(reads_packed(use.node) and _present_numbers(use.node) == values for use in value.uses())
+        for value in values
+    )
+    return values if are_free else None
+
+
+def _present_numbers(node: ir.Node) -> list[ir.Value]:
+    inputs = {spec.name: spec for spec in schema_of(node).inputs}
+    values = [(inputs[name], port(node, name)) for name in ("scales", "zero_points")]
+    return [value for spec, value in values if value is not None and not spec.is_absent(value)]
+
+
+def _levels_of(sources: list[Expression]) -> list[PackedLevels] | None:
+    """Return what stores scales and zero points in two levels; ``None`` where no such levels take fewer bytes."""
+    levels = packed_levels(sources)
+    if levels is None:
+        return None
+    is_shorter = sum(Part(form, "packed").nbytes for form in levels) < sum(source.nbytes for source in sources)
+    return levels if is_shorter else None

@@ -13,11 +13,13 @@ from graphopt.analysis.structure.product_codes import (
     StoredCodes,
     codebook_of,
     coded_nodes,
+    codes_of_reader,
     column_lookups,
     dequantize_of,
     is_dequantize,
     rounding_of,
     stored_codes,
+    table_readers,
 )
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Fact, Rule
@@ -149,6 +151,10 @@ class Lower(Pass):
                 self._choose(model.graph, node, codes, ledger)
             if not isinstance(codes, Fact) and column_lookups(codes.reader):
                 gather_standard(model.graph, codes, ledger, node.name or "?")
+        for table_reader in table_readers(model.graph):
+            codes = codes_of_reader(table_reader)
+            assert isinstance(codes, StoredCodes)
+            _pack(model.graph, table_reader, codes, ledger)
         for node in model.graph:
             if (reader := codebook_of(node)) is not None:
                 self._multiply_entries(node, reader, ledger)

@@ -51,7 +51,7 @@ class _Kind:
     unit_codes: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
 
 
-_KINDS = {
+KINDS = {
     "Q4_0": _Kind("int4", 32, 0),
     "Q5_0": _Kind("int5", 32, 0),
     "Q8_0": _Kind("int8", 32, 0),
@@ -75,7 +75,7 @@ _TABLES = {"IQ4_NL": "IQ4_NL", "IQ4_XS": "IQ4_NL", "MXFP4": "MXFP4", "NVFP4": "N
 
 def has_codes(tensor: object) -> bool:
     """Return whether a tensor holds matrices of codes that a format of ours can say."""
-    return isinstance(tensor, Ggml) and tensor.kind in _KINDS and len(tensor.dims) > 1
+    return isinstance(tensor, Ggml) and tensor.kind in KINDS and len(tensor.dims) > 1
 
 
 @cache
@@ -85,7 +85,7 @@ def format_of_kind(kind: str) -> Format:
     Raises:
         MissingDependencyError: the package ``gguf`` is not installed.
     """
-    name = _KINDS[kind].format
+    name = KINDS[kind].format
     if name is not None:
         return FORMATS[name]
     table = _TABLES[kind]
@@ -118,7 +118,7 @@ class GgmlCodes(CodedTensor):
     @property
     def coding(self) -> Coding:
         """As the table above has it."""
-        kind = _KINDS[self.kind]
+        kind = KINDS[self.kind]
         return Coding(format_of_kind(self.kind), kind.group, minimums=kind.minimums, half=kind.half is not None)
 
     def evaluate(self, region: Region) -> Array:
@@ -159,7 +159,7 @@ def scales_of(blocks: Array, kind: str) -> tuple[Array, Array]:
         kind: a type in the table above.
     """
     rows, (numbers, size) = len(blocks), block_of(kind)
-    flat, layout = blocks.reshape(-1, size), _KINDS[kind]
+    flat, layout = blocks.reshape(-1, size), KINDS[kind]
 
     def half(offset: int) -> Array:
         start = offset % size
@@ -179,6 +179,7 @@ def scales_of(blocks: Array, kind: str) -> tuple[Array, Array]:
     elif kind == "Q2_K":
         scales = decode_with({**layout.unit_codes, 82: b"\0\0"})
         minimums = decode_with({16: bytes(64)})
+        minimums[minimums == 0] *= -1  # as 0 times a step that is subtracted, like all others of the type
     elif layout.half is None:
         scales = decode_with(layout.unit_codes)
     else:

@@ -12,6 +12,7 @@ from graphopt.graph.weights import weight_of
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.keep_codes import NO_LOOKUP, NOT_OF_FILE, NOT_USED, ON_CPUS, KeepCodes
 from graphopt.passes.context import make_context
+from graphopt.passes.lower.lower import lower_model
 from graphopt.runtime_ops import declare, port
 from graphopt.tasks import task_of
 from graphopt.util.targets import Target
@@ -111,10 +112,11 @@ def test_codes_of_vectors_compute_the_same(kinds: tuple[str, ...], tmp_path: Pat
     assert relative(before, exact_logits(logical, tmp_path / "logical")) <= TOLERANCE
     run_pass(model, "lower")
     declare(model)
-    assert {node.op_type for node in model.graph if node.domain} == {"MatMulCodebook"}
+    assert {node.op_type for node in model.graph if node.domain} == {"MatMulCodebook", "GatherTable"}
     assert relative(before, exact_logits(model, tmp_path / "lowered")) <= TOLERANCE
     of_file = {row.name: row for row in gguf.GGUFReader(path).tensors if row.tensor_type.name in kinds}
-    stored = [node.inputs[index].const_value for node in model.graph if node.domain for index in (1, 2, 3)]  # type: ignore[union-attr]
+    products = [node for node in model.graph if node.op_type == "MatMulCodebook"]
+    stored = [node.inputs[index].const_value for node in products for index in (1, 2, 3)]  # type: ignore[union-attr]
     # the last product has 24 columns, which are padded to whole tiles of 16; test_entries.py compares bytes without
     assert sum(tensor.nbytes for tensor in stored) <= 1.03 * sum(row.n_bytes for row in of_file.values())  # type: ignore[union-attr]
     # what is packed is unpacked again, for another recipe
@@ -232,10 +234,31 @@ def test_a_weight_that_was_changed_is_left_alone(tmp_path: Path) -> None:
     assert weight_of(node, 1) is weight
 
 
-def test_a_table_with_minimums_is_left_alone(tmp_path: Path) -> None:
-    model, path = model_and_file(tmp_path, EXACT, table="Q4_1")
-    report = run_pass(model, "keep_codes", file=path)
-    assert [skip.reason for skip in report.skips] == [NO_LOOKUP(kind="Q4_1")]
+@pytest.mark.parametrize("target", ["portable", "ort-cpu"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
+def test_a_table_is_looked_up_in_its_own_bits(kind: str, target: Target, tmp_path: Path) -> None:
+    model, path = model_and_file(tmp_path, ("Q8_0",), table=kind)
+    before = exact_logits(model, tmp_path / "before")
+    context = make_context(task_of(model.graph), target)
+    assert not KeepCodes(file=path)(model, context).report.skips
+    logical = lower_model(model)
+    assert logical is not model
+    run_pass(model, "lower", target=target, instructions="avx2", activations="float32")
+    run_pass(model, "compact_scales")
+    declare(model)
+    assert relative(before, exact_logits(model, tmp_path / "lowered")) <= TOLERANCE
+    (lookup,) = (node for node in model.graph if node.op_type == "GatherTable")
+    codes = port(lookup, "codes")
+    assert codes is not None
+    assert codes.const_value is not None
+    # tiles of 16 rows of the table
+    assert codes.const_value.nbytes == -(-VOCABULARY // 16) * 16 * WIDTH // 2
+    # nothing multiplies by it, so it stays packed when codes are unpacked for another recipe
+    run_pass(model, "widen_scales")
+    run_pass(model, "unpack")
+    declare(model)
+    assert [node.op_type for node in model.graph if node is lookup] == ["GatherTable"]
+    assert relative(before, exact_logits(model, tmp_path / "unpacked")) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", [None, "absent.gguf"])

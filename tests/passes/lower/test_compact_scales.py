@@ -10,13 +10,18 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.analysis.structure.cost import weight_totals
-from graphopt.analysis.structure.scales import scale_values, widened_scales
+from graphopt.analysis.structure.scales import leveled_nodes, scale_values, widened_scales
 from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat
+from graphopt.passes.context import make_context
+from graphopt.passes.lower.compact_scales import CompactScales
 from graphopt.passes.recipe import load_recipe
+from graphopt.runtime_ops import declare
+from graphopt.tasks import task_of
 from tests.graphs import logits, residual_model, run_pass, save
+from tests.passes.codes.test_keep_codes import exact_logits, model_and_file
 
 
 def quantized(*, tied: bool = False, name: str = "int4") -> ir.Model:
@@ -84,6 +89,34 @@ def test_widening_gives_back_the_constants(tied: bool) -> None:
     assert not widened_scales(model.graph)
     after = numbers(model)
     assert sorted(each.tobytes() for each in after) == sorted(each.tobytes() for each in before)
+
+
+def test_codes_of_a_file_run_from_its_own_scales(tmp_path: Path) -> None:
+    """Scales and minimums of K-quants as the file has them: the same bits, and numbers again when that is asked for."""
+    model, file = model_and_file(tmp_path, ("Q2_K", "Q4_K", "IQ4_XS", "Q6_K"))
+    run_pass(model, "keep_codes", file=file)
+    run_pass(model, "lower", target="ort-cpu", instructions="avx2", activations="float32")
+    declare(model)
+    before, parameters = exact_logits(model, tmp_path / "before"), weight_totals(model).parameters
+    report = run_pass(model, "compact_scales")
+    forms = {change.what.figures["form"] for change in report.changes if "form" in change.what.figures}
+    assert {form[0] for form in forms} >= {"4", "6"}  # bits
+    assert leveled_nodes(model.graph)
+    assert weight_totals(model).parameters == parameters
+    declare(model)
+    assert np.array_equal(exact_logits(model, tmp_path / "after"), before)
+    run_pass(model, "widen_scales")
+    assert not leveled_nodes(model.graph)
+    declare(model)
+    assert np.array_equal(exact_logits(model, tmp_path / "widened"), before)
+
+
+def test_kernels_for_gpus_read_floats(tmp_path: Path) -> None:
+    model, file = model_and_file(tmp_path, ("Q6_K",))
+    run_pass(model, "keep_codes", file=file)
+    run_pass(model, "lower", target="ort-cuda")
+    CompactScales()(model, make_context(task_of(model.graph), "ort-cuda"))
+    assert not leveled_nodes(model.graph)
 
 
 def test_a_recipe_with_codes_has_the_step_and_another_has_not() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from graphopt.runtime_ops.matmul_table.spec.levels import pack_levels
 from tests.runtime_ops.cases import batches
 from tests.runtime_ops.hostile import Case, Tensor
 
@@ -31,6 +32,15 @@ def packed_weights(draw: st.DrawFn, random: np.random.Generator) -> tuple[dict[s
         "bias": Tensor(random.standard_normal(columns).astype(np.float32), where),
     }
     sizes_of_node = {"rows": rows, "columns": columns, "group": group}
+    if draw(st.integers(0, 3)) == 0:
+        span, low, width = draw(st.sampled_from([8, 16])), draw(st.integers(-128, 0)), draw(st.sampled_from([4, 6, 8]))
+        for name in ("scales", "zero_points") if zero_points[0] > 1 else ("scales",):
+            levels = random.integers(low, low + 2**width, (tiles, groups, 16))
+            steps = random.uniform(0, 0.1, (tiles, -(-groups // span), 16)).astype(np.float16)
+            inputs[name] = Tensor(pack_levels(levels, steps, width, low), where)
+        if zero_points[0] == 1:
+            inputs["zero_points"] = Tensor(np.zeros((1, 1), np.uint8), where)
+        return inputs, {**sizes_of_node, "span": span, "low": low, **draw(minimums)}
     if bits in range(2, 7) and draw(st.booleans()):
         entries = max(16, entries)
         inputs["table"] = Tensor((random.integers(-63, 64, (2, entries)) / 32).astype(np.float32), where)

@@ -61,11 +61,31 @@ float trellis_value(const Weights& weights, const TableInput& table, const Plane
   return table.values[window >> field] + table.values[table.entries + (window & ((1 << field) - 1))];
 }
 
+// Scales and zero points of a column.
 template <typename Scale>
-struct Column {
+struct StoredNumbers {
   const Scale *scales, *zero_points;  // of the tile and lane, 16 apart; no zero points: null
-  const uint8_t* codes;               // of the tile
-  size_t lane, width;                 // of the tile
+
+  float scale(size_t group) const { return number<float>(scales[16 * group]); }
+  float zero(size_t group) const { return zero_points ? number<float>(zero_points[16 * group]) : 0; }
+};
+
+struct LeveledNumbers {
+  const Weights& weights;
+  size_t tile, lane;
+
+  float scale(size_t group) const { return of(weights.levels, group); }
+  float zero(size_t group) const { return weights.zero_levels.bytes ? of(weights.zero_levels, group) : 0; }
+  float of(const Leveled& levels, size_t group) const {
+    return levels.number(tile, group, lane, weights.span_bits, weights.low);
+  }
+};
+
+template <typename Numbers>
+struct Column {
+  Numbers numbers;
+  const uint8_t* codes;  // of the tile
+  size_t lane, width;    // of the tile
 
   // Returns the largest code that has no entry in the table, 0 where all have one.
   int write(const Weights& weights, const TableInput& table, const Planes& planes, float* y) const {
@@ -85,8 +105,7 @@ struct Column {
         value = table.values[code];
       }
       const size_t group = row / weights.group;
-      const float zero = zero_points ? number<float>(zero_points[16 * group]) : 0;
-      const float scale = number<float>(scales[16 * group]);
+      const float zero = numbers.zero(group), scale = numbers.scale(group);
       y[row] = weights.minimums ? value * scale + zero : (value - zero) * scale;
     }
     return unknown_code;
@@ -145,17 +164,24 @@ struct Call {
     }
     const auto column = static_cast<size_t>(id < 0 ? id + columns : id);
     float* const to = y + at * weights.rows;
-    const int code = weights.scales ? write_column(column, weights.scales, weights.zero_points, to)
-                                    : write_column(column, weights.half_scales, weights.half_zero_points, to);
+    const int code = weights.levels.bytes ? write_column(column, LeveledNumbers{weights, column / 16, column % 16}, to)
+                     : weights.scales ? write_column(column, weights.scales, weights.zero_points, to)
+                                      : write_column(column, weights.half_scales, weights.half_zero_points, to);
     if (code) unknown_code = code;
   }
 
   template <typename Scale>
   int write_column(size_t column, const Scale* scales, const Scale* zero_points, float* to) const {
-    const size_t tile = column / 16, lane = column % 16, offset = 16 * tile * weights.groups() + lane;
+    const size_t offset = 16 * (column / 16) * weights.groups() + column % 16;
+    return write_column(column, StoredNumbers<Scale>{scales + offset, zero_points ? zero_points + offset : nullptr}, to);
+  }
+
+  template <typename Numbers>
+  int write_column(size_t column, const Numbers& numbers, float* to) const {
+    const size_t tile = column / 16, lane = column % 16;
     const uint8_t* const codes = weights.codes + tile * weights.tile_bytes();
     const size_t left = weights.columns - 16 * tile, width = left < 16 ? left : 16;
-    const Column<Scale> source{scales + offset, zero_points ? zero_points + offset : nullptr, codes, lane, width};
+    const Column<Numbers> source{numbers, codes, lane, width};
     return source.write(weights, kernel->table, planes, to);
   }
 };
@@ -202,7 +228,7 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   return check_codes(node, table, call.unknown_code);
 }
 
-const OrtCustomOp kOps[2] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>()};
+const OrtCustomOp kOps[3] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>(), custom_op<Kernel, kUint8>()};
 
 const Operators kRegistered(kOps);
 

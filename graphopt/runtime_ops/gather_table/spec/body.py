@@ -12,6 +12,7 @@ import onnx_ir as ir
 from graphopt.runtime_ops.dequantize_trellis.spec.op import CODES, window_value_nodes
 from graphopt.runtime_ops.gather_table.spec.schema import SCHEMA
 from graphopt.runtime_ops.matmul_table.spec.body import bits_of_codes, positions_of
+from graphopt.runtime_ops.matmul_table.spec.levels import number_nodes
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE
 from graphopt.runtime_ops.matmul_table.spec.schema import overload
 from graphopt.runtime_ops.operator import DOMAIN
@@ -62,6 +63,8 @@ def function(opset: int, **attributes: Any) -> ir.Function:
         return tape.op("Gather", [tape.op("Cast", [per_group], {"to": ir.DataType.FLOAT}), of_row], {"axis": 1})
 
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
+    if attributes.get("span", 0):
+        scales, full_zeros = (number_nodes(tape, part, rows, group, positions_of) for part in (scales, full_zeros))
     zeros_of_row = for_each_row(full_zeros)
     minimums = bool(attributes.get("minimums", 0))
     differences = values if minimums else tape.op("Sub", [values, zeros_of_row])

@@ -11,7 +11,7 @@ Inputs, all of them required:
 Attributes:
     rows, columns: int, K and N.
     group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
-    minimums, trellis: as for ``MatMulTable``; optional.
+    minimums, trellis, span, low: as for ``MatMulTable``; optional.
 
 Output:
     y: float [..., K], the shape of ids with an axis of rows behind it, in float32 arithmetic. Column n = ids[...] is
@@ -35,6 +35,7 @@ import numpy.typing as npt
 from graphopt.runtime_ops.dequantize_trellis.spec.op import values_of
 from graphopt.runtime_ops.gather_table.spec.body import function
 from graphopt.runtime_ops.gather_table.spec.schema import SCHEMA
+from graphopt.runtime_ops.matmul_table.spec.levels import numbers_of
 from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, unpack, untile
 from graphopt.runtime_ops.matmul_table.spec.schema import overload
 from graphopt.runtime_ops.operator import Operator
@@ -53,6 +54,8 @@ def reference(
     group: int,
     minimums: int = 0,
     trellis: int = 0,
+    span: int = 0,
+    low: int = 0,
 ) -> npt.NDArray[np.float32]:
     """Return what the operator means, float32 [..., K].
 
@@ -60,6 +63,7 @@ def reference(
         ValueError: the shapes do not fit one another.
         IndexError: a column is out of range, or a code that is looked up has no entry in the table.
     """
+    scales, zero_points = (numbers_of(part, rows, group, span, low) for part in (scales, zero_points))
     if scales.shape[1] != -(-rows // group):
         raise ValueError(f"{rows} rows in groups of {group} have {-(-rows // group)} scales, not {scales.shape[1]}")
     of_row = np.arange(rows) // group

@@ -18,10 +18,11 @@ _WEIGHT_PORTS = ("codes", "scales", "table", "zero_points")
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
-    """Return what a call takes, with float scales: only the columns that are asked for are read."""
+    """Return what a call takes: only the columns that are asked for are read."""
     ids, codes, scales, table, _ = shapes
     rows = UNIT * codes[1]
-    bytes_of_column = rows * bits_of(codes) // 8 + 8 * scales[1]
+    of_groups = 8 * scales[1] if len(scales) == len(codes) else scales[1] // 8  # floats, or bytes of 16 columns
+    bytes_of_column = rows * bits_of(codes) // 8 + of_groups
     return Cost(operations=3 * prod(ids) * rows, bytes=prod(ids) * (8 + bytes_of_column + 4 * rows) + 4 * prod(table))
 
 

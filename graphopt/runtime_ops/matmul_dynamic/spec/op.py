@@ -34,7 +34,7 @@ from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.hadamard.spec.op import reference as hadamard
 from graphopt.runtime_ops.matmul_dynamic.spec.schema import SCHEMA
 from graphopt.runtime_ops.matmul_table.spec.activations import round_rows, row_rounding_nodes
-from graphopt.runtime_ops.matmul_table.spec.body import sizes_of, weight_of
+from graphopt.runtime_ops.matmul_table.spec.body import flags_of, sizes_of, weight_of
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, dequantize
 from graphopt.runtime_ops.matmul_table.spec.schema import overload
 from graphopt.runtime_ops.operator import DOMAIN, Operator
@@ -50,8 +50,8 @@ LEVELS = {8: 127, 4: 7}
 def function(opset: int, **attributes_of_node: Any) -> ir.Function:
     """Return the body: Hadamard, the rounding, MatMulTable. It needs the bodies of both beside it.
 
-    With minimums or a trellis it is a MatMul: onnxruntime finds no overload of MatMulTable from within a body. Whether
-    there is a rotation at all is folded when onnxruntime loads the model.
+    With minimums, a trellis or scales in two levels it is a MatMul: onnxruntime finds no overload of MatMulTable from
+    within a body. Whether there is a rotation at all is folded when onnxruntime loads the model.
     """
     name = overload(**attributes_of_node)
     inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
@@ -74,8 +74,7 @@ def function(opset: int, **attributes_of_node: Any) -> ir.Function:
         name: ir.RefAttr(name, name, ir.AttributeType.INT) for name in ("rows", "columns", "group")
     }
     if name:
-        flags = {name: True}
-        weight = weight_of(tape, codes, scales, table, zero_points, sizes_of(tape), **flags)
+        weight = weight_of(tape, (codes, scales, table, zero_points), sizes_of(tape), **flags_of(attributes_of_node))
         product = tape.op("Add", [tape.op("MatMul", [activations, weight]), bias])
     else:
         attributes["activations"] = "float32"
@@ -103,6 +102,8 @@ def reference(
     clip: float,
     minimums: int = 0,
     trellis: int = 0,
+    span: int = 0,
+    low: int = 0,
 ) -> Doubles:
     """Return what the operator means: h in float64 and then rounded to float32, q and s in float32, then float64.
 
@@ -120,7 +121,7 @@ def reference(
         raise ValueError(f"activations have 8 or 4 bits, not {bits}")
     h = hadamard(x.astype(np.float64), left, right) if len(left) * len(right) > 1 else x
     activations = round_rows(h.astype(np.float32), LEVELS[bits], clip)
-    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis)
+    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis, span, low)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = activations @ weight + bias.astype(np.float64)
     return y

@@ -18,7 +18,7 @@ from graphopt.runtime_ops.matmul_table.spec.activations import (
     range_nodes,
     rounding_nodes,
 )
-from graphopt.runtime_ops.matmul_table.spec.body import sizes_of, weight_of
+from graphopt.runtime_ops.matmul_table.spec.body import flags_of, sizes_of, weight_of
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE
 from graphopt.runtime_ops.matmul_table.spec.schema import overload
 from graphopt.runtime_ops.operator import DOMAIN
@@ -34,7 +34,7 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     x, codes, scales, table, zero_points, bias, experts = inputs
     tape = ir.tape.Tape()
     rows, columns, group = sizes_of(tape)
-    flags = {name: bool(attributes.get(name, 0)) for name in ("minimums", "trellis")}
+    flags = flags_of(attributes)
     wide = tape.op("Cast", [x], {"to": _FLOAT})
     if activations in WITH_ZERO_POINTS:
         values = table
@@ -85,7 +85,7 @@ def _weights(
     count, tiles = (tape.op("Shape", [codes], {"start": axis, "end": axis + 1}) for axis in (0, 1))
     full_columns = tape.op("Mul", [tiles, ints(tape, TILE)])
     all_columns = tape.op("Mul", [count, full_columns])
-    weight = weight_of(tape, all_codes, all_scales, table, all_zeros, (rows, all_columns, group), **flags)
+    weight = weight_of(tape, (all_codes, all_scales, table, all_zeros), (rows, all_columns, group), **flags)
     by_expert = tape.op("Reshape", [weight, _concat(tape, rows, count, full_columns)])
     cut = tape.op("Slice", [by_expert, ints(tape, 0), columns, ints(tape, 2)])
     return tape.op("Transpose", [cut], {"perm": [1, 0, 2]})

@@ -5,15 +5,15 @@ Inputs, all of them required:
         top slots of a token.
     codes: uint8 [E, T, U, 32 bits]: for each expert what MatMulTable reads, see
         :mod:`graphopt.runtime_ops.matmul_table.spec.op`.
-    scales: float or float16 [E, T, G, 16]; finite.
+    scales: float or float16 [E, T, G, 16], finite; or uint8 [E, T, B], in two levels.
     table: float [entries], or of a trellis [2, entries]: the same for all experts.
-    zero_points: the type of scales, [E, T, G, 16] or [1, 1, 1, 1], where [[[[0]]]] is neutral.
+    zero_points: the type of scales, [E, T, G, 16] or [1, 1, 1, 1], where [[[[0]]]] is neutral; [[[0]]] beside bytes.
     bias: float [E, N], or [1], where [0] is neutral.
     experts: int64 [...], below E: the expert of each slot, negative for none.
 
 Attributes:
-    rows, columns, group, activations, minimums, trellis: as for MatMulTable, of the matrix of one expert. N is a
-        multiple of 16 where trellis is 1.
+    rows, columns, group, activations, minimums, trellis, span, low: as for MatMulTable, of the matrix of one expert. N
+        is a multiple of 16 where trellis is 1.
 
 Output:
     y: the type of x, experts.shape + [N]. For slot s, which reads the row x_s, and W_e and b_e of expert e::
@@ -58,6 +58,8 @@ def reference(
     activations: str,
     minimums: int = 0,
     trellis: int = 0,
+    span: int = 0,
+    low: int = 0,
 ) -> Doubles:
     """Return what the operator means: x rounded in float32 arithmetic, everything behind it in float64.
 
@@ -82,7 +84,7 @@ def reference(
     y = np.zeros((*experts.shape, columns))
     for expert in np.unique(experts[experts >= 0]):
         tensors = (codes[expert], scales[expert], table, zeros[expert])
-        weight = dequantize(*tensors, rows, columns, group, minimums, trellis)
+        weight = dequantize(*tensors, rows, columns, group, minimums, trellis, span, low)
         with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
             y[experts == expert] = of_slots[experts == expert] @ weight + biases[expert]
     return y

@@ -66,7 +66,7 @@ void fill_with_floats(const Filling& filling, const Weights& weights, const Part
   for_each_line_of<Bits, Decoder::kExact>(weights, part, [&](const Bytes& codes, size_t unit) {
     if (filling.shifted && unit * 16 / weights.group != group) {
       group = unit * 16 / weights.group;
-      of = column_scales(weights, part.tile * weights.groups() + group, 1);
+      of = column_scales(weights, part.tile, weights.groups(), group, 1);
     }
     Rows rows = decoder(codes);
     if (filling.shifted) {

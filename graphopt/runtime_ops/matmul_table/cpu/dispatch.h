@@ -43,7 +43,7 @@ void choose_bits(int bits, const WithBits& with_bits) {
 
 // Whether zero points or minimums are part of each value: with floats alone.
 inline bool shifts(const Weights& weights, const Rounded& rounded) {
-  return rounded.kind == Activations::kFloat && (weights.zero_points || weights.half_zero_points);
+  return rounded.kind == Activations::kFloat && weights.has_zero_points();
 }
 
 // Calls with_filling(filling) with what fills blocks with the values of an operand for x in this form.

@@ -15,10 +15,44 @@ struct ColumnScales {
   bool with_zero_point, minimums;
 };
 
-// index: of the group among those of all tiles.
-inline ColumnScales column_scales(const Weights& weights, size_t index, float inverse_step) {
-  const size_t at = index * kColumns;
+// The numbers of a group in the columns of a tile.
+GRAPHOPT_FORCE_INLINE Floats leveled_numbers(const Weights& weights, const Leveled& levels, size_t tile, size_t group) {
+  const uint8_t* const of_tile = levels.bytes + tile * levels.tile_bytes;
+  const uint8_t* const unit = of_tile + group / 16 * 32 * static_cast<size_t>(levels.bits);
+  // a lane of a line has the codes of four rows of its column
+  const size_t line = group % 16 / 4;
+  const int shift = static_cast<int>(group % 4 * 8);
+  Integers codes;
+  if (levels.bits == 8) {
+    const Integers words = load_line<Integers>(unit + kLine * line);
+    codes = by_parts<Integers>([&](size_t i) { return words.part[i] >> shift & 255; });
+  } else {
+    const Integers words = load_line<Integers>(unit + kLine * (line / 2));
+    const int shift_of_half = shift + static_cast<int>(line % 2 * 4);
+    codes = by_parts<Integers>([&](size_t i) { return words.part[i] >> shift_of_half & 15; });
+  }
+  if (levels.bits == 6) {
+    const Integers words = load_line<Integers>(unit + 2 * kLine);
+    const int shift_of_quarter = shift + static_cast<int>(line * 2);
+    codes = by_parts<Integers>([&](size_t i) { return codes.part[i] | (words.part[i] >> shift_of_quarter & 3) << 4; });
+  }
+  const auto* const steps = reinterpret_cast<const Half*>(of_tile + levels.first_step);
+  return (to_floats(codes) + all_lanes(weights.low)) * load_halves(steps + kColumns * (group >> weights.span_bits));
+}
+
+// groups: of a tile.
+inline ColumnScales column_scales(const Weights& weights, size_t tile, size_t groups, size_t group,
+                                  float inverse_step) {
   ColumnScales of = {};
+  if (weights.levels.bytes) {
+    of.scale = leveled_numbers(weights, weights.levels, tile, group);
+    of.with_zero_point = weights.zero_levels.bytes;
+    of.minimums = of.with_zero_point && weights.minimums;
+    if (!of.with_zero_point) return of;
+    of.zero_point = leveled_numbers(weights, weights.zero_levels, tile, group) * inverse_step;
+    return of;
+  }
+  const size_t at = (tile * groups + group) * kColumns;
   of.scale = weights.scales ? load_line<Floats>(weights.scales + at) : load_halves(weights.half_scales + at);
   of.with_zero_point = weights.zero_points || weights.half_zero_points;
   of.minimums = of.with_zero_point && weights.minimums;

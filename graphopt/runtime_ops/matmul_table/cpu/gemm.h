@@ -107,9 +107,8 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
     fill(weights, {tile, begin, units, block.lines});
     if (has_second) fill(weights, {tile + 1, begin, units, block.lines + kLine});
     for (; segment.index < segments.count && segment.unit < begin + units; segment = segments.after(segment)) {
-      const size_t group = tile * segments.groups + segment.group;
-      SegmentScales scales = {{column_scales(weights, group, inverse_step),
-                               column_scales(weights, group + has_second * segments.groups, inverse_step)},
+      SegmentScales scales = {{column_scales(weights, tile, segments.groups, segment.group, inverse_step),
+                               column_scales(weights, tile + has_second, segments.groups, segment.group, inverse_step)},
                               has_second ? 2u : 1u,
                               fill.shifted ? 1.0f : fill.unit};
       if (fill.shifted) {

@@ -36,8 +36,8 @@ void multiply_gemv(const Weights& weights, const Rounded& rounded, const Source&
     const uint32_t* word = rounded.words;
     Floats totals[2] = {};
     for (Segment segment = segments.first(); segment.index < segments.count; segment = segments.after(segment)) {
-      ColumnScales of[2] = {column_scales(weights, tiles[0] * segments.groups + segment.group, 1),
-                            column_scales(weights, tiles[1] * segments.groups + segment.group, 1)};
+      ColumnScales of[2] = {column_scales(weights, tiles[0], segments.groups, segment.group, 1),
+                            column_scales(weights, tiles[1], segments.groups, segment.group, 1)};
       Floats sums[2] = {};
       for (size_t left = segment.units; left; --left, word += 16, codes[0] += kUnitBytes, codes[1] += kUnitBytes) {
         prefetch_ahead<kUnitBytes>(codes[0]);

@@ -25,9 +25,10 @@ struct RowTransform {
 
 // A product's operators, one for each pair of types that x and scales may have.
 template <typename Kernel>
-const OrtCustomOp kProductOps[4] = {
+const OrtCustomOp kProductOps[6] = {
     custom_op<Kernel, ProductTypes::of(kFloat, kFloat)>(), custom_op<Kernel, ProductTypes::of(kFloat, kFloat16)>(),
-    custom_op<Kernel, ProductTypes::of(kFloat16, kFloat)>(), custom_op<Kernel, ProductTypes::of(kFloat16, kFloat16)>()};
+    custom_op<Kernel, ProductTypes::of(kFloat16, kFloat)>(), custom_op<Kernel, ProductTypes::of(kFloat16, kFloat16)>(),
+    custom_op<Kernel, ProductTypes::of(kFloat, kUint8)>(), custom_op<Kernel, ProductTypes::of(kFloat16, kUint8)>()};
 
 // How the rounded rows of x lie in memory for a product.
 struct Layout {

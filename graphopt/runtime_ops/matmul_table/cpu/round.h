@@ -203,7 +203,7 @@ inline void round_to_floats(const PanelRow& row, const Segment& segment) {
       for (size_t i = 0; i < count; ++i) halves[i] = bfloat16(from[i]);
     }
     // nothing else reads the sums
-    const bool with_zero_points = row.weights->zero_points || row.weights->half_zero_points;
+    const bool with_zero_points = row.weights->has_zero_points();
     for (size_t i = 0; with_zero_points && i < count; ++i) {
       sum += bits_of<float>(static_cast<uint32_t>(bfloat16(from[i])) << 16);
     }

@@ -81,7 +81,7 @@ void multiply_small_m(const Weights& weights, const Rounded& rounded, float* y, 
           multiply_unit<Bits>(sums, operand, unit, word);
         }
       }
-      const ColumnScales of = column_scales(weights, tile * segments.groups + segment.group, inverse_step);
+      const ColumnScales of = column_scales(weights, tile, segments.groups, segment.group, inverse_step);
 #pragma GCC unroll 12
       for (size_t row = 0; row < Width; ++row) {
         Floats sum = to_floats(total_of(operand, sums[0][row]));

@@ -17,6 +17,44 @@ OrtStatus* check_finite(const Node& node, const float* values, int64_t entries) 
   return nullptr;
 }
 
+OrtStatus* read_span(const Node& node, const OrtKernelInfo* info, Weights* weights) {
+  int64_t span = 0, low = 0;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "span", &span));
+  if (!span) return nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "low", &low));
+  if (span != 8 && span != 16) return node.error("span must be 0, 8 or 16, it is %lld", static_cast<long long>(span));
+  if (low < -128 || low > 0) return node.error("low must be from -128 to 0, it is %lld", static_cast<long long>(low));
+  weights->span_bits = span == 8 ? 3 : 4;
+  weights->low = static_cast<float>(low);
+  return nullptr;
+}
+
+bool is_neutral(const Tensor& tensor) {
+  for (size_t axis = 0; axis < tensor.rank; ++axis) {
+    if (tensor.shape[axis] != 1) return false;
+  }
+  return !*static_cast<const uint8_t*>(tensor.data);
+}
+
+// Numbers in two levels, [experts, tiles, bytes].
+OrtStatus* read_levels(const Node& node, const char* input, const Weights& weights, const Tensor& tensor, Leveled* to) {
+  const size_t first = weights.experts ? 1 : 0, groups = weights.groups();
+  const size_t steps = 32 * (((groups - 1) >> weights.span_bits) + 1), unit = 32 * ((groups + 15) / 16);
+  const bool has_axes = tensor.rank == first + 2 && (!first || tensor.shape[0] == static_cast<int64_t>(weights.experts));
+  const bool has_tiles = has_axes && tensor.shape[first] == static_cast<int64_t>(weights.tiles());
+  const size_t bytes = has_tiles ? static_cast<size_t>(tensor.shape[first + 1]) : 0;
+  for (int bits = 4; bits <= 8; bits += 2) {
+    if (bytes != unit * static_cast<size_t>(bits) + steps) continue;
+    if (reinterpret_cast<uintptr_t>(tensor.data) % 2) {
+      return node.error("%s lies at an odd address; if that is external data, save the file again", input);
+    }
+    *to = {static_cast<const uint8_t*>(tensor.data), bytes, bytes - steps, bits};
+    return nullptr;
+  }
+  return node.error("%s in two levels must have the shape [%s%zu, %zu, %zu or %zu]", input, first ? "experts, " : "",
+                    weights.tiles(), 4 * unit + steps, 6 * unit + steps, 8 * unit + steps);
+}
+
 OrtStatus* read_trellis(const Node& node, const Weights& weights, const Tensor& table, TableInput* to) {
   if (weights.bits < 2 || weights.bits > 6) return node.error("codes of a trellis have 2 to 6 bits, not %d", weights.bits);
   const int64_t entries = int64_t{1} << trellis_field(weights.bits);
@@ -62,6 +100,7 @@ OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to,
   }
   if (trellis && minimums) return node.error("a trellis has no minimums");
   weights.table.is_trellis = trellis;
+  GRAPHOPT_RETURN_IF_ERROR(read_span(node, info, to));
   Tensor codes, scales, zero_points;
   GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kCodes, "codes", &codes));
   bool constant = true;
@@ -112,6 +151,14 @@ OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to
 
 OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero_points, Weights* to) {
   Weights& weights = *to;
+  if ((scales.type == kUint8) != (weights.span_bits > 0)) {
+    return node.error("scales of bytes, and no others, have a span");
+  }
+  if (scales.type == kUint8) {
+    GRAPHOPT_RETURN_IF_ERROR(read_levels(node, "scales", weights, scales, &weights.levels));
+    if (is_neutral(zero_points)) return nullptr;
+    return read_levels(node, "zero_points", weights, zero_points, &weights.zero_levels);
+  }
   const auto tiles = static_cast<int64_t>(weights.tiles()), groups = static_cast<int64_t>(weights.groups());
   const size_t first = weights.experts ? 1 : 0;
   const auto one_for_each_group = [&](const Tensor& tensor) {

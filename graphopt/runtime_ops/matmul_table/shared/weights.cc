@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "abi/convert.h"
+
 namespace graphopt {
 namespace {
 
@@ -128,6 +130,20 @@ int Table::factor_of_upper(size_t magnitudes) const {
   return all ? all & -all : 1;
 }
 
+float Leveled::number(size_t tile, size_t group, size_t lane, int span_bits, float low) const {
+  const uint8_t* const of_tile = bytes + tile * tile_bytes;
+  const uint8_t* const unit = of_tile + group / 16 * 32 * static_cast<size_t>(bits);
+  const size_t row = group % 16, position = 64 * (row / 4) + 4 * lane + row % 4;
+  int code = unit[position];
+  if (bits < 8) {
+    code = unit[position / 128 * 64 + position % 64] >> position % 128 / 64 * 4 & 15;
+    if (bits == 6) code |= (unit[128 + position % 64] >> position / 64 * 2 & 3) << 4;
+  }
+  Half step;
+  std::memcpy(&step, of_tile + first_step + 2 * (16 * (group >> span_bits) + lane), sizeof step);
+  return (static_cast<float>(code) + low) * graphopt::number<float>(step);
+}
+
 size_t Weights::segments() const {
   const size_t of_group = segments_of_group(), before = groups() - 1;
   return before * of_group + (rows - before * group + kSegment - 1) / kSegment;
@@ -138,6 +154,8 @@ Weights Weights::of_expert(size_t expert) const {
   const size_t numbers = expert * tiles() * groups() * 16;
   one.experts = 0;
   one.codes += expert * tiles() * tile_bytes();
+  if (levels.bytes) one.levels.bytes += expert * tiles() * levels.tile_bytes;
+  if (zero_levels.bytes) one.zero_levels.bytes += expert * tiles() * zero_levels.tile_bytes;
   if (scales) one.scales += numbers;
   if (half_scales) one.half_scales += numbers;
   if (zero_points) one.zero_points += numbers;

@@ -56,6 +56,18 @@ struct Table {
 // Bits of half a window of a trellis, whose codes have 2 to 6 bits.
 constexpr int trellis_field(int bits) { return bits < 4 ? 4 : bits; }
 
+// Numbers of 16 columns and some groups each, as integers of few bits under a float16 number for each run of groups of a
+// column; see matmul_table/spec/levels.py. A tile's integers lie as the codes of a matrix with a row for each group do,
+// its steps behind them.
+struct Leveled {
+  const uint8_t* bytes = nullptr;  // null: numbers are stored as they are
+  size_t tile_bytes = 0, first_step = 0;  // bytes of a tile, and of it those before its steps
+  int bits = 0;                           // 4, 6 or 8
+
+  // The number in a group and column of a tile, for calls that read few; low: the integer of code 0.
+  float number(size_t tile, size_t group, size_t lane, int span_bits, float low) const;
+};
+
 struct Weights {
   size_t rows = 0, columns = 0, group = 0;
   size_t experts = 0;  // matrices of these sizes that codes, scales, zero points and bias are stacked of; 0: one alone
@@ -65,12 +77,16 @@ struct Weights {
   const Half* half_scales = nullptr;   // one is there
   const float* zero_points = nullptr;  // neither of these two
   const Half* half_zero_points = nullptr;  // where all zero points are 0
+  Leveled levels, zero_levels;             // in the place of scales and zero points
+  int span_bits = 0;                       // 2^span_bits groups have one step
+  float low = 0;                           // the integer of code 0
   bool minimums = false;                   // zero points are minimums: W = table[code] scale + minimum
   const float* bias = nullptr;             // null if absent
   Table table;
 
   size_t tiles() const { return (columns + 15) / 16; }
   size_t units() const { return (rows + 15) / 16; }
+  bool has_zero_points() const { return zero_points || half_zero_points || zero_levels.bytes; }
   size_t groups() const { return (rows + group - 1) / group; }
   size_t unit_bytes() const { return 32 * static_cast<size_t>(bits); }
   size_t tile_bytes() const { return units() * unit_bytes(); }

@@ -6,7 +6,7 @@ loads the model, and what is left is the rounding, a ``MatMul`` with float weigh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,10 +19,14 @@ from graphopt.runtime_ops.matmul_table.spec.activations import (
     range_nodes,
     rounding_nodes,
 )
+from graphopt.runtime_ops.matmul_table.spec.levels import number_nodes
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, WIDTHS, line_bytes
 from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA, overload
 from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.runtime_ops.tape import choice, ints, number_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def function(opset: int, **attributes: Any) -> ir.Function:
@@ -32,9 +36,9 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     x, codes, scales, table, zero_points, bias = inputs
     tape = ir.tape.Tape()
     rows, _, group = sizes = sizes_of(tape)
-    flags = {name: bool(attributes.get(name, 0)) for name in ("minimums", "trellis")}
+    flags = flags_of(attributes)
     if activations in WITH_ZERO_POINTS:
-        weight = weight_of(tape, codes, scales, table, zero_points, sizes, **flags)
+        weight = weight_of(tape, (codes, scales, table, zero_points), sizes, **flags)
         x_of_product = range_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), activations, rows, group)
     else:
         mode = choice(tape, "activations", ir.AttributeType.STRING, SYMMETRIC)
@@ -42,7 +46,7 @@ def function(opset: int, **attributes: Any) -> ir.Function:
         # the sums of a trellis are bfloat16 as they are
         halves = table if flags["trellis"] else bfloat16_nodes(tape, table)
         values = tape.op("Where", [is_bfloat16, halves, table])
-        weight = weight_of(tape, codes, scales, values, zero_points, sizes, **flags)
+        weight = weight_of(tape, (codes, scales, values, zero_points), sizes, **flags)
         x_of_product = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
     y = tape.op("CastLike", [tape.op("Add", [tape.op("MatMul", [x_of_product, weight]), bias]), x])
     y.name = "y"
@@ -55,19 +59,23 @@ def sizes_of(tape: ir.tape.Tape) -> tuple[ir.Value, ir.Value, ir.Value]:
     return number_of(tape, "rows"), number_of(tape, "columns"), number_of(tape, "group")
 
 
+def flags_of(attributes: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what a body says of the matrix, from the attributes of its node."""
+    return {name: bool(attributes.get(name, 0)) for name in ("minimums", "trellis", "span")}
+
+
 def weight_of(
     tape: ir.tape.Tape,
-    codes: ir.Value,
-    scales: ir.Value,
-    table: ir.Value,
-    zero_points: ir.Value,
+    matrix: tuple[ir.Value, ir.Value, ir.Value, ir.Value],
     sizes: tuple[ir.Value, ir.Value, ir.Value],
     *,
     minimums: bool = False,
     trellis: bool = False,
+    span: bool = False,
 ) -> ir.Value:
-    """Return the weight float [rows, columns] that a product multiplies by."""
-    rows, columns, _ = sizes
+    """Return the weight float [rows, columns] that a product multiplies by, of codes, scales, table and zero points."""
+    codes, scales, table, zero_points = matrix
+    rows, columns, group = sizes
     matrix_codes = unpack_nodes(tape, codes, rows, columns)
     if trellis:
         looked_up = value_nodes(tape, matrix_codes, columns, table, bits_of_codes(tape, codes))
@@ -75,6 +83,8 @@ def weight_of(
         indices = tape.op("Cast", [matrix_codes], {"to": ir.DataType.INT32})
         looked_up = tape.op("Gather", [table, indices], {"axis": 0})
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
+    if span:
+        scales, full_zeros = (number_nodes(tape, part, rows, group, positions_of) for part in (scales, full_zeros))
     zeros_of_row = for_each_row(tape, full_zeros, *sizes)
     differences = looked_up if minimums else tape.op("Sub", [looked_up, zeros_of_row])
     weight = tape.op("Mul", [differences, for_each_row(tape, scales, *sizes)])

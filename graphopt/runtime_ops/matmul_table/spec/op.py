@@ -18,6 +18,9 @@ Attributes:
         ``DequantizeTrellis`` says, before it is scaled. Each sum of a number of the first row and one of the second is
         a multiple, of 127 at most, of one power of two from 2^-16 to 2^16, and each number a multiple of 32767 at most.
 
+    span, low: int, 8 or 16 where scales and zero_points are in two levels, and the integer of code 0, -128 to 0;
+        optional, else span is 0. Both are uint8 [T, B] then, see :mod:`.levels`; zero_points [[0]] are neutral.
+
 Output:
     y: the type of x, [..., N]. Column n is lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::
 
@@ -50,6 +53,7 @@ import numpy.typing as npt
 from graphopt.runtime_ops.dequantize_trellis.spec.op import values_of
 from graphopt.runtime_ops.matmul_table.spec.activations import round_activations, to_bfloat16
 from graphopt.runtime_ops.matmul_table.spec.body import function
+from graphopt.runtime_ops.matmul_table.spec.levels import numbers_of
 from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, unpack, untile
 from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA, overload
 from graphopt.runtime_ops.operator import Operator
@@ -71,6 +75,8 @@ def reference(
     activations: str,
     minimums: int = 0,
     trellis: int = 0,
+    span: int = 0,
+    low: int = 0,
 ) -> Doubles:
     """Return what the operator means: x rounded in float32 arithmetic, everything behind it in float64.
 
@@ -84,7 +90,7 @@ def reference(
     products = round_activations(x, group, activations)
     if activations == "bfloat16" and not trellis:
         table = to_bfloat16(table)
-    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis)
+    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis, span, low)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = products @ weight + bias.astype(np.float64)
     return y
@@ -100,8 +106,11 @@ def dequantize(
     group: int,
     minimums: int = 0,
     trellis: int = 0,
+    span: int = 0,
+    low: int = 0,
 ) -> Doubles:
     """Return the weight [K, N] that the operator's inputs stand for, exact but for the rounding of float64."""
+    scales, zero_points = (numbers_of(part, rows, group, span, low) for part in (scales, zero_points))
     scales_GN = untile(scales.astype(np.float64), columns)
     zeros_GN = untile(np.broadcast_to(zero_points.astype(np.float64), scales.shape), columns)
     if len(scales_GN) != -(-rows // group):

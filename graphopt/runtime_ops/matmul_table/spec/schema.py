@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from graphopt.runtime_ops.matmul_table.spec.activations import WITH_ZERO_POINTS
+from graphopt.runtime_ops.matmul_table.spec.levels import SPANS
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, bits_of
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
 
@@ -19,9 +20,9 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 PORTS = (
     Port("x", Role.DATA, FLOATS),
     Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=0, bits=lambda shape, _: bits_of(shape)),
-    Port("scales", Role.SCALES, FLOATS, columns=0),
+    Port("scales", Role.SCALES, (*FLOATS, ir.DataType.UINT8), columns=0),
     Port("table", Role.TABLE, (ir.DataType.FLOAT,)),
-    Port("zero_points", Role.ZERO_POINTS, FLOATS, like="scales", placeholder=1, columns=0),
+    Port("zero_points", Role.ZERO_POINTS, (*FLOATS, ir.DataType.UINT8), like="scales", placeholder=1, columns=0),
     Port("bias", Role.BIAS, (ir.DataType.FLOAT,), placeholder=1, columns=0),
 )
 """The inputs of every product with packed codes."""
@@ -31,18 +32,24 @@ SIZES = dict.fromkeys(("rows", "columns", "group"), ir.AttributeType.INT)
 OPTIONAL = {"minimums": ir.AttributeType.INT}
 """1: zero points are minimums, added behind the scales. 0, and where it is left out: they are zero points."""
 
-PACKED_OPTIONAL = {**OPTIONAL, "trellis": ir.AttributeType.INT}
-"""trellis is 1: codes are those of a trellis, with two tables. 0, and where it is left out: each code has a value."""
+PACKED_OPTIONAL = {**OPTIONAL, **dict.fromkeys(("trellis", "span", "low"), ir.AttributeType.INT)}
+"""trellis is 1: codes are those of a trellis, with two tables. 0, and where it is left out: each code has a value.
+span: groups under one step where scales and zero points are in two levels. 0, and where it is left out: they are
+numbers. low: the integer of code 0 of those, beside span.
+"""
 
 
-def overload(*, minimums: int = 0, trellis: int = 0, activations: str = "", **_: Any) -> str:
+def overload(
+    *, minimums: int = 0, trellis: int = 0, span: int = 0, low: int | None = None, activations: str = "", **_: Any
+) -> str:
     """Return the name of the body for a node's attributes, "" for the first of them.
 
-    There are bodies for zero points, for minimums and for trellises, and of each one more where activations have zero
-    points.
+    There are bodies for zero points, for minimums and for trellises, of each one more where activations have zero
+    points, and of all of these one more where scales are in two levels.
 
     Raises:
-        ValueError: ``minimums`` or ``trellis`` is neither 0 nor 1, or both are 1.
+        ValueError: ``minimums`` or ``trellis`` is neither 0 nor 1, or both are 1; ``span`` is none of 0, 8 and 16, or
+            has no ``low`` from -128 to 0.
     """
     flags = {"minimums": minimums, "trellis": trellis}
     for name, flag in flags.items():
@@ -50,16 +57,25 @@ def overload(*, minimums: int = 0, trellis: int = 0, activations: str = "", **_:
             raise ValueError(f"{name} must be 0 or 1, it is {flag}")
     if minimums and trellis:
         raise ValueError("a trellis has no minimums")
+    if span not in (0, *SPANS) or (span and (low is None or not -128 <= low <= 0)):
+        raise ValueError(f"span must be 0, 8 or 16, beside low from -128 to 0; they are {span} and {low}")
+    flags |= {"span": span, "low": span}
     modes = (mode for mode in WITH_ZERO_POINTS if mode == activations)
     return "_".join((*(name for name, flag in flags.items() if flag), *modes))
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
-    """Return what a call takes, with float scales and the padding of the last tile."""
-    x, codes, scales, *small = shapes
+    """Return what a call takes, with scales that are floats or in two levels, and the padding of the last tile."""
+    x, codes, scales, table, zero_points, *small = shapes
     outputs = prod(x[:-1]) * TILE * codes[0]
-    numbers = prod(x) + outputs + prod(scales) + sum(prod(shape) for shape in small)
-    return Cost(operations=2 * outputs * x[-1], bytes=prod(codes) + 4 * numbers)
+    numbers = prod(x) + outputs + sum(prod(shape) for shape in (table, *small))
+    of_groups = sum(prod(shape) * scale_bytes(shape, codes) for shape in (scales, zero_points))
+    return Cost(operations=2 * outputs * x[-1], bytes=prod(codes) + of_groups + 4 * numbers)
+
+
+def scale_bytes(scales: Sequence[int], codes: Sequence[int]) -> int:
+    """Return the bytes of an element of scales: 4 as floats [..., G, 16], 1 in two levels, [..., B]."""
+    return 4 if len(scales) == len(codes) else 1
 
 
 def precision(attributes: Mapping[str, Any]) -> str | None:
