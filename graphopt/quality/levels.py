@@ -129,8 +129,8 @@ def grid_of(node: ir.Node) -> Grid | None:
     if is_packed:
         rows, columns = (reader.attributes.get_int(name, 0) for name in ("rows", "columns"))
         codes = unpack(codes, rows, columns)
-        of_groups = [None if part is None else _numbers_of_groups(reader, part) for part in (scales, zeros)]
-        scales, zeros = (None if part is None else untile(part, columns) for part in of_groups)
+        scales = untile(_numbers_of_groups(reader, scales), columns)
+        zeros = None if zeros is None else untile(_numbers_of_groups(reader, zeros), columns)
     values, levels = _values_and_levels(reader, codes, table)
     group = reader.attributes.get_int("group", 0) or reader.attributes.get_int("block_size", 0)
     if levels is None or values.ndim != _MATRIX or group < 1 or scales.ndim != _MATRIX:

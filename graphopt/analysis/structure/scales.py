@@ -46,7 +46,7 @@ def widened_scales(graph: ir.Graph) -> dict[ir.Node, ir.Value]:
 
 def leveled_nodes(graph: ir.Graph) -> list[ir.Node]:
     """Return the nodes that read packed codes and scales in two levels, in order."""
-    return [node for node in graph if reads_packed(node) and node.attributes.get_int("span", 0)]
+    return [node for node in graph if reads_packed(node) and node.attributes.get_int("span", 0) != 0]
 
 
 def _kind(value: ir.Value) -> tuple[object, ...]:

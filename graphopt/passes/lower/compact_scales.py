@@ -126,7 +126,7 @@ def _store_levels(graph: ir.Graph, ledger: Ledger) -> None:
 
 def _numbers_of(node: ir.Node) -> list[ir.Value] | None:
     """Return the scales and, where there are any, the zero points of packed codes; ``None`` where levels cannot be."""
-    if not reads_packed(node) or "span" not in schema_of(node).optional or node.attributes.get_int("span", 0):
+    if not reads_packed(node) or "span" not in schema_of(node).optional or node.attributes.get_int("span", 0) != 0:
         return None
     values = _present_numbers(node)
     # what others read as numbers, or beside other zero points, has to stay
