@@ -13,6 +13,7 @@ from graphopt.passes.phases import CANONICAL_OPSETS
 from graphopt.runtime_ops.dequantize.spec.op import reference as dequantized
 from graphopt.runtime_ops.dequantize_trellis.spec.op import values_of
 from graphopt.runtime_ops.gather_table.spec.op import GATHER_TABLE, reference
+from graphopt.runtime_ops.matmul_table.spec.levels import numbers_of
 from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, pack, tile, unpack, untile
 from tests.native import needs_library
 from tests.runtime_ops.bodies import run_body
@@ -68,6 +69,8 @@ def test_the_kernel_is_the_reference_to_the_last_bit(tmp_path: Path, case: Case)
 def test_a_column_is_that_of_the_logical_matrix_to_the_last_bit(case: Case) -> None:
     ids, codes, scales, table, points = arrays(case)
     sizes = case.attributes
+    levels = (sizes["rows"], sizes["group"], sizes.get("span", 0), sizes.get("low", 0))
+    scales, points = (numbers_of(part, *levels) for part in (scales, points))
     full = untile(np.broadcast_to(points, scales.shape), sizes["columns"])
     indices, factors = unpack(codes, sizes["rows"], sizes["columns"]), untile(scales, sizes["columns"])
     if sizes.get("trellis", 0):

@@ -9,7 +9,7 @@ Attributes:
     rows, columns, group: as for MatMulTable.
     bits: int, 8 or 4.
     clip: float above 0, at most 1.
-    minimums, trellis: as for MatMulTable; optional.
+    minimums, trellis, span, low: as for MatMulTable; optional.
 
 Output:
     y: the type of x, [..., N]::
