@@ -198,7 +198,9 @@ def check(case: Case, folder: Path) -> np.ndarray | None:
     data = OPERATORS[case.operator].schema.data
     assert (y.shape, y.dtype) == (expected.shape, np.float32 if data is None else arguments[0].dtype)
     as_given = all(tensor.offset is None for tensor in case.inputs.values())
-    if as_given and all(np.isfinite(a).all() and np.abs(a).max(initial=0) < 1e4 for a in arguments):
+    # Bytes of levels may hold steps that are not finite, which the arguments do not show.
+    is_finite = as_given and np.isfinite(expected).all()
+    if is_finite and all(np.isfinite(a).all() and np.abs(a).max(initial=0) < 1e4 for a in arguments):
         # Other tests check the error. Here it is enough that it was computed from these numbers and no others.
         assert np.abs(y - expected).max(initial=0) <= largest(case)
     return y
