@@ -40,6 +40,10 @@ class PageKV(Pass):
     A latent that one row of the cache holds (``absorb_latent``) is stored once: values are the first numbers of keys,
     and KVAttention has a ``value_size``.
 
+    A layer that reads the keys and values of another one (Gemma 3n and 4) stores the same in pages of its own::
+
+        Attention(q2, present_k, present_v, m)      ->      KVAttention(q2', k', v', ..., keys2, values2, ...)
+
     The input ``attention_mask`` and what made masks of it disappear; ``past_length`` and ``new_length`` int64 [batch]
     come instead. A graph has one kind of cache: if one layer cannot be rewritten none is, and each says why.
     """

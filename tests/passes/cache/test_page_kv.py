@@ -31,6 +31,8 @@ FLOAT32 = 1e-5
 # Families that canonicalize leaves with standard Attention, and the windows of their layers.
 WINDOWS = dict.fromkeys(("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "mixtral"), (0, 0))
 WINDOWS |= {"gpt_oss": (6,), "gemma3": (6, 0), "mistral_window": (6,), "qwen3": (0,), "falcon_new": (0,)}
+# of two layers the second reads the keys and values of the first
+WINDOWS |= {"gemma3n": (0, 0)}
 
 
 def logits_by_calls(opened: onnxruntime.InferenceSession, calls: list[int], paddings: list[int]) -> np.ndarray:

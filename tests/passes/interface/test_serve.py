@@ -14,7 +14,7 @@ import onnxruntime_genai
 import pytest
 from pydantic import ValidationError
 
-from graphopt.analysis.structure.ports import POOL
+from graphopt.analysis.structure.ports import BLOCK_TABLE, POOL
 from graphopt.artifact.artifact import verify_files
 from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.compile.pipeline import optimize
@@ -258,6 +258,7 @@ def test_states_of_requests_give_the_texts_of_requests_alone(
     source, folder = make_artifact(family), tmp_path / family
     steps = [{"step": "absorb_latent"}] if family == "deepseek_v3" else []
     made = optimize(source, recipe(*steps, {"step": "serve", "memory": "1MB", "block": 32}), folder)
+    assert BLOCK_TABLE in [value.name for value in ir.load(folder / "model.onnx").graph.inputs]
     check = made.manifest.check("logits", after="serve")
     assert check.status == "measured"
     # Both add up the same products in float32, of tokens in rows of another length.

@@ -54,6 +54,8 @@ class Meaning:
         softcap: the soft cap of scores; 0: none.
         window: the query at position p sees positions > p - window; 0: all.
         sinks: logits that join the softmax, float32 [1, query heads, 1, 1]; ``None`` without.
+        latent: what it reads where values are a part of keys.
+        source: the node whose keys and values it reads, see :func:`source_of`; ``None`` where it has its own.
     """
 
     number: int
@@ -65,6 +67,7 @@ class Meaning:
     window: int
     sinks: ir.Value | None = None
     latent: Latent | None = None
+    source: ir.Node | None = None
 
     @property
     def value_size(self) -> int:
@@ -125,6 +128,23 @@ def _past_and_new(value: ir.Value) -> tuple[ir.Value, ir.Value] | None:
     return past, new
 
 
+def source_of(node: ir.Node) -> ir.Node | None:
+    """Return the ``Attention`` whose cache ``node`` reads behind it: a layer without keys and values (Gemma 3n).
+
+    _, present_key, present_value = Attention(q', k, v, m, past_key, past_value)
+    Attention(q, present_key, present_value, m)
+    """
+    inputs = [*node.inputs, *[None] * 7][:7]
+    key, value = inputs[_KEY], inputs[_VALUE]
+    if key is None or value is None or any(inputs[index] is not None for index in (_PAST_KEY, _PAST_VALUE, _VALID)):
+        return None
+    source = key.producer()
+    if source is None or source.op_type != "Attention" or source.domain or source is not value.producer():
+        return None
+    has_cache = len(source.inputs) > _PAST_VALUE and past_port(source.inputs[_PAST_KEY]) is not None
+    return source if has_cache and (key.index(), value.index()) == (1, 2) else None
+
+
 def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     """Return what the ``Attention`` node means, or why ``KVAttention`` cannot compute it."""
     inputs = [*node.inputs, *[None] * 7][:7]
@@ -132,6 +152,9 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     latent = latent_of(node)
     if latent is not None:
         return _meaning_of_latent(node, latent, evaluator)
+    source = source_of(node)
+    if source is not None:
+        past_key, past_value = source.inputs[_PAST_KEY], source.inputs[_PAST_VALUE]
     cache = past_port(past_key)
     if cache is None or cache.part != "key" or past_port(past_value) != CachePort(cache.layer, "value"):
         return NO_CACHE()
@@ -140,7 +163,7 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     sinks = sinks_of(node)
     if sinks is None and any(output.uses() or output.is_graph_output() for output in node.outputs[SCORES:]):
         return SCORES_READ()
-    if any(output.uses() for output in node.outputs[1:3]):
+    if any(source_of(use.node) is not node for output in node.outputs[1:3] for use in output.uses()):
         return CACHE_READ()
     sizes = [_heads(node, value, kind) for value, kind in ((query, "q"), (key, "kv"), (value, "kv"))]
     if None in sizes:
@@ -160,7 +183,7 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
     softcap = node.attributes.get_float("softcap", 0.0)
     logits = None if sinks is None else sinks[0]
-    return Meaning(cache.layer, query_heads, kv_heads, size, scale, softcap, window, logits)
+    return Meaning(cache.layer, query_heads, kv_heads, size, scale, softcap, window, logits, source=source)
 
 
 def _meaning_of_latent(node: ir.Node, latent: Latent, evaluator: MaskEvaluator) -> Meaning | Fact:

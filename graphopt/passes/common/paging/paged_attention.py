@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import onnx_ir as ir
@@ -22,13 +24,13 @@ from graphopt.runtime_ops import OPERATORS, bodies_aside, port
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator, Mapping
 
     from graphopt.passes.context import Context, Ledger
 
 Page = Literal[16, 32, 64, 128]
 
-_MASK, _PAST_KEY, _PAST_VALUE = 3, 4, 5
+_KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE = range(1, 6)
 
 
 OWNS_CACHE = Rule(
@@ -36,6 +38,7 @@ OWNS_CACHE = Rule(
     "owns its cache, in pages of {page} tokens",
     window=", a window of {window} tokens",
     sinks=", with logits of sinks",
+    source=", and stores the keys and values of {source} once more",
 )
 LENGTHS = Rule("page_kv.lengths", "lengths per row say what is padding: past_length, new_length")
 NO_ATTENTION = Rule("page_kv.no-attention", "it has no standard Attention; canonicalize lifts what exporters spell out")
@@ -72,9 +75,11 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
     lengths = [ir.val(name, ir.DataType.INT64, [_rows(graph)]) for name in (PAST_LENGTH, NEW_LENGTH)]
     graph.inputs.extend(lengths)
     mask_by_lengths(graph, recurrences, _tokens(graph), lengths[1], ledger)
-    for node, meaning in meanings.items():
-        assert isinstance(meaning, Meaning)
-        _rewrite(graph, node, meaning, lengths, page, ledger)
+    attention_of: dict[ir.Node, ir.Node] = {}
+    known = {node: meaning for node, meaning in meanings.items() if isinstance(meaning, Meaning)}
+    for node, meaning in _with_own_numbers(known):
+        source = None if meaning.source is None else attention_of[meaning.source]
+        attention_of[node] = _rewrite(graph, node, meaning, source, lengths, page, ledger)
     with bodies_aside(model):
         RemoveUnusedNodesPass()(model)
     for value in [value for value in graph.inputs if value.name == ATTENTION_MASK]:
@@ -93,12 +98,38 @@ def why_masks_stay(model: ir.Model, context: Context) -> Fact | None:
     return why_not_by_lengths(recurrences, evaluator) or _other_reader(model.graph, recurrences)
 
 
+def _with_own_numbers(meanings: Mapping[ir.Node, Meaning]) -> Iterator[tuple[ir.Node, Meaning]]:
+    """Yield nodes and what they mean, those that read the cache of another one as layers of their own.
+
+    They stand behind the nodes whose caches they read, and read them no longer.
+    """
+    numbers = itertools.count(1 + max(meaning.number for meaning in meanings.values()))
+    readers = [node for node, meaning in meanings.items() if meaning.source is not None]
+    for node in readers:
+        for index in (_KEY, _VALUE):
+            node.replace_input_with(index, None)
+    for node, meaning in meanings.items():
+        yield node, meaning if meaning.source is None else replace(meaning, number=next(numbers))
+
+
 def _rewrite(
-    graph: ir.Graph, node: ir.Node, meaning: Meaning, lengths: list[ir.Value], page: int, ledger: Ledger
-) -> None:
+    graph: ir.Graph,
+    node: ir.Node,
+    meaning: Meaning,
+    source: ir.Node | None,
+    lengths: list[ir.Value],
+    page: int,
+    ledger: Ledger,
+) -> ir.Node:
+    """Put ``KVAttention`` where ``node`` stands; return it.
+
+    What reads the cache of a ``source`` stores the same keys and values in pages of its own.
+    """
     placeholder = no_sinks(graph)
     latent = meaning.latent
     rows = [as_rows(graph, value, node) for value in node.inputs[:3] if value is not None and latent is None]
+    if source is not None:
+        rows += [new for new in source.inputs[_KEY:_MASK] if new is not None]
     if latent is not None:
         rows = [*_latent_rows(graph, node, latent), placeholder]
     layer = PagedLayer(
@@ -130,7 +161,7 @@ def _rewrite(
     width = meaning.query_heads * (meaning.value_size or meaning.head_size)
     y.shape = ir.Shape([*rows[0].shape[:2], width])
     graph.insert_before(node, attention)
-    pasts = [node.inputs[index] for index in (_PAST_KEY, _PAST_VALUE)] if latent is None else list(latent.pasts)
+    pasts = list(node.inputs[_PAST_KEY : _PAST_VALUE + 1]) if latent is None else list(latent.pasts)
     for present in node.outputs[1:3] if latent is None else latent.presents:
         if present.is_graph_output():
             graph.outputs.remove(present)
@@ -143,8 +174,9 @@ def _rewrite(
         if past is not None:
             graph.inputs.remove(past)
     connect(graph, attention, layer)
-    has_sinks = meaning.sinks is not None
-    ledger.changed(attention, OWNS_CACHE(page=page, window=meaning.window, sinks=has_sinks), sources)
+    figures = {"sinks": meaning.sinks is not None, "source": None if source is None else source.name}
+    ledger.changed(attention, OWNS_CACHE(page=page, window=meaning.window, **figures), sources)
+    return attention
 
 
 def _latent_rows(graph: ir.Graph, node: ir.Node, latent: Latent) -> list[ir.Value]:
