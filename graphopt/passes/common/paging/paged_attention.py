@@ -76,8 +76,8 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
     graph.inputs.extend(lengths)
     mask_by_lengths(graph, recurrences, _tokens(graph), lengths[1], ledger)
     attention_of: dict[ir.Node, ir.Node] = {}
-    known = {node: meaning for node, meaning in meanings.items() if isinstance(meaning, Meaning)}
-    for node, meaning in _with_own_numbers(known):
+    layers = {node: meaning for node, meaning in meanings.items() if isinstance(meaning, Meaning)}
+    for node, meaning in _with_own_numbers(layers):
         source = None if meaning.source is None else attention_of[meaning.source]
         attention_of[node] = _rewrite(graph, node, meaning, source, lengths, page, ledger)
     with bodies_aside(model):
