@@ -18,6 +18,10 @@ class CorrectedMatrix(SameShape):
     (GPTAQ, Li et al. 2025, calls that asymmetric calibration, and corrects row by row instead). The whole W is asked
     for at once.
 
+    It is solved in float32, in half of the time and memory that float64 takes. No eigenvalue of H exceeds the sum of
+    all, so the condition number of H + d is at most 1 + rows / damping: of what is added to W, at most about 6e-8 times
+    that is an error, 0.1% of it for 1536 rows.
+
     Attributes:
         source: W, [rows, columns].
         hessian: H, [rows, rows].
@@ -36,10 +40,10 @@ class CorrectedMatrix(SameShape):
 
     def evaluate(self, region: Region) -> Array:
         """Solve for all columns at once."""
-        matrix, H = np.asarray(self.source.numpy(), np.float32), self.hessian.numpy().astype(np.float64)
-        mean = float(np.diagonal(H).mean())
+        matrix, H = np.asarray(self.source.numpy(), np.float32), self.hessian.numpy().copy()
+        mean = float(np.diagonal(H).mean(dtype=np.float64))
         if mean:
-            H.reshape(-1)[:: len(H) + 1] += self.damping * mean
+            H.reshape(-1)[:: len(H) + 1] += np.float32(self.damping * mean)
             with one_thread():
-                matrix = matrix + np.linalg.solve(H, self.shift.numpy().astype(np.float64) @ matrix).astype(np.float32)
+                matrix = matrix + np.linalg.solve(H, self.shift.numpy() @ matrix)
         return matrix.astype(self.dtype.numpy(), copy=False)[region]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import math
 from dataclasses import InitVar, dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.errors import InputError
 from graphopt.quantization.statistics.squares import Doubles, Product, Squares, products_of
+from graphopt.runtime_ops.library import library_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -19,9 +24,6 @@ _GROUP, _CODES = 32, 16
 
 # Tokens whose squares are summed in float32 before they are added up in float64.
 _TOKENS = 1024
-
-# Tokens that are looked at together, so that what is computed of them stays in a core's cache.
-_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,16 @@ class Terms:
         products: the blocks of x^T x; an iterator of them can be used once.
         total: the sum of x.
         largest: the largest magnitude.
-        fourths: the sum of x^4, of 16 tokens each.
-        errors: the squared error of 4 bits, likewise.
+        fourth: the sum of x^4.
+        error: the squared error of 4 bits.
     """
 
     tokens: int
     products: Iterable[Product]
     total: Doubles
     largest: npt.NDArray[np.float32]
-    fourths: tuple[float, ...]
-    errors: tuple[float, ...]
+    fourth: float
+    error: float
 
     def copy(self) -> Terms:
         """Return terms that last and can be pickled."""
@@ -54,14 +56,8 @@ def terms_of(inputs: npt.NDArray[Any]) -> Iterator[Terms]:
     tokens = inputs.reshape(-1, inputs.shape[-1])
     for start in range(0, len(tokens), _TOKENS):
         x = np.ascontiguousarray(tokens[start : start + _TOKENS], np.float32)
-        largest, fourths, errors = np.zeros(x.shape[-1], np.float32), [], []
-        for chunk in np.split(x, range(_AT_ONCE, len(x), _AT_ONCE)):
-            np.maximum(largest, np.abs(chunk).max(axis=0), out=largest)
-            square = np.square(chunk, dtype=np.float64).ravel()
-            fourths.append(float(square @ square))
-            errors.append(coarse_error(chunk))
-        total = x.sum(axis=0, dtype=np.float64)
-        yield Terms(len(x), products_of(x), total, largest, tuple(fourths), tuple(errors))
+        total, largest, fourth, error = sums_of(x)
+        yield Terms(len(x), products_of(x), total, largest, fourth, error)
 
 
 @dataclass
@@ -102,9 +98,8 @@ class Moments:
         self.squares.add_products(terms.products)
         self.total += terms.total
         np.maximum(self.largest, terms.largest, out=self.largest)
-        for fourth, coarse in zip(terms.fourths, terms.errors, strict=True):
-            self.fourth += fourth
-            self.coarse += coarse
+        self.fourth += terms.fourth
+        self.coarse += terms.error
         self.tokens += terms.tokens
 
     @property
@@ -120,22 +115,54 @@ class Moments:
         return self.coarse / second if second else 0.0
 
 
-def coarse_error(x: npt.NDArray[np.float32]) -> float:
-    """Return the squared error of x [tokens, rows] as 16 codes in groups of 32, whose range holds 0."""
-    tokens, rows = x.shape
-    numbers = np.zeros((tokens, -(-rows // _GROUP) * _GROUP), np.float32)
-    numbers[:, :rows] = x
-    # The numbers of a group one below the other: then every operation runs along all groups.
-    groups = np.ascontiguousarray(numbers.reshape(-1, _GROUP).T)
-    low, high = np.minimum(groups.min(0), 0), np.maximum(groups.max(0), 0)
-    step = (high - low) / np.float32(_CODES - 1)
-    step[step == 0] = 1
-    zero = np.rint(-low / step)
-    codes = groups / step
-    np.rint(codes, out=codes)
-    np.maximum(codes, -zero, out=codes)  # np.clip takes twice as long as both
-    np.minimum(codes, _CODES - 1 - zero, out=codes)
-    codes *= step
-    codes -= groups
-    error = codes.ravel().astype(np.float64)
-    return float(error @ error)
+def sums_of(x: npt.NDArray[np.float32]) -> tuple[Doubles, npt.NDArray[np.float32], float, float]:
+    """Return sums over x [tokens, rows] by the library where it was built, or the same numbers by NumPy.
+
+    Returns:
+        The sum of x over tokens, float64 [rows]; the largest magnitude, [rows]; the sum of x^4; and the squared error
+        of x as 16 codes in groups of 32 numbers of a token, whose range holds 0.
+
+    Raises:
+        InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+    """
+    rows = x.shape[1]
+    total, largest, lane_sums = np.zeros(rows), np.zeros(rows, np.float32), np.zeros((2, _GROUP))
+    path = library_path()
+    function = None if path is None else _library_function(str(path))
+    if function is None:
+        _add_sums(x, total, largest, lane_sums)
+    elif not function(x.ctypes.data, *x.shape, *(array.ctypes.data for array in (total, largest, *lane_sums))):
+        raise InputError("GRAPHOPT_OPS_ISA names instructions that this machine does not have")
+    fourth, error = (math.fsum(row) for row in lane_sums)
+    return total, largest, fourth, error
+
+
+@lru_cache(maxsize=4)
+def _library_function(path: str) -> Any | None:
+    """Return the function of a library, or ``None`` where it is of an older version that lacks it."""
+    try:
+        function = ctypes.CDLL(path).graphopt_add_moments
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_void_p] * 4]
+    function.restype = ctypes.c_int
+    return function
+
+
+def _add_sums(x: npt.NDArray[np.float32], total: Doubles, largest: npt.NDArray[np.float32], lane_sums: Doubles) -> None:
+    """Add what ``cpu/kernels_moments.cc`` adds: token after token, and of groups each of the 32 lanes by itself."""
+    for token in x:
+        total += token
+        np.maximum(largest, np.abs(token), out=largest)
+        numbers = np.zeros((-(-len(token) // _GROUP), _GROUP), np.float32)
+        numbers.reshape(-1)[: len(token)] = token
+        low, high = np.minimum(numbers.min(1), 0)[:, None], np.maximum(numbers.max(1), 0)[:, None]
+        step = (high - low) / np.float32(_CODES - 1)
+        step[step == 0] = 1
+        zero = np.rint(-low / step)
+        codes = np.clip(np.rint(numbers / step), -zero, _CODES - 1 - zero)
+        for square, error in zip(
+            np.square(numbers, dtype=np.float64), np.square(codes * step - numbers, dtype=np.float64), strict=True
+        ):
+            lane_sums[0] += np.square(square)
+            lane_sums[1] += error

@@ -14,9 +14,9 @@ from graphopt.errors import InputError
 from graphopt.graph.weights import Inline, Scale, rewrite
 from graphopt.ort.runner import Runner
 from graphopt.passes.recipe import load_recipe
-from graphopt.quantization.statistics import Calibration, InputStatistics
+from graphopt.quantization.statistics import Calibration, InputStatistics, moments
 from graphopt.quantization.statistics.collect import PIECE_BYTES
-from graphopt.quantization.statistics.moments import Moments
+from graphopt.quantization.statistics.moments import Moments, sums_of
 from graphopt.quantization.statistics.partition import pieces_of
 from graphopt.quantization.statistics.squares import Squares
 from graphopt.quantization.statistics.symmetric import packed_size, unpack
@@ -248,6 +248,30 @@ def test_blocks_make_the_whole_and_memory_of_another_sum_leaves_nothing(rows: in
         squares.release()
         assert not mean(squares).any()
     assert len(spare) == {512: 1, 513: 1, 1100: 3}.get(rows, 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 33), (40, 64), (17, 100)])
+def test_sums_have_the_same_bits_without_the_library(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    x = (1e3 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
+    x[0] = 0
+    for scale in (1e-45, 1e-30, 1, 1e30):  # also where a step is no normal number
+        numbers = x * np.float32(scale)
+        with subtests.test(scale=scale):
+            total, largest, fourth, error = sums_of(numbers)
+            with monkeypatch.context() as without:
+                without.setattr(moments, "library_path", lambda: None)
+                expected = sums_of(numbers)
+            assert np.array_equal(total, expected[0])
+            assert np.array_equal(largest, expected[1])
+            assert (fourth, error) == expected[2:]
+    exact = x.astype(np.float64)
+    total, largest, fourth, _ = sums_of(x)
+    # sums in float64 of at most 40 tokens, or 1700 numbers
+    assert np.allclose(total, exact.sum(0), rtol=1e-14, atol=1e-12 * np.abs(exact).max())
+    assert np.array_equal(largest, np.abs(x).max(0))
+    assert fourth == pytest.approx((exact**4).sum(), rel=1e-12)
 
 
 def test_moments_add_up_in_any_portions() -> None:

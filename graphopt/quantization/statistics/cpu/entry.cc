@@ -1,0 +1,13 @@
+// What graphopt/quantization/statistics/moments.py calls. Returns 0 where GRAPHOPT_OPS_ISA is unknown or not of this
+// machine.
+#include "abi/instructions.h"
+#include "cpu/moments.h"
+
+extern "C" __attribute__((visibility("default"))) int graphopt_add_moments(const float* x, size_t tokens, size_t rows,
+                                                                           double* total, float* largest,
+                                                                           double* fourth, double* coarse) {
+  graphopt::Instructions chosen;
+  if (!graphopt::choose_instructions(&chosen)) return 0;
+  GRAPHOPT_OF(chosen, graphopt::kMoments)({x, tokens, rows, total, largest, fourth, coarse});
+  return 1;
+}
