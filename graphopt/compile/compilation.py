@@ -165,7 +165,8 @@ class Compilation:
         self.evaluator = Evaluator(store_in(work), executor)
         # In a folder of its own no other recipe asks for what this one has used.
         self.statistics = Statistics(self.calibration, self.evaluator if statistics is None else None)
-        self.context = make_context(task, self.recipe.target, runner, self.statistics, positions)
+        instructions = self.recipe.options_of("lower").get("instructions")
+        self.context = make_context(task, self.recipe.target, runner, self.statistics, positions, instructions)
         self.reports: list[PassReport] = []
 
     @classmethod

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from graphopt.quantization.statistics.ranges import RangeMethod, TensorRanges
     from graphopt.quantization.statistics.sequence import RoundProduct
     from graphopt.tasks import Task
-    from graphopt.util.targets import Target
+    from graphopt.util.targets import InstructionSet, Target
 
     ExpressionsOf = Callable[[ir.Node, InputStatistics], Collection[Expression]]
 
@@ -254,6 +254,7 @@ class Context:
         runner: runs models and parts of models.
         statistics: what was measured of the model.
         max_positions: tokens that a sequence of the model may have, as it came in; ``None`` where that is unknown.
+        instructions: the instruction set of the CPU that it is to run on; ``None`` where nobody says.
         ledger: where a pass writes down every change and every skip; there is none outside of a pass.
     """
 
@@ -262,6 +263,7 @@ class Context:
     runner: Runner
     statistics: Statistics
     max_positions: int | None
+    instructions: InstructionSet | None = None
     ledger: Ledger = field(init=False)
 
     def of_pass(self, report: PassReport) -> Context:
@@ -277,6 +279,7 @@ def make_context(
     runner: Runner | None = None,
     statistics: Statistics | None = None,
     max_positions: int | None = None,
+    instructions: InstructionSet | None = None,
 ) -> Context:
     """Return the context of a compilation, or of a pass that is called alone: the one place that makes one."""
-    return Context(task, target, runner or Runner(), statistics or Statistics(), max_positions)
+    return Context(task, target, runner or Runner(), statistics or Statistics(), max_positions, instructions)

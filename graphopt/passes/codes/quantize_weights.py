@@ -247,7 +247,7 @@ class QuantizeWeights(Pass):
         plan_of = self._planner(graph, products, context)
         statistics, store = self._collect(model, products, plan_of, context)
         for node, format_choice in products.items():
-            target_format = format_choice.for_target(context.target)
+            target_format = format_choice.for_target(context.target, context.instructions)
             in_place = None if target_format is format_choice else format_of(format_choice.format).name
             inputs, lookups_of = statistics.get(node), tied.get(node, ())
             plan = plan_of(node, inputs)
@@ -320,7 +320,7 @@ class QuantizeWeights(Pass):
                 plans[key] = self._plan(
                     graph,
                     node,
-                    products[node].for_target(context.target),
+                    products[node].for_target(context.target, context.instructions),
                     statistics,
                     0 if node in lm_heads else self.low_rank,
                     corrects=not tied.get(node),

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.product_codes import dequantize_of
 from graphopt.analysis.structure.products import is_packed, packed_nodes, reads_packed
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import name_output, replace
+from graphopt.graph.editing import insert_behind, name_output, replace
 from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass
 from graphopt.passes.common.input_rounding import round_input
@@ -31,7 +31,7 @@ NO_PRODUCT_READS = Rule("unpack.alone", "no product that is unpacked reads its c
 NOT_CONSTANT = Rule("unpack.not-constant", "its codes, scales, table or zero points are no constants")
 NOT_FLOAT = Rule("unpack.not-float", "it computes in {type}, and dequantized codes are float")
 HAS_ZERO_POINTS = Rule("unpack.zero-points", "it has zero points, which the logical form of a trellis has not")
-HAS_BIAS = Rule("unpack.biased", "it has a bias, which the logical form has not")
+BIAS_BEHIND = Rule("unpack.bias", "adds the bias that the product had")
 
 
 class Unpack(Pass):
@@ -49,7 +49,8 @@ class Unpack(Pass):
         y2 = MatMul(RoundActivations(Hadamard(x, left, right); bits per token, clip), Dequantize(...))
         e  = Gather(Transpose(Dequantize(...)), ids)
 
-    ``MatMulCodebook`` becomes a ``MatMul`` of ``DequantizeCodebook``, of the same tensors.
+    A bias of a packed product is added behind. ``MatMulCodebook`` becomes a ``MatMul`` of ``DequantizeCodebook``, of
+    the same tensors.
 
     Codes, scales and zero points are the same numbers in another layout; scales in two levels (``level_scales``) become
     one constant. The step ``lower`` makes the same product
@@ -82,8 +83,13 @@ class Unpack(Pass):
             rounding, lookups, new = _rounding(node), _lookups(node), _logical(graph, node)
             for lookup in lookups:
                 _unpack_lookup(graph, lookup, new, ledger)
+            bias = _bias(node)
+            add = None if bias is None else ir.node("Add", [new.outputs[0], bias], name=f"{node.name}.bias")
             replace(node, new)
             ledger.changed(new, PRODUCT_UNPACKED(op_type=node.op_type), [node])
+            if add is not None:
+                insert_behind(new.outputs[0], add, value_name=f"{node.name}.unbiased")
+                ledger.changed(add, BIAS_BEHIND(), [node])
             if rounding is not None:
                 round_input(graph, new, rounding, ledger)
         for node in graph:
@@ -111,9 +117,14 @@ def _refusal(node: ir.Node) -> Fact | None:
         return NOT_FLOAT(type=str(x.dtype))
     if node.attributes.get_int("trellis", 0) and not _is_absent(node, "zero_points"):
         return HAS_ZERO_POINTS()
-    bias = constants_of_node["bias"].const_value
-    assert bias is not None
-    return None if _is_absent(node, "bias") and not bias.numpy().any() else HAS_BIAS()
+    return None
+
+
+def _bias(node: ir.Node) -> ir.Value | None:
+    """Return the bias of a packed product. That of one column has the size of the placeholder, which is 0."""
+    bias = _constants(node)["bias"]
+    assert bias.const_value is not None
+    return bias if not _is_absent(node, "bias") or bias.const_value.numpy().any() else None
 
 
 def _logical(graph: ir.Graph, node: ir.Node) -> ir.Node:

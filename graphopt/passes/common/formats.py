@@ -14,7 +14,7 @@ from graphopt.passes.base import Options
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from graphopt.util.targets import Target
+    from graphopt.util.targets import InstructionSet, Target
 
 # onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
 # from these opsets on.
@@ -68,17 +68,23 @@ class GroupedFormat(Options):
 
 
 class LinearFormat(GroupedFormat):
-    """A number format for matrices, and what takes its place on GPUs.
+    """A number format for matrices, and what takes its place on GPUs and on some CPUs.
 
     Attributes:
         on_gpus: the format for ``ort-cuda``, where another is faster; ``None``: the same one.
+        on_avx2: the format for ``ort-cpu`` where it multiplies with AVX2 and no VNNI; ``None``: the same one. There two
+            products of bytes are added in 16 bits, which fit where codes have 7 bits.
     """
 
     on_gpus: GroupedFormat | None = None
+    on_avx2: GroupedFormat | None = None
 
-    def for_target(self, target: Target) -> GroupedFormat:
-        """Return the format for a target."""
-        return self.on_gpus if self.on_gpus is not None and target == "ort-cuda" else self
+    def for_target(self, target: Target, instructions: InstructionSet | None = None) -> GroupedFormat:
+        """Return the format for a target, and for the instruction set of its CPU."""
+        if self.on_gpus is not None and target == "ort-cuda":
+            return self.on_gpus
+        is_avx2 = target == "ort-cpu" and instructions == "avx2"
+        return self.on_avx2 if self.on_avx2 is not None and is_avx2 else self
 
 
 class EmbeddingFormat(Options):

@@ -29,6 +29,7 @@ from graphopt.passes.codes.quantize_weights import (
 from graphopt.passes.context import Statistics, make_context
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.lower.lower import Lower
+from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.float16_scales import fits_half
 from graphopt.quantization.statistics import Calibration
@@ -358,6 +359,14 @@ def test_where_experts_are_chosen_inputs_are_those_of_the_model_as_it_is(
     assert all(inputs.shift_file is None for inputs in calibration.statistics.values())
 
 
+def test_the_preset_int8_has_seven_bits_where_two_products_of_bytes_are_added_in_sixteen() -> None:
+    linear = load_recipe("int8").options_of("quantize_weights")["linear"]
+    assert linear.for_target("ort-cpu", "avx2").format == "int7"
+    assert {
+        linear.for_target(*on).format for on in (("ort-cpu", "avx512"), ("ort-cpu", "avxvnni"), ("portable", "avx2"))
+    } == {"int8"}
+
+
 @pytest.mark.parametrize(("target", "name"), [("ort-cuda", "nl4"), ("ort-cpu", "t4"), ("portable", "t4")])
 def test_a_format_may_have_another_in_its_place_on_gpus_and_says_so(target: Target, name: str) -> None:
     formats = LinearFormat(format="t4", group=None, on_gpus={"format": "nl4", "group": 16})
@@ -366,6 +375,6 @@ def test_a_format_may_have_another_in_its_place_on_gpus_and_says_so(target: Targ
     texts = [str(change.what) for change in report.changes if change.what.code == STORAGE.code]
     matrices = [text for text in texts if name in text]
     assert len(matrices) == len(texts) - 1  # the token embedding is a table of int8
-    ending = " as nl4 in groups of 16, in place of t4, as the recipe says for GPUs"
+    ending = " as nl4 in groups of 16, in place of t4, as the recipe says for this target"
     assert all(text.endswith(ending if name == "nl4" else " with a scale per column") for text in matrices)
     Lower(target=target)(model)

@@ -10,7 +10,7 @@ import pytest
 from graphopt.compile.pipeline import optimize
 from graphopt.numerics.formats import FORMATS
 from graphopt.passes.codes.quantize_weights import LinearFormat
-from graphopt.passes.codes.unpack import HAS_BIAS, HAS_ZERO_POINTS, NOT_CONSTANT, NOT_FLOAT
+from graphopt.passes.codes.unpack import HAS_ZERO_POINTS, NOT_CONSTANT, NOT_FLOAT
 from graphopt.passes.recipe import Recipe, load_recipe
 from tests.graphs import residual_model, run_pass
 
@@ -77,10 +77,6 @@ def test_products_that_share_an_input_can_be_merged_afterwards(llama_canonical: 
     assert [node.op_type for node in llama_canonical.graph].count("MatMulTable") == 2 * 4
 
 
-def biased(node: ir.Node) -> None:
-    node.replace_input_with(5, constant(node.graph, np.ones(48, np.float32)))
-
-
 def computed(node: ir.Node) -> None:
     same = ir.node("Identity", [node.inputs[2]], name="same")
     node.graph.insert_before(node, same)
@@ -105,7 +101,6 @@ def constant(graph: ir.Graph, array: np.ndarray) -> ir.Value:
 @pytest.mark.parametrize(
     ("format", "edit", "reason"),
     [
-        ("nf4", biased, HAS_BIAS()),
         ("nf4", computed, NOT_CONSTANT()),
         ("nf4", narrow, NOT_FLOAT(type="FLOAT16")),
         ("t4", shifted, HAS_ZERO_POINTS()),

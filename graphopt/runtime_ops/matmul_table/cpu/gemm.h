@@ -93,9 +93,24 @@ inline size_t units_of_block(const Segments& segments, Segment segment) {
   return units;
 }
 
+// Writes the totals of a panel, [row][2], once they are whole.
+inline void store_panel(const Weights& weights, const Rounded& rounded, size_t tile, size_t sides, size_t panel,
+                        const Floats* totals, float* y) {
+  const size_t first = panel * rounded.panel, left = rounded.rows() - first, width = rounded.width(panel);
+  const size_t rows = left < width ? left : width, per_row = rounded.rows_of_one();
+  for (size_t row = 0; row < rows; row += per_row, totals += 2 * per_row) {
+    float* const row_of_y = y + (first + row) / per_row * weights.columns;
+    for (size_t side = 0; side < sides; ++side) {
+      store_row(weights, per_row == 2 ? totals[side] + totals[2 + side] : totals[side], tile + side, row_of_y);
+    }
+  }
+}
+
+// Rows of y are written as soon as they are whole, a panel at a time: they are far from one another in memory, and the
+// processor waits for them while it multiplies the next panel.
 template <typename Kind, bool Wide>
 void multiply_block(const Weights& weights, const Rounded& rounded, const Filling& fill, size_t tile,
-                    size_t first_panel, size_t end_panel, Floats* totals) {
+                    size_t first_panel, size_t end_panel, size_t sides, Floats* totals, float* y) {
   const Segments segments(weights);
   const bool has_second = !Wide && tile + 1 < weights.tiles();
   const bool integers = std::is_same_v<typename Kind::Sum, Integers>;
@@ -117,12 +132,16 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
       const uint8_t* const lines = block.lines + (segment.unit - begin) * Kind::kLines * 2 * kLine;
       for (size_t panel = first_panel; panel < end_panel; ++panel) {
         const uint32_t* const words = rounded.words_of(segment.unit, segment.units, panel);
+        Floats* const totals_of_panel = totals + 2 * (panel - first_panel) * rounded.panel;
         const auto multiply = [&](auto width) {
           multiply_panel<Kind, Wide, decltype(width)::value>(
               rounded, segment.index * rounded.padded + panel * rounded.panel, lines, words, segment.units, scales,
-              totals + 2 * (panel - first_panel) * rounded.panel);
+              totals_of_panel);
         };
         choose_width(rounded.width(panel), multiply, Widths());
+        if (segment.index + 1 == segments.count) {
+          store_panel(weights, rounded, tile, sides, panel, totals_of_panel, y);
+        }
       }
     }
   }
@@ -131,22 +150,15 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
 template <typename Kind, bool Wide>
 void multiply_gemm(const Weights& weights, const Rounded& rounded, const Filling& fill, float* y, size_t first_tile,
                    size_t end_tile) {
-  const size_t panels = rounded.panels(), panels_of_block = kRowsOfBlock / rounded.panel, rows = rounded.rows();
-  const bool is_int16 = rounded.kind == Activations::kInt16;
+  const size_t panels = rounded.panels(), panels_of_block = kRowsOfBlock / rounded.panel;
   Floats totals[2 * kRowsOfBlock];
   for (size_t tile = first_tile; tile < end_tile; tile += Wide ? 1 : 2) {
+    const size_t sides = Wide || tile + 1 >= end_tile ? 1 : 2;
     for (size_t panel = 0; panel < panels; panel += panels_of_block) {
       const size_t end = panel + panels_of_block < panels ? panel + panels_of_block : panels;
-      const size_t first_row = panel * rounded.panel;
-      const size_t rows_here = (end - 1 - panel) * rounded.panel + rounded.width(end - 1);
-      __builtin_memset(static_cast<void*>(totals), 0, 2 * rows_here * sizeof(Floats));
-      multiply_block<Kind, Wide>(weights, rounded, fill, tile, panel, end, totals);
-      for (size_t side = 0; side < (Wide || tile + 1 >= end_tile ? 1u : 2u); ++side) {
-        for (size_t row = 0; row < rows_here && first_row + row < rows; row += is_int16 ? 2 : 1) {
-          const Floats total = is_int16 ? totals[2 * row + side] + totals[2 * row + 2 + side] : totals[2 * row + side];
-          store_row(weights, total, tile + side, y + (first_row + row) / (is_int16 ? 2 : 1) * weights.columns);
-        }
-      }
+      const size_t rows = (end - 1 - panel) * rounded.panel + rounded.width(end - 1);
+      __builtin_memset(static_cast<void*>(totals), 0, 2 * rows * sizeof(Floats));
+      multiply_block<Kind, Wide>(weights, rounded, fill, tile, panel, end, sides, totals, y);
     }
   }
 }
