@@ -128,7 +128,8 @@ def _part(output: ir.Value, columns: int, ledger: Ledger) -> _Part:
 
 def _bias(node: ir.Node, index: int, columns: int) -> ir.Value | None:
     """Return the constant row that ``node`` adds to its input ``index``."""
-    if node.op_type != "Add" or node.domain or node.inputs[index].dtype != ir.DataType.FLOAT:
+    x = node.inputs[index]
+    if node.op_type != "Add" or node.domain or x is None or x.dtype != ir.DataType.FLOAT:
         return None
     bias = weight_of(node, 1 - index)
     if bias is None or bias.const_value is None or bias.dtype != ir.DataType.FLOAT:
@@ -136,12 +137,12 @@ def _bias(node: ir.Node, index: int, columns: int) -> ir.Value | None:
     shape = tuple(bias.const_value.shape.numpy())
     # one number may be the same for all columns; a bias of one column looks as if it were absent
     is_row = columns > 1 and shape and shape[-1] == columns and bias.const_value.size == columns
-    return bias if is_row and _keeps_rank(node.inputs[index], shape) else None
+    return bias if is_row and _keeps_rank(x, shape) else None
 
 
-def _keeps_rank(x: ir.Value | None, shape: tuple[int, ...]) -> bool:
+def _keeps_rank(x: ir.Value, shape: tuple[int, ...]) -> bool:
     """Return whether adding an array of ``shape`` leaves ``x`` with its axes."""
-    return len(shape) == 1 or (x is not None and x.shape is not None and len(x.shape) >= len(shape))
+    return len(shape) == 1 or (x.shape is not None and len(x.shape) >= len(shape))
 
 
 def _numbers(part: _Part) -> Expression:
