@@ -51,7 +51,7 @@ class FoldBiases(Pass):
     them. What goes is a pass over memory, and a call, for each bias. A part of a merged product that has none gets
     zeros. Products of one column keep their ``Add``.
 
-    Recipes with work on codes get this step for ``ort-cpu``.
+    Recipes with work on codes get this step for ``ort-cpu`` where a graph has biases.
     """
 
     name: ClassVar[str] = "fold_biases"
@@ -60,15 +60,24 @@ class FoldBiases(Pass):
 
     @classmethod
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
-        """Return whether the recipe makes codes for a CPU."""
-        del graph
-        return recipe.target == "ort-cpu" and "codes" in recipe.phases
+        """Return whether the recipe makes codes for a CPU, and the graph adds rows of constants."""
+        if recipe.target != "ort-cpu" or "codes" not in recipe.phases:
+            return False
+        return bool(packed_nodes(graph)) or any(_may_add_bias(node) for node in graph)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Fold the biases behind each packed product that has such a port."""
         for node in packed_nodes(model.graph):
             if "bias" in schema_of(node).input_names and "columns" in node.attributes:
                 _fold(model.graph, node, context.ledger)
+
+
+def _may_add_bias(node: ir.Node) -> bool:
+    """Return whether ``node`` adds a constant of several numbers, in whatever form the graph came in."""
+    if node.op_type != "Add":
+        return node.op_type in ("Gemm", "BiasGelu", "MatMulNBits")
+    biases = [weight_of(node, index) for index in range(2)]
+    return any(bias is not None and bias.const_value is not None and bias.const_value.size > 1 for bias in biases)
 
 
 def _fold(graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
