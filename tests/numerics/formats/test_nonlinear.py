@@ -30,12 +30,12 @@ def test_each_value_is_the_mean_of_what_it_stands_for(bits: int) -> None:
     codes, weights = table.encode(units), np.broadcast_to(scales[:, None] ** 2, units.shape)
     sums = np.bincount(codes.ravel(), (weights * units).ravel(), len(table.values))
     means = sums / np.bincount(codes.ravel(), weights.ravel(), len(table.values))
-    moved = np.abs(means - table.values) * 128
-    # The iteration was cut off, and 128000 numbers are a sample: seen are up to 2 steps for values that are common.
+    moved = np.abs(means - table.values) * 64
+    # The iteration was cut off, and 128000 numbers are a sample: seen are up to 1 step for values that are common.
     # The 0 was held in place, and the ends are met by the largest of each group alone.
-    assert moved[1:-1].max() < 3
-    # in steps of 1/128, to which values are rounded: half of them stay within one
-    assert np.median(moved) < 1
+    assert moved[1:-1].max() < 1.5
+    # in steps of 1/64, to which values are rounded: half of them stay within a half
+    assert np.median(moved) < 0.5
 
 
 @pytest.mark.parametrize(("bits", "least"), [(3, 0.9), (4, 0.8), (5, 0.8)])
@@ -51,6 +51,7 @@ def test_it_errs_less_than_quantiles() -> None:
 @pytest.mark.parametrize("bits", [3, 4, 5])
 def test_kernels_multiply_bytes_and_zero_stays_zero(bits: int) -> None:
     table = FORMATS[f"nl{bits}"]
-    assert integer_step(table.table, 127) == 1 / 128
+    assert integer_step(table.table, 127) == 1 / 64
+    assert np.ptp(table.table) * 64 <= 128  # two products of bytes from the least one on fit 16 bits
     assert table.decode(table.encode(np.zeros(1))) == [0]
     assert len(set(table.values)) == 2**bits

@@ -63,12 +63,12 @@ class Halves {
   static GRAPHOPT_FORCE_INLINE Bytes nibbles(const Bytes& bytes) { return kExact ? masked(bytes, 0x0f) : bytes; }
 };
 
-// Makes bytes of the codes of a unit: signed integers, or those more than 128 that products take.
+// Makes bytes of the codes of a unit: signed integers, or what products take, those more than the offset of the table.
 template <int Bits>
 class TrellisLines {
  public:
   TrellisLines(const Table& table, bool is_signed)
-      : head_(is_signed ? table.signed_head : table.head, 0), tail_(table.tail, 0) {}
+      : head_(is_signed ? table.signed_head : table.head, is_signed ? 0 : kByteBias), tail_(table.tail, 0) {}
 
   // Calls with_line(j, bytes) for each line, in any order.
   template <typename WithLine>
@@ -104,17 +104,17 @@ class TrellisLines {
   LookUp<trellis_field(Bits)> head_, tail_;
 };
 
-// Whether bytes are multiplied as signed ones.
-constexpr bool kSignedTrellis = kByteBias != 0 || TrellisProduct::kFromZero;
+// Whether bytes are multiplied as signed integers: where two products of larger ones would not fit 16 bits.
+inline bool multiplies_signed_bytes(const Table& table) { return TrellisProduct::kFromZero && table.most > 128; }
 
-// The operand of a few rows; see byte_operand.h.
-template <int Bits>
+// The operand of a few rows; see byte_operand.h. Product: what multiplies its bytes.
+template <int Bits, typename Product>
 class AsTrellis {
  public:
   static constexpr size_t kWords = 1, kPlanes = 1, kSums = 1;
-  static constexpr bool kFromZero = TrellisProduct::kFromZero, kMultipliesUnits = true;
+  static constexpr bool kFromZero = Product::kFromZero, kMultipliesUnits = true;
 
-  explicit AsTrellis(const Table& table) : lines_(table, kSignedTrellis) {}
+  explicit AsTrellis(const Table& table) : lines_(table, Product::kFromZero) {}
 
   template <size_t Width, size_t kCount>
   GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[1][Width][kCount], const uint8_t* unit,
@@ -124,7 +124,7 @@ class AsTrellis {
 #pragma GCC unroll 8
       for (size_t row = 0; row < Width; ++row) {
         Integers& sum = sums[0][row][J % kCount];
-        sum = TrellisProduct::dot_line(sum, bytes, word[J * Width + row]);
+        sum = Product::dot_line(sum, bytes, word[J * Width + row]);
         settle(sum);
       }
     });
@@ -192,6 +192,15 @@ void fill_with_trellis_bfloat16s(const Filling& filling, const Weights& weights,
   });
 }
 
+// Calls with_product(kind): a pointer to what multiplies the bytes of this trellis.
+template <typename WithProduct>
+void choose_trellis_product(const Table& table, const WithProduct& with_product) {
+  if constexpr (TrellisProduct::kFromZero) {
+    if (!multiplies_signed_bytes(table)) return with_product(static_cast<Int8<true>*>(nullptr));
+  }
+  with_product(static_cast<TrellisProduct*>(nullptr));
+}
+
 // Calls with_bits(bits), known to the compiler, for the bits that a trellis may have.
 template <typename WithBits>
 void choose_trellis_bits(int bits, const WithBits& with_bits) {
@@ -205,7 +214,7 @@ inline void gemm_of_trellis(const Weights& weights, const Rounded& rounded, floa
   choose_trellis_bits(weights.bits, [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
     const bool integers = rounded.form == Words::kBytes;
-    const TrellisLines<kBits> lines(weights.table, !integers || kSignedTrellis);
+    const TrellisLines<kBits> lines(weights.table, !integers || multiplies_signed_bytes(weights.table));
     const float unit = integers ? 1 : static_cast<float>(weights.table.step);
     Filling filling = {fill_with_trellis<kBits>, &lines, shifts(weights, rounded), unit};
     if (rounded.form == Words::kFloats) filling.fill = fill_with_trellis_floats<kBits>;
@@ -232,15 +241,18 @@ inline void small_m_of_trellis(const Weights& weights, const Rounded& rounded, f
         return multiply_small_m<kBits, OneRow, 1>(weights, rounded, y, first, whole);
       }
     }
-    choose_width(rounded.width(0), [&](auto width) {
-      constexpr size_t kWidth = decltype(width)::value;
-      // rare formats take the compiler as long as others
-      if constexpr (kWidth <= kSmallM && (kBits <= 4 || kWidth == 1)) {
-        multiply_small_m<kBits, AsTrellis<kBits>, kWidth>(weights, rounded, y, first, whole);
-      } else {
-        gemm_of_trellis(weights, rounded, y, first, whole);
-      }
-    }, Widths());
+    choose_trellis_product(weights.table, [&](auto* null) {
+      using Operand = AsTrellis<kBits, std::remove_pointer_t<decltype(null)>>;
+      choose_width(rounded.width(0), [&](auto width) {
+        constexpr size_t kWidth = decltype(width)::value;
+        // rare formats take the compiler as long as others
+        if constexpr (kWidth <= kSmallM && (kBits <= 4 || kWidth == 1)) {
+          multiply_small_m<kBits, Operand, kWidth>(weights, rounded, y, first, whole);
+        } else {
+          gemm_of_trellis(weights, rounded, y, first, whole);
+        }
+      }, Widths());
+    });
   });
   if (whole < end) gemm_of_trellis(weights, rounded, y, whole, end);
 }

@@ -103,8 +103,6 @@ bool Table::make_trellis(const float* values, size_t entries, int bits) {
   constexpr double kLargest = 127;
   is_trellis = true;
   step = step_of(values, 2 * entries);
-  most = 255;
-  low.offset = 128;
   double least[2] = {values[0], values[entries]}, greatest[2] = {values[0], values[entries]};
   for (size_t i = 0; i < 2 * entries; ++i) {
     const size_t half = i / entries;
@@ -114,6 +112,9 @@ bool Table::make_trellis(const float* values, size_t entries, int bits) {
   }
   const bool fits = least[0] + least[1] >= -kLargest * step && greatest[0] + greatest[1] <= kLargest * step;
   if (!fits || step < 0x1p-16 || step > 0x1p16) return false;
+  const int least_sum = static_cast<int>((least[0] + least[1]) / step);
+  most = static_cast<int>((greatest[0] + greatest[1]) / step) - least_sum;
+  low.offset = most > 128 ? 128 : -least_sum;
   // either table may reach further than their sums, by what the other takes off: bytes are sums modulo 256
   const auto byte_of = [&](float value) { return static_cast<uint8_t>(std::llrint(static_cast<double>(value) / step)); };
   for (size_t i = 0; i < 64; ++i) {

@@ -41,7 +41,8 @@ struct Table {
   int integer_of(size_t code) const;
 
   // A trellis has no values of codes, but of the two halves of a window; see dequantize_trellis/spec/op.py. Each sum of
-  // two is step * integer, from -127 to 127, in the byte integer + 128: head holds the latter, signed_head integers.
+  // two is step * integer, from -127 to 127, in the byte integer + low.offset: head holds the latter, signed_head
+  // integers. Bytes start at 0 where none is above 128. `most`: how far the largest sum is from the least.
   // Kernels put the bits of a half together in an order of their own, see half_of.
   bool is_trellis = false;
   uint8_t head[64], signed_head[64], tail[64];  // repeated where there are fewer

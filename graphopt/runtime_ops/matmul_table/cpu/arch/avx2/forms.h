@@ -25,8 +25,8 @@ template <int Bits>
 constexpr bool kSumsRuns = Bits >= 3 && Bits <= 5;
 
 inline bool sums_runs(const Weights& weights) {
-  return weights.bits >= 3 && weights.bits <= 5 && !weights.table.wide && weights.table.most <= 32 &&
-         !is_minifloat(weights.table, weights.bits);
+  return weights.bits >= 3 && weights.bits <= 5 && !weights.table.is_trellis && !weights.table.wide &&
+         weights.table.most <= 32 && !is_minifloat(weights.table, weights.bits);
 }
 
 // What words hold of integers: where `sums_bytes` is false, products of bytes are summed up only where two fit 16 bits.

@@ -24,12 +24,12 @@ inline Words form_of_integers(const Weights& weights, bool is_small_m) {
   return form_of_integers(weights, is_small_m, kSumsBytes);
 }
 
-// What multiplies the bytes of a trellis.
+// What multiplies the bytes of a trellis that reach further than `Int8<true>` takes.
 using TrellisProduct = SignedBytes;
 
 // What multiplies one row by a trellis, where its table fits; void for the same as a few rows.
 template <int Bits>
-using TrellisOfOneRow = std::conditional_t<Bits == 2 || Bits == 4, TrellisHalves<Bits == 2 ? 2 : 4>, void>;
+using TrellisOfOneRow = std::conditional_t<Bits >= 2 && Bits <= 4, TrellisHalves<Bits >= 2 && Bits <= 4 ? Bits : 4>, void>;
 
 // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
 template <typename Operand, size_t Width>

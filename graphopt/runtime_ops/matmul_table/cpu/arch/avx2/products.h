@@ -77,7 +77,9 @@ struct Int8Runs {
 template <typename WithProduct>
 void choose_product(const Weights& weights, const Rounded& rounded, const WithProduct& with_product) {
   if (rounded.form == Words::kFloats) return with_product(static_cast<Float*>(nullptr), std::false_type());
-  if (weights.table.is_trellis) return with_product(static_cast<SignedBytes*>(nullptr), std::false_type());
+  if (weights.table.is_trellis && weights.table.most > 128) {
+    return with_product(static_cast<SignedBytes*>(nullptr), std::false_type());
+  }
   if (rounded.form == Words::kPairs) return with_product(static_cast<Int16*>(nullptr), std::false_type());
   if (weights.table.most <= 32) return with_product(static_cast<Int8Runs*>(nullptr), std::false_type());
   with_product(static_cast<Int8<true>*>(nullptr), std::false_type());

@@ -1,4 +1,4 @@
-// One row of x times a trellis of 2 or 4 bits, the halves of windows summed up apart.
+// One row of x times a trellis of 2, 3 or 4 bits, the halves of windows summed up apart.
 #pragma once
 
 #include "matmul_table/cpu/to_byte.h"
@@ -6,72 +6,72 @@
 namespace graphopt {
 namespace {
 
-// A weight is head[its own half of a window] + tail[that of a column to the right]: both are looked up by one index, which
-// is put together once, and the sums of tails move to their columns where a segment ends. Entries of tails are unsigned
-// bytes, from the least one on: products of two lines of them fit 16 bits. Those of heads are such bytes with 2 bits,
-// where products of one line fit; with 4 they are signed, and the sign of x moves to them.
+// A weight is head[a half of a window] + tail[the other half, which stands in a column to the right]. Both are looked up
+// where their codes are, and the sums of tails move to their columns where a segment ends. Entries are unsigned bytes,
+// from the least one on, and so small that the products of two lines of heads, and of four lines of tails, fit 16 bits.
 template <int Bits>
 class TrellisHalves {
  public:
-  static constexpr size_t kWords = 1, kPlanes = 1, kSums = 3;
+  static constexpr size_t kWords = 1, kPlanes = 1, kSums = 2;
   static constexpr bool kFromZero = false, kMultipliesUnits = true;
 
   static bool fits(const Table& table) {
     const Entries head = entries_of(table.signed_head), tail = entries_of(table.tail);
     // entries are bytes, modulo 256: where no sum of two leaves its range, they are what sums are made of
-    return head.least + tail.least >= -127 && head.most + tail.most <= 127 && tail.span() <= kMostOfTail &&
-           (kSignedHead ? head.least >= -127 : head.span() <= kMostOfHead);
+    return head.least + tail.least >= -127 && head.most + tail.most <= 127 && head.span() <= kMostOfHead &&
+           tail.span() <= kMostOfTail;
   }
 
-  explicit TrellisHalves(const Table& table) {
-    const int head = kSignedHead ? 0 : entries_of(table.signed_head).least, tail = entries_of(table.tail).least;
-    head_ = register_of(table.signed_head, head);
-    tail_ = register_of(table.tail, tail);
-    offset_ = -head - tail;
-  }
+  explicit TrellisHalves(const Table& table)
+      : head_(register_of(table.signed_head)), tail_(register_of(table.tail)) {}
 
-  // sums: what they begin with, those of heads, and of tails.
+  // sums: those of heads on what they begin with, and of tails.
   template <size_t Width>
-  GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[1][Width][3], const uint8_t* unit,
+  GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[1][Width][2], const uint8_t* unit,
                                            const uint32_t* word) const {
     static_assert(Width == 1);
     if constexpr (Bits == 4) {
       const Bytes first = load_line<Bytes>(unit), second = load_line<Bytes>(unit + kLine);
 #pragma GCC unroll 2
       for (size_t i = 0; i < kParts; ++i) {
-        multiply_two(sums[0][0], i, reinterpret_cast<__m256i>(first.part[i]), word[0], word[1]);
-        multiply_two(sums[0][0], i, reinterpret_cast<__m256i>(second.part[i]), word[2], word[3]);
+        const __m256i codes[2] = {part_of(first, i), part_of(second, i)};
+        multiply_lines<0, 1, 2, 3>(sums[0][0], i, codes, codes, word);
       }
-    } else {
-      const Bytes codes = load_line<Bytes>(unit), next = rotate_columns<1>(codes, unit);
+    } else if constexpr (Bits == 3) {
+      // two bits of a code below two of neighbours: heads take both uppermost bits, tails two of the right one
+      const Bytes low = load_line<Bytes>(unit), high = spread_single_bits(unit + kLine);
+      const Bytes next_low = rotate_columns<1>(low, unit), next_high = rotate_columns<1>(high, nullptr);
+      const Bytes of_head = select(high, shift_right<-1>(next_high), 0x55), of_tail = select(next_high, next_low, 0x55);
+      const Bytes right = shift_right<2>(low);
 #pragma GCC unroll 2
       for (size_t i = 0; i < kParts; ++i) {
-        // a code below its neighbour to the right, of lines 0 and 2, and of 1 and 3
-        const __m256i code = reinterpret_cast<__m256i>(codes.part[i]), right = reinterpret_cast<__m256i>(next.part[i]);
-        const __m256i swapped =
-            _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(code, 2), right), _mm256_set1_epi8(0x33));
-        multiply_two(sums[0][0], i, _mm256_xor_si256(code, _mm256_slli_epi16(swapped, 2)), word[0], word[2]);
-        multiply_two(sums[0][0], i, _mm256_xor_si256(right, swapped), word[1], word[3]);
+        __m256i heads[2], tails[2];
+        put_above(part_of(low, i), part_of(right, i), part_of(of_head, i), heads);
+        put_above(part_of(low, i), part_of(right, i), part_of(of_tail, i), tails);
+        multiply_lines<0, 2, 1, 3>(sums[0][0], i, heads, tails, word);
+      }
+    } else {
+      const Bytes codes = load_line<Bytes>(unit), next = rotate_columns<1>(codes, unit), right = shift_right<2>(codes);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kParts; ++i) {
+        __m256i indices[2];
+        put_above(part_of(codes, i), part_of(right, i), part_of(next, i), indices);
+        multiply_lines<0, 2, 1, 3>(sums[0][0], i, indices, indices, word);
       }
     }
   }
 
-  Integers total(const Integers (&sums)[3]) const {
-    const Bytes tails = rotate_columns<4 / Bits>(
-        by_parts<Bytes>([&](size_t i) { return reinterpret_cast<Bytes::Part>(sums[2].part[i]); }), nullptr);
-    return by_parts<Integers>([&](size_t i) __attribute__((always_inline)) {
-      // sums begin with -kByteOffset times the sum of x
-      const Integers::Part start = sums[0].part[i] * offset_ / kByteOffset;
-      return start + sums[1].part[i] + reinterpret_cast<Integers::Part>(tails.part[i]);
-    });
+  static GRAPHOPT_FORCE_INLINE Integers total(const Integers (&sums)[2]) {
+    const Bytes tails = rotate_columns<Bits == 2 ? 2 : 1>(
+        by_parts<Bytes>([&](size_t i) { return reinterpret_cast<Bytes::Part>(sums[1].part[i]); }), nullptr);
+    return by_parts<Integers>(
+        [&](size_t i) { return sums[0].part[i] + reinterpret_cast<Integers::Part>(tails.part[i]); });
   }
 
  private:
-  static_assert(Bits == 2 || Bits == 4);
-  static constexpr bool kSignedHead = Bits == 4;
-  static constexpr int kByteOffset = 128;
-  // 2 * 129 * 127 and 4 * 64 * 127 fit 16 bits.
-  static constexpr int kMostOfHead = 129, kMostOfTail = 64, kEntries = 16;
+  static_assert(Bits >= 2 && Bits <= 4);
+  // 2 * 2 * 64 * 127 and 4 * 2 * 32 * 127 fit 16 bits.
+  static constexpr int kMostOfHead = 64, kMostOfTail = 32, kEntries = 16;
 
   struct Entries {
     int least, most;
@@ -87,8 +87,9 @@ class TrellisHalves {
     return entries;
   }
 
-  // Entries less `least`; of two codes the first is the lower one here.
-  static __m256i register_of(const uint8_t* table, int least) {
+  // Entries less the least one; of two codes of 2 bits the first is the lower one here.
+  static __m256i register_of(const uint8_t* table) {
+    const int least = entries_of(table).least;
     uint8_t bytes[kEntries];
     for (int i = 0; i < kEntries; ++i) {
       bytes[Bits == 2 ? i >> 2 | (i & 3) << 2 : i] = static_cast<uint8_t>(static_cast<int8_t>(table[i]) - least);
@@ -96,22 +97,41 @@ class TrellisHalves {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
   }
 
-  // Two lines, by the lower and the upper nibbles.
-  GRAPHOPT_FORCE_INLINE void multiply_two(Integers (&sums)[3], size_t i, __m256i nibbles, uint32_t lower_word,
-                                          uint32_t upper_word) const {
-    const __m256i mask = _mm256_set1_epi8(0x0f);
-    const __m256i indices[2] = {_mm256_and_si256(nibbles, mask), _mm256_and_si256(_mm256_srli_epi16(nibbles, 4), mask)};
-    const uint32_t words[2] = {lower_word, upper_word};
-    __m256i tails[2];
+  static GRAPHOPT_FORCE_INLINE __m256i part_of(const Bytes& bytes, size_t i) {
+    return reinterpret_cast<__m256i>(bytes.part[i]);
+  }
+
+  // Two bits of each line above two of its codes: of lines 0 and 2, and of 1 and 3. `right`: codes less those of line 0.
+  static GRAPHOPT_FORCE_INLINE void put_above(__m256i codes, __m256i right, __m256i above, __m256i (&nibbles)[2]) {
+    const __m256i swapped = _mm256_and_si256(_mm256_xor_si256(right, above), _mm256_set1_epi8(0x33));
+    nibbles[0] = _mm256_xor_si256(codes, _mm256_slli_epi16(swapped, 2));
+    nibbles[1] = _mm256_xor_si256(above, swapped);
+  }
+
+  // Four lines, by the lower and the upper nibbles of two registers.
+  template <size_t First, size_t Second, size_t Third, size_t Fourth>
+  GRAPHOPT_FORCE_INLINE void multiply_lines(Integers (&sums)[2], size_t i, const __m256i (&heads)[2],
+                                            const __m256i (&tails)[2], const uint32_t* word) const {
+    constexpr size_t kLines[4] = {First, Second, Third, Fourth};
+    __m256i of_tails;
 #pragma GCC unroll 2
-    for (size_t line = 0; line < 2; ++line) {
-      const __m256i x = _mm256_set1_epi32(static_cast<int>(words[line]));
-      const __m256i head = _mm256_shuffle_epi8(head_, indices[line]);
-      tails[line] = _mm256_maddubs_epi16(_mm256_shuffle_epi8(tail_, indices[line]), x);
-      add(sums[1].part[i], kSignedHead ? _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(head, x))
-                                       : _mm256_maddubs_epi16(head, x));
+    for (size_t pair = 0; pair < 2; ++pair) {
+      __m256i of_heads;
+#pragma GCC unroll 2
+      for (size_t line = 0; line < 2; ++line) {
+        const __m256i x = _mm256_set1_epi32(static_cast<int>(word[kLines[2 * pair + line]]));
+        const __m256i head = _mm256_maddubs_epi16(_mm256_shuffle_epi8(head_, nibble(heads[pair], line)), x);
+        const __m256i tail = _mm256_maddubs_epi16(_mm256_shuffle_epi8(tail_, nibble(tails[pair], line)), x);
+        of_heads = line ? _mm256_add_epi16(of_heads, head) : head;
+        of_tails = pair || line ? _mm256_add_epi16(of_tails, tail) : tail;
+      }
+      add(sums[0].part[i], of_heads);
     }
-    add(sums[2].part[i], _mm256_add_epi16(tails[0], tails[1]));
+    add(sums[1].part[i], of_tails);
+  }
+
+  static GRAPHOPT_FORCE_INLINE __m256i nibble(__m256i nibbles, size_t upper) {
+    return _mm256_and_si256(upper ? _mm256_srli_epi16(nibbles, 4) : nibbles, _mm256_set1_epi8(0x0f));
   }
 
   static GRAPHOPT_FORCE_INLINE void add(Integers::Part& sum, __m256i pairs) {
@@ -120,7 +140,6 @@ class TrellisHalves {
   }
 
   __m256i head_, tail_;
-  int offset_;
 };
 
 }  // namespace
