@@ -6,7 +6,7 @@ A group is 64 rows of one column, 16 columns are a tile. Viterbi's algorithm giv
 least squared error, and the two tables are the least squares for all windows (Lloyd's algorithm), again and again. That
 ends in one of many local minima: short trainings from random starts, long ones of the best, and then short ones from
 the best tables with some values moved, of which any that is better is kept. The last takes off as much as all others.
-Values are in steps of 1/32, and so few of them that kernels add products in 16 bits: see ``room``. At the end one value
+Values are in steps of 1/16, and so few of them that kernels add products in 16 bits: see ``room``. At the end one value
 after another moves by a step where that errs less, until none does. Prints the tables, and the relative squared error
 on other groups.
 """
@@ -25,9 +25,9 @@ from graphopt.quantization.rounding.nearest import round_to_nearest
 
 Doubles = npt.NDArray[np.float64]
 GROUP = 64
-_STEP = 32
-# How many steps values of a head and of a tail may span where an index has 4 bits; of more bits both together.
-_HEAD, _TAIL, _BOTH = 64, 32, 128
+_STEP = 16
+# How many steps values may span where a half of a window has 4 bits, those of tails alone, and where it has more.
+_VALUES, _TAILS, _MORE_VALUES = 64, 32, 128
 # The round after which scales are no longer 1.
 _SEARCH = 7
 
@@ -70,20 +70,21 @@ def spans(format: TrellisFormat) -> tuple[float, float]:
 def room(format: TrellisFormat) -> float:
     """Return by how much values may be multiplied.
 
-    AVX2 adds the products of two lines of heads, of four lines of tails, and of one line of their sums in 16 bits.
+    AVX2 adds the products of two lines of values and of four lines of tails in 16 bits, of one line where a half of a
+    window has more than 4 bits.
     """
     head, tail = spans(format)
-    return min(_HEAD / head, _TAIL / tail) if format.field == 4 else _BOTH / (head + tail)
+    return min(_VALUES / (head + tail), _TAILS / tail) if format.field == 4 else _MORE_VALUES / (head + tail)
 
 
 def rounded(format: TrellisFormat) -> TrellisFormat:
-    """Return the format with values in steps of 1/32."""
+    """Return the format with values in steps of 1/16."""
     tables = [tuple(float(v) for v in np.rint(np.array(t) * _STEP) / _STEP) for t in (format.head, format.tail)]
     return TrellisFormat(format.name, format.bits, *tables)
 
 
 def shrunk(format: TrellisFormat) -> TrellisFormat:
-    """Return the format in steps of 1/32, of which there are as many as kernels take."""
+    """Return the format in steps of 1/16, of which there are as many as kernels take."""
     factor = room(format)
     while room(small := rounded(make(format.bits, *(np.array(t) * factor for t in (format.head, format.tail))))) < 1:
         factor *= 0.99
@@ -125,7 +126,7 @@ def move_values(format: TrellisFormat, random: np.random.Generator) -> TrellisFo
 
 
 def train(format: TrellisFormat, rounds: int, draw: Doubles) -> TrellisFormat:
-    """Return tables after some rounds on groups [rows, columns], in steps of 1/32."""
+    """Return tables after some rounds on groups [rows, columns], in steps of 1/16."""
     scales = np.ones((1, draw.shape[1]))
     for number in range(rounds):
         if number % 10 == _SEARCH:

@@ -302,25 +302,25 @@ class TrellisFormat(Format):
 
 
 def trellis(bits: int, head: tuple[int, ...], tail: tuple[int, ...]) -> TrellisFormat:
-    """Return ``t<bits>`` with tables in steps of 1/32."""
-    return TrellisFormat(f"t{bits}", bits, *(tuple(value / _STEP for value in table) for table in (head, tail)))
+    """Return ``t<bits>`` with tables in steps of 1/16: the search of paths counts 32 steps for a unit."""
+    return TrellisFormat(f"t{bits}", bits, *(tuple(value / 16 for value in table) for table in (head, tail)))
 
 
-# What tools/studies/train_trellis.py ends with, in steps of 1/32.
+# What tools/studies/train_trellis.py ends with, in steps of 1/16.
 T2 = trellis(
     2,
-    (9, -25, 8, -21, -17, 4, 4, 0, 27, -1, -8, -4, 0, -10, 15, 16),
-    (6, -9, -9, 8, 3, -16, -1, 13, 0, 15, 2, -11, 3, -9, 13, -9),
+    (5, -17, 6, -15, -12, 3, 3, 0, 18, -1, -5, -2, 1, -7, 11, 13),
+    (5, -7, -6, 6, 2, -12, -1, 9, 0, 11, 1, -8, 2, -6, 9, -7),
 )
 T3 = trellis(
     3,
-    (-9, -1, 15, -10, 1, 22, -30, -5, 8, 8, -5, 13, -17, 3, 31, -19),
-    (8, 1, -13, -10, -5, 2, -4, 12, 9, -9, 9, -1, 3, -7, 0, 2),
+    (-6, 0, 10, -7, 1, 15, -20, -3, 5, 6, -3, 9, -11, 3, 21, -14),
+    (5, 1, -9, -8, -3, 1, -3, 8, 6, -6, 6, -1, 2, -5, 0, -1),
 )
 T4 = trellis(
     4,
-    (-1, -22, -17, 30, 1, -30, -10, -4, -7, 10, -13, 7, 17, 22, 4, 13),
-    (-9, 0, -8, 3, 4, -4, 8, -4, 1, 6, 5, -6, 9, -4, -1, 1),
+    (-1, -18, -14, 25, 1, -25, -8, -3, -5, 8, -11, 5, 14, 18, 3, 11),
+    (-7, 0, -6, 2, 3, -3, 7, -3, 1, 5, 4, -5, 7, -3, -1, 1),
 )
 T5 = trellis(
     5,

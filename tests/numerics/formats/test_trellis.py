@@ -120,7 +120,7 @@ def test_costs_of_paths_are_exact_in_float32_beside_the_number_of_a_code(format:
 
 @TRELLISES
 def test_values_are_bytes_for_kernels(format: TrellisFormat) -> None:
-    steps = format.values * 32
+    steps = format.values * 16
     assert (steps == np.rint(steps)).all()
     assert np.abs(steps).max() <= 127
 

@@ -29,7 +29,9 @@ struct Int16 : ByLines<Int16> {
   }
 };
 
-// Bytes of 32 at most: eight products of them fit 16 bits, and those of a unit are summed up there.
+// Bytes so small that the products of `Run` lines fit 16 bits, and are summed up there: of 64 at most with two lines, of
+// 32 with four.
+template <size_t Run>
 struct Int8Runs {
   static constexpr size_t kLines = 4;
   static constexpr bool kFromZero = false;
@@ -38,10 +40,10 @@ struct Int8Runs {
   template <size_t Width, size_t kSides>
   static GRAPHOPT_FORCE_INLINE void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
                                              size_t units) {
-    for (size_t left = units; left; --left) {
+    for (size_t left = units * (kLines / Run); left; --left) {
       Line<int16_t> runs[Width][kSides];
 #pragma GCC unroll 4
-      for (size_t j = 0; j < kLines; ++j, line += 2 * kLine, word += Width) {
+      for (size_t j = 0; j < Run; ++j, line += 2 * kLine, word += Width) {
 #pragma GCC unroll 12
         for (size_t row = 0; row < Width; ++row) {
           const __m256i x = _mm256_set1_epi32(static_cast<int>(word[row]));
@@ -81,7 +83,8 @@ void choose_product(const Weights& weights, const Rounded& rounded, const WithPr
     return with_product(static_cast<SignedBytes*>(nullptr), std::false_type());
   }
   if (rounded.form == Words::kPairs) return with_product(static_cast<Int16*>(nullptr), std::false_type());
-  if (weights.table.most <= 32) return with_product(static_cast<Int8Runs*>(nullptr), std::false_type());
+  if (weights.table.most <= 32) return with_product(static_cast<Int8Runs<4>*>(nullptr), std::false_type());
+  if (weights.table.most <= 64) return with_product(static_cast<Int8Runs<2>*>(nullptr), std::false_type());
   with_product(static_cast<Int8<true>*>(nullptr), std::false_type());
 }
 
