@@ -12,7 +12,6 @@ from onnx import helper, numpy_helper
 
 from graphopt.ort.session import ACCURACY_LEVEL, open_session
 from graphopt.passes.base import PassReport
-from graphopt.passes.codes.unfuse_experts.mixture import OTHER_ACTIVATION, SPARSE_MIXER
 from graphopt.passes.codes.unfuse_experts.unfuse_experts import (
     NOT_CONSTANT,
     NOT_FLOAT,
@@ -21,6 +20,7 @@ from graphopt.passes.codes.unfuse_experts.unfuse_experts import (
     OTHER_TARGET,
     UnfuseExperts,
 )
+from graphopt.passes.common.fused_experts import OTHER_ACTIVATION, SPARSE_MIXER
 from graphopt.passes.context import make_context
 from graphopt.tasks.registry import task_of
 from tests.graphs import run_pass, save, session

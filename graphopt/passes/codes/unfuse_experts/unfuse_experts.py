@@ -12,8 +12,8 @@ from graphopt.graph.editing import replace
 from graphopt.graph.weights import Expression, Reshape, Transpose, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.graph.weights.rearrangement import Slice
 from graphopt.passes.base import Pass
-from graphopt.passes.codes.unfuse_experts.mixture import FusedExperts, bias_of, split_gates, why_stays, write_experts
 from graphopt.passes.common.fused_codes import CODE_TYPES, SpreadCodes
+from graphopt.passes.common.fused_experts import FusedExperts, bias_of, split_gates, why_stays, write_experts
 from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.common.logical_codes import set_type
 

@@ -14,6 +14,7 @@ from graphopt.passes.lift.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune, read_invariants_outside, split_gemm
 from graphopt.passes.lift.canonicalize.flat_heads import take_heads_apart
 from graphopt.passes.lift.canonicalize.flattened import drop_idle_casts, drop_idle_reshapes, unflatten_products
+from graphopt.passes.lift.canonicalize.float_experts import lift_float_experts
 from graphopt.passes.lift.canonicalize.fused_activations import lift_fused_activations
 from graphopt.passes.lift.canonicalize.fused_norms import lift_fused_norms
 from graphopt.passes.lift.canonicalize.group_query import lift_group_query
@@ -64,10 +65,10 @@ class Canonicalize(Pass):
     ``ai.graphopt::LinearRecurrence``: what its step means is found out by running it.
 
     Also: onnxruntime's own fused ops (``GroupQueryAttention``, ``MultiHeadAttention``, norms with a sum in front,
-    ``FastGelu``) become what they fuse, what no step of a ``Loop`` changes is read from outside of it, constants become
-    initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without reshapes around it, every weight is stored in the
-    layout it is read in, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``: onnxruntime fuses that
-    into one kernel, and has none for the standard ``Swish`` of opset 24.
+    ``FastGelu``, ``MoE``) become what they fuse, what no step of a ``Loop`` changes is read from outside of it,
+    constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without reshapes around it, every weight is
+    stored in the layout it is read in, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``: onnxruntime
+    fuses that into one kernel, and has none for the standard ``Swish`` of opset 24.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -99,6 +100,7 @@ def _lift(model: ir.Model, context: Context) -> None:
     lift_scatters(model, ledger)
     lift_fused_norms(model, ledger)
     lift_fused_activations(model, ledger)
+    lift_float_experts(model, ledger)
     lift_norms(model, context)
     lift_rotary(model, ledger)
     angles = Angles(model, ledger)

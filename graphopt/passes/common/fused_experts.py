@@ -1,6 +1,6 @@
-"""What onnxruntime's mixture of experts ``QMoE`` computes, in standard operators.
+"""What onnxruntime's mixtures of experts ``MoE`` and ``QMoE`` compute, in standard operators.
 
-    values, choices = TopK(router, k)           w = Softmax(values)
+    values, choices = TopK(router, k)           w = Softmax(values), or in MoE the k largest of Softmax(router)
     a = f(x W1[e] + b1[e])                      y = sum over the k choices e of w_e (a W2[e] + b2[e])
 
 Rows are sorted by expert, as exporters write them (`graphopt.analysis.structure.experts`). f is an activation, or
@@ -45,7 +45,7 @@ class FusedExperts:
     """A fused mixture.
 
     Attributes:
-        node: ``QMoE``; its first inputs are x [..., hidden] and the scores of a router [tokens, experts].
+        node: ``MoE`` or ``QMoE``; its first inputs are x [..., hidden] and the scores of a router [tokens, experts].
         experts: how many there are.
         biases: b1 [experts, N1] and b2 [experts, hidden]; ``None`` where there is none.
     """
@@ -58,6 +58,14 @@ class FusedExperts:
     def is_gated(self) -> bool:
         """Whether the activation is SwiGLU."""
         return self.node.attributes.get_string("activation_type", "relu") == "swiglu"
+
+    @property
+    def shares_among_all(self) -> bool:
+        """Whether the softmax is one of the scores of all experts, and shares of those that are taken do not add to 1.
+
+        onnxruntime has it so in ``MoE`` without ``normalize_routing_weights``, and never in ``QMoE``.
+        """
+        return self.node.op_type == "MoE" and not self.node.attributes.get_int("normalize_routing_weights", 0)
 
 
 def why_stays(node: ir.Node) -> Fact | None:
@@ -101,9 +109,11 @@ def write_experts(
     tokens, hidden, dtype = scores.shape[0], x.shape[-1], x.dtype
     flat = x if len(x.shape) == 2 else insert.op("Reshape", [x, insert.integers([-1, hidden])], [tokens, hidden], dtype)  # type: ignore[list-item]
     outputs = [([tokens, top], dtype), ([tokens, top], _INT64)]
-    top_scores, choices = insert.node("TopK", [scores, insert.integers([top])], outputs, "router").outputs
-    # Whether `normalize_routing_weights` is set or not, onnxruntime takes the softmax of the scores that it took.
-    weights = insert.op("Softmax", [top_scores], [tokens, top], dtype, "shares", axis=-1)
+    if mixture.shares_among_all:
+        scores = insert.op("Softmax", [scores], scores.shape, dtype, "shares", axis=-1)
+    weights, choices = insert.node("TopK", [scores, insert.integers([top])], outputs, "router").outputs
+    if not mixture.shares_among_all:
+        weights = insert.op("Softmax", [weights], [tokens, top], dtype, "shares", axis=-1)
 
     flat_dims = insert.integers([-1])
     row = insert.op("Reshape", [choices, flat_dims], [None], _INT64, "choices")
