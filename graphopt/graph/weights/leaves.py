@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import sys
@@ -29,15 +30,12 @@ class MappedTensor(ir.ExternalTensor):
 
     def numpy(self) -> Array:
         """Return the array, read-only; the mapping ends when the array does."""
-        array = super().numpy()
-        self._array = self.raw = None
-        return array
+        # onnx_ir keeps the mapping in the tensor: a copy has its own, so threads may read one tensor side by side
+        return super(MappedTensor, copy.copy(self)).numpy()
 
     def tobytes(self) -> bytes:
         """Return a copy of the stored bytes."""
-        content = super().tobytes()
-        self._array = self.raw = None
-        return content
+        return super(MappedTensor, copy.copy(self)).tobytes()
 
     def __array__(self, dtype: Any = None) -> Array:
         return self.numpy().__array__(dtype)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -159,3 +160,14 @@ def test_packed_codes_need_no_rounding_of_their_own() -> None:
 
 def test_a_large_tensor_is_evaluated_in_blocks() -> None:
     assert [[block[0].stop - block[0].start for block in blocks_of((5000, 512), 1)]] == [[2048, 2048, 904]]
+
+
+def test_threads_read_one_tensor_side_by_side(tmp_path: Path) -> None:
+    numbers = np.arange(4096, dtype=np.float32)
+    (tmp_path / "numbers.bin").write_bytes(numbers.tobytes())
+    tensor = StoredBytes(str(tmp_path / "numbers.bin"), 0, ir.DataType.FLOAT, (4096,)).tensor()
+    with ThreadPoolExecutor(4) as threads:
+        arrays = list(threads.map(lambda _: tensor.numpy(), range(400)))
+        contents = list(threads.map(lambda _: tensor.tobytes(), range(400)))
+    assert all(np.array_equal(array, numbers) for array in arrays)
+    assert all(content == numbers.tobytes() for content in contents)
