@@ -45,6 +45,11 @@ def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 ROUNDED = {
     "int8": [{"step": "quantize_kv", "storage": "int8"}],
+    "int6": [
+        {"step": "fold_norms"},
+        {"step": "rotate", "query_key": "hadamard"},
+        {"step": "quantize_kv", "storage": "int6"},
+    ],
     "int4": [
         {"step": "fold_norms"},
         {"step": "rotate", "query_key": "hadamard"},
@@ -53,7 +58,7 @@ ROUNDED = {
 }
 """Steps in front of serve; int4 as in the preset rotate-kv4."""
 
-LOGITS_CHANGE = {"int8": 0.01, "int4": 0.15}
+LOGITS_CHANGE = {"int8": 0.01, "int6": 0.03, "int4": 0.15}
 """Largest change of a logit by the largest logit that is allowed, twice what was seen."""
 
 
@@ -151,7 +156,7 @@ def test_integers_move_logits_by_little(rounded: tuple[str, Path], served: Path,
     assert 0 < change < LOGITS_CHANGE[storage]
     config = json.loads((folder / GENAI_CONFIG).read_text())
     # 6 layers of keys and values, 2 heads: 64 codes and a scale
-    block = 6 * 2 * 16 * 2 * ({"int8": 64, "int4": 32}[storage] + 4)
+    block = 6 * 2 * 16 * 2 * ({"int8": 64, "int6": 48, "int4": 32}[storage] + 4)
     assert config["engine"]["dynamic_batching"]["num_blocks"] == 4_000_000 // block
     assert config["model"]["decoder"]["inputs"]["past_key_scale_names"] == "past_key_values.%d.key_scale"
     # what the Engine says is what the graph says, token by token
@@ -208,7 +213,7 @@ def test_blocks_may_be_float16(llama: ir.Model) -> None:
             "quantize_kv",
             {"storage": "float8"},
             "its cache cannot be stored so in blocks that requests share: blocks are stored as float32, float16, "
-            "bfloat16, int8, int4, not float8",
+            "bfloat16, int8, int6, int4, not float8",
         ),
         (
             "quantize_kv",
@@ -220,6 +225,12 @@ def test_blocks_may_be_float16(llama: ir.Model) -> None:
             "quantize_kv",
             {"storage": "int4"},
             "its cache cannot be stored so in blocks that requests share: a head of int4 has a multiple of 32 "
+            "channels up to 256, not 16",
+        ),
+        (
+            "quantize_kv",
+            {"storage": "int6"},
+            "its cache cannot be stored so in blocks that requests share: a head of int6 has a multiple of 64 "
             "channels up to 256, not 16",
         ),
         (

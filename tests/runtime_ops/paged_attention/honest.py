@@ -46,7 +46,7 @@ def honest(
         draw(st.sampled_from([32, 64])),
     )
     page, storage = draw(st.sampled_from([16, 32, 128])), draw(st.sampled_from(storages))
-    size = size if storage == "int4" else size // 2
+    size = {"int6": 64, "int4": size}.get(storage, size // 2)
     # long ones share so much that the kernel reads it for all of them together
     longest = draw(st.sampled_from([90, 90, 90, 400]))
     past = draw(st.lists(st.integers(0 if longest < 400 else 250, longest), min_size=1, max_size=4))

@@ -99,7 +99,7 @@ def random_case(
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("size", [64, 96, 256])
+@pytest.mark.parametrize("size", [64, 192, 256])
 def test_larger_heads_over_many_blocks(size: int, storage: str) -> None:
     new, past = [1, 70, 1, 3], [200, 0, 37, 5]
     order = iter(np.random.default_rng(0).permutation(40))
@@ -115,7 +115,7 @@ def test_larger_heads_over_many_blocks(size: int, storage: str) -> None:
     np.testing.assert_allclose(found, y, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("storage", ["float32", "int4"])
+@pytest.mark.parametrize("storage", ["float32", "int6", "int4"])
 def test_any_number_of_threads_computes_the_same_bits(storage: str) -> None:
     # one request that is split, beside short ones
     table = np.full((3, 400), -1)

@@ -163,7 +163,7 @@ def test_numbers_that_are_not_finite_reach_those_that_read_them(odd: float) -> N
     assert not np.isnan(by_body(inputs, window=3)[0]).any()
 
 
-@pytest.mark.parametrize("name", ["version1", "version1_latent"])
+@pytest.mark.parametrize("name", ["version1", "version1_latent", "version1_int6"])
 def test_frozen_vectors_keep_their_meaning(name: str) -> None:
     """Never regenerate the files: a change that they do not survive is a new version of the operator."""
     file = files("graphopt.runtime_ops").joinpath("paged_attention", "vectors", f"{name}.json")
@@ -184,7 +184,9 @@ def test_frozen_vectors_keep_their_meaning(name: str) -> None:
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@given(seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 3), lines=st.integers(1, 2), size=st.sampled_from([32, 96]))
+@given(
+    seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 3), lines=st.integers(1, 2), size=st.sampled_from([64, 192])
+)
 @settings(max_examples=10, deadline=None)
 def test_blocks_hold_each_token_by_itself(storage: str, seed: int, heads: int, lines: int, size: int) -> None:
     random = np.random.default_rng(seed)

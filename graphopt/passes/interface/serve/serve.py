@@ -76,11 +76,12 @@ class Serve(Pass):
     requests with a common prefix name the same blocks (PagedAttention, Kwon et al. 2023). Logits are those of the last
     token of each request, so the lm_head sees one row for each.
 
-    A cache that ``quantize_kv`` stores as int8 or int4 becomes blocks of integers with a scale for each token and head,
-    in caches of their own under the same table: key[t, c] = scale[t] (code[t, c] - L / 2), L = 255 or 15, values
-    likewise. So a block never changes once it is full, and any request may read it; but there is no scale for a channel
-    that is large throughout, as in pages: rotate queries and keys first (QuaRot, Ashkboos et al. 2024). That rounds
-    otherwise than the pages did, and the newest tokens too, so the step is lossy then.
+    A cache that ``quantize_kv`` stores as int8, int6 or int4 becomes blocks of integers with a scale for each token and
+    head, in caches of their own under the same table: key[t, c] = scale[t] (code[t, c] - L / 2), L = 255, 63 or 15,
+    values likewise. So a block never changes once it is full, and any request may read it; but there is no scale for a
+    channel that is large throughout, as in pages: rotate queries and keys first (QuaRot, Ashkboos et al. 2024). That
+    rounds otherwise than the pages did, and the newest tokens too, so the step is lossy then. int6 takes heads of a
+    multiple of 64 channels.
 
     Standard attention is rewritten as by ``page_kv`` first. The engine runs the artifact by its ``genai_config.json``;
     graphopt's own commands do not.

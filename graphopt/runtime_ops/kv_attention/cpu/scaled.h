@@ -1,4 +1,4 @@
-// Codes of 8 or 4 bits that stand for scale (code - the middle of all codes), each token with a scale of its own: loaded
+// Codes of 8, 6 or 4 bits that stand for scale (code - the middle of all codes), each token with a scale of its own: loaded
 // as what the scale is multiplied by.
 #pragma once
 
@@ -9,7 +9,8 @@
 namespace graphopt {
 
 // A byte of 8 bits is a code. Codes of 4 bits are paired line by line: the low bits of 16 bytes are 16 codes, the high
-// bits are the 16 that come next.
+// bits are the 16 that come next. 64 codes of 6 bits are three lines: two with their lower 4 bits, as codes of 4 bits, and
+// one with their upper 2 bits, those of the first 16 codes lowest.
 template <unsigned Bits>
 struct Scaled {
   uint8_t byte;
@@ -48,6 +49,37 @@ inline void load_numbers(const Scaled<4>* from, size_t n, Floats (&numbers)[4]) 
   }
 }
 
+constexpr size_t kSixes = 64, kSixBytes = 48;  // codes of 6 bits that are packed together, and their bytes
+
+inline const Scaled<6>* number_at(const Scaled<6>* from, size_t n) { return from + n / kSixes * kSixBytes; }
+inline Floats load_numbers(const Scaled<6>* from, size_t n) {
+  const Scaled<6>* const unit = number_at(from, n);
+  const size_t group = n % kSixes / kColumns;
+  const Integers lower = load_bytes(unit + group / 2 * kColumns), upper = load_bytes(unit + 2 * kColumns);
+  const int shift = group % 2 ? 4 : 0, upper_shift = 2 * static_cast<int>(group);
+  const Integers codes = by_parts<Integers>(
+      [&](size_t i) { return (lower.part[i] >> shift & 15) | (upper.part[i] >> upper_shift & 3) << 4; });
+  return to_floats(codes) - all_lanes(kLargestCode<6> / 2);
+}
+
+// 64 numbers from number `n` on, a multiple of 64: each line is read once, with shifts that are known.
+inline void load_numbers(const Scaled<6>* from, size_t n, Floats (&numbers)[4]) {
+  const Scaled<6>* const unit = number_at(from, n);
+  const Floats middle = all_lanes(kLargestCode<6> / 2);
+  const Integers upper = load_bytes(unit + 2 * kColumns);
+#pragma GCC unroll 2
+  for (size_t i = 0; i < 2; ++i) {
+    const Integers pair = load_bytes(unit + i * kColumns);
+    const int shift = 4 * static_cast<int>(i);
+    numbers[2 * i] = to_floats(by_parts<Integers>([&](size_t k) {
+                       return (pair.part[k] & 15) | (upper.part[k] >> shift & 3) << 4;
+                     })) - middle;
+    numbers[2 * i + 1] = to_floats(by_parts<Integers>([&](size_t k) {
+                           return pair.part[k] >> 4 | (upper.part[k] >> (shift + 2) & 3) << 4;
+                         })) - middle;
+  }
+}
+
 // Rounds a token to codes, one in each byte; returns its scale, NaN where a number is not finite.
 template <unsigned Bits>
 float round_token(const float* token, size_t size, uint8_t* codes) {
@@ -71,6 +103,31 @@ inline void put_codes(const uint8_t* codes, size_t size, size_t offset, bool is_
   if (!is_key) return static_cast<void>(__builtin_memcpy(to + offset * size, codes, size));
   Scaled<8>* const lane = to + offset / kColumns * size * kColumns + offset % kColumns;
   for (size_t c = 0; c < size; ++c) lane[c * kColumns].byte = codes[c];
+}
+inline void put_codes(const uint8_t* codes, size_t size, size_t offset, bool is_key, Scaled<6>* to) {
+  const auto lower = [&](size_t first, size_t second) {
+    return Scaled<6>{static_cast<uint8_t>((codes[first] & 15) | (codes[second] & 15) << 4)};
+  };
+  const auto upper = [&](size_t first, size_t step) {
+    unsigned bits = 0;
+    for (size_t i = 0; i < 4; ++i) bits |= static_cast<unsigned>(codes[first + i * step] >> 4) << 2 * i;
+    return Scaled<6>{static_cast<uint8_t>(bits)};
+  };
+  if (is_key) {  // a line is one channel of 16 tokens
+    Scaled<6>* unit = to + offset / kColumns * size * kColumns / kSixes * kSixBytes + offset % kColumns;
+    for (size_t c = 0; c < size; c += 4, unit += kSixBytes) {
+      unit[0] = lower(c, c + 1), unit[kColumns] = lower(c + 2, c + 3), unit[2 * kColumns] = upper(c, 1);
+    }
+    return;
+  }
+  Scaled<6>* unit = to + offset * size / kSixes * kSixBytes;
+  for (size_t c = 0; c < size; c += kSixes, unit += kSixBytes) {
+    for (size_t i = 0; i < kColumns; ++i) {
+      unit[i] = lower(c + i, c + kColumns + i);
+      unit[kColumns + i] = lower(c + 2 * kColumns + i, c + 3 * kColumns + i);
+      unit[2 * kColumns + i] = upper(c + i, kColumns);
+    }
+  }
 }
 inline void put_codes(const uint8_t* codes, size_t size, size_t offset, bool is_key, Scaled<4>* to) {
   const auto both = [&](size_t first, size_t second) {

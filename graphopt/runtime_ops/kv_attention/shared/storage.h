@@ -47,6 +47,7 @@ constexpr bool is_codes(Codes<Bits>) {
 // token changes what another one has stored.
 #define GRAPHOPT_TOKEN_STORAGES(STORAGE)                                  \
   STORAGE(kToken8, "int8", kUint8, 8, 0, Numbers<Scaled<8>>)              \
+  STORAGE(kToken6, "int6", kUint8, 6, 0, Numbers<Scaled<6>>)              \
   STORAGE(kToken4, "int4", kUint8, 4, 0, Numbers<Scaled<4>>)
 
 #define GRAPHOPT_STORAGE_NAME(id, name, type, bits, levels, holds) id,

@@ -23,6 +23,7 @@ constexpr Kept kKept[] = {{"float32", kFloat, Storage::kFloat32},
                           {"float16", kFloat16, Storage::kFloat16},
                           {"bfloat16", kBFloat16, Storage::kBFloat16},
                           {"int8", kUint8, Storage::kToken8},
+                          {"int6", kUint8, Storage::kToken6},
                           {"int4", kUint8, Storage::kToken4}};
 
 }  // namespace
@@ -56,7 +57,7 @@ OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, in
   const auto* kept = std::find_if(std::begin(kKept), std::end(kKept),
                                   [&](const Kept& each) { return !std::strcmp(each.name, storage); });
   if (kept == std::end(kKept)) {
-    return node.error("its attribute storage must be one of float32, float16, bfloat16, int8, int4, not '%s'", storage);
+    return node.error("its attribute storage must be one of float32, float16, bfloat16, int8, int6, int4, not '%s'", storage);
   }
   if (kept->type != type) return node.error("keys and values have another type than %s is stored in", storage);
   layout.store_as(kept->storage);
@@ -84,10 +85,13 @@ OrtStatus* PagedGiven::read(const Node& node, const PagedAttributes& attributes,
 OrtStatus* PagedGiven::check_pools(const Node& node, Attention* call) const {
   const Given &keys = tensors[kKeyBlocks], &values = tensors[kValueBlocks];
   Layout& layout = call->layout;
-  const auto heads = static_cast<int64_t>(layout.kv_heads), of_byte = layout.bits == 4 ? int64_t{2} : int64_t{1};
+  const auto heads = static_cast<int64_t>(layout.kv_heads);
+  // bits of a number in an element: of codes that a byte has a part of, or several of
+  const int64_t bits = layout.scales_tokens() ? layout.bits : 8;
   const int64_t tokens = keys.rank == 4 ? keys.shape[1] : 0, width = keys.rank == 4 ? keys.shape[3] : 0;
-  // half of a latent: half of a block's tokens lie among the values
-  const int64_t step = layout.latent() ? 8 : 16, most = layout.latent() ? kMostLatent / 2 : kMostSize / of_byte;
+  // half of a latent: half of a block's tokens lie among the values; 64 codes of 6 bits are packed together
+  const int64_t step = layout.latent() ? 8 : bits == 6 ? 48 : 16,
+                most = layout.latent() ? kMostLatent / 2 : kMostSize * bits / 8;
   const bool fits = keys.rank == 4 && values.rank == 4 && !std::memcmp(keys.shape, values.shape, sizeof keys.shape);
   if (!fits || keys.shape[2] != heads || width % step || width < step || width > most) {
     return node.error("keys and values must have the shape [blocks, tokens, %lld, n], n a multiple of %lld up to %lld; "
@@ -97,7 +101,7 @@ OrtStatus* PagedGiven::check_pools(const Node& node, Attention* call) const {
   if ((tokens != 16 || layout.latent()) && tokens != 32 && tokens != 64 && tokens != 128) {
     return node.error("a block must have %s32, 64 or 128 tokens, it has %lld", layout.latent() ? "" : "16, ", print(tokens));
   }
-  layout.size = static_cast<size_t>(layout.latent() ? 2 * width : width * of_byte);
+  layout.size = static_cast<size_t>(layout.latent() ? 2 * width : width * 8 / bits);
   if (layout.value_size > layout.size) {
     return node.error("its attribute value_size is %zu, and a token has %zu numbers", layout.value_size, layout.size);
   }

@@ -1,4 +1,4 @@
-"""The bodies of ``ai.graphopt::PagedAttention``, of standard ONNX operators: for floats, int8 and int4, and latents.
+"""The bodies of ``ai.graphopt::PagedAttention``, of standard ONNX operators: for floats, integers, and latents.
 
     places of new tokens -> ScatterND -> blocks -> Gather by the table -> K, V [B, Hk, L, D]
     tokens, one behind the other -> rows of equal length -> attention -> tokens again
@@ -202,7 +202,7 @@ def _refusal(
     begins = op.Mul(_range(op, columns), page)
     outside = op.Or(op.Less(table, 0), op.GreaterOrEqual(table, op.Shape(blocks, start=0, end=1)))
     wide, pages = op.Shape(blocks, start=3, end=4), PAGES[1:] if value_size else PAGES
-    step, largest = LANES, STORAGES[storage or "float32"].elements(256)
+    step, largest = (48 if storage == "int6" else LANES), STORAGES[storage or "float32"].elements(256)
     if value_size:
         step, largest = LANES // 2, MOST_LATENT // 2  # half of a latent
     wrong = [

@@ -158,6 +158,16 @@ def _bytes_of(op: OpBuilder, codes: ir.Value, storage: str, *, are_keys: bool) -
     """Return the bytes [T, H, W] of codes [T, H, D]."""
     if STORAGES[storage].bits == 8:
         return codes
+    if STORAGES[storage].bits == 6:
+        fours = op.Reshape(codes, [0, 0, -1, 4] if are_keys else [0, 0, -1, 4, LANES])
+        groups = op.Split(fours, axis=3, num_outputs=4, _outputs=4)
+        low = [op.BitwiseAnd(group, 15) for group in groups]
+        lines = [op.BitwiseOr(low[i], op.BitShift(low[i + 1], 4, direction="LEFT")) for i in (0, 2)]
+        upper = op.BitShift(groups[0], 4, direction="RIGHT")
+        for index, group in enumerate(groups[1:], 1):
+            bits = op.BitShift(op.BitShift(group, 4, direction="RIGHT"), 2 * index, direction="LEFT")
+            upper = op.BitwiseOr(upper, bits)
+        return op.Reshape(op.Concat(*lines, upper, axis=3), [0, 0, -1])
     pairs = op.Reshape(codes, [0, 0, -1, 2] if are_keys else [0, 0, -1, 2, LANES])
     low, high = op.Split(pairs, axis=3, num_outputs=2, _outputs=2)
     both = op.BitwiseOr(low, op.BitShift(high, 4, direction="LEFT"))
@@ -168,6 +178,18 @@ def _codes_of(op: OpBuilder, rows: ir.Value, storage: str, *, are_keys: bool) ->
     """Return the codes [B, H, L, D] of bytes [B, H, L, W]."""
     if STORAGES[storage].bits == 8:
         return rows
+    if STORAGES[storage].bits == 6:
+        units = op.Reshape(rows, [0, 0, 0, -1, 3] if are_keys else [0, 0, 0, -1, 3, LANES])
+        *lines, upper = op.Split(units, axis=4, num_outputs=3, _outputs=3)
+        low = [part for line in lines for part in (op.BitwiseAnd(line, 15), op.BitShift(line, 4, direction="RIGHT"))]
+        high = [
+            op.BitShift(op.BitwiseAnd(op.BitShift(upper, shift, direction="RIGHT"), 3), 4, direction="LEFT")
+            if shift
+            else op.BitShift(op.BitwiseAnd(upper, 3), 4, direction="LEFT")
+            for shift in (0, 2, 4, 6)
+        ]
+        codes = [op.BitwiseOr(part, bits) for part, bits in zip(low, high, strict=True)]
+        return op.Reshape(op.Concat(*codes, axis=4), [0, 0, 0, -1])
     pairs = op.Unsqueeze(rows, [-1]) if are_keys else op.Reshape(rows, [0, 0, 0, -1, 1, LANES])
     low, high = op.BitwiseAnd(pairs, 15), op.BitShift(pairs, 4, direction="RIGHT")
     codes = op.Concat(low, high, axis=4)

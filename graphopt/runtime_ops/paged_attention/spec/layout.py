@@ -7,11 +7,15 @@ tokens is one load, and values [P, W]. Scales [N, P, H] lie the same: P of head 
 Floats: W = D, no scales.
 
 Integers: each token of each head is rounded by itself, with a scale of its own for its key and one for its value: codes
-from 0 to L, L = 255 or 15, and a code c stands for scale (c - L / 2). So a block is complete with every token, and no
-token changes the bytes of another one.
+from 0 to L, L = 255, 63 or 15, and a code c stands for scale (c - L / 2). So a block is complete with every token, and
+no token changes the bytes of another one.
 
 int8: W = D. int4: W = D / 2. A byte of a key has channel 2 i in its low 4 bits and channel 2 i + 1 in the high ones. A
 byte of a value has channel 32 g + i, i < 16, and channel 32 g + 16 + i: it is byte 16 g + i. So D is a multiple of 32.
+
+int6: W = 3 D / 4. Three lines of 16 bytes hold 64 codes, four times 16: one the low 4 bits of the first 16 and, in the
+high bits, of the second, one those of the third and the fourth, and one the upper 2 bits of all, those of the first
+lowest. 16 codes are a channel of 16 tokens of keys, or 16 channels of a value. So D is a multiple of 64.
 
 Latents, of which values are a part, are stored once, as floats, in blocks of 32 tokens or more: the first half of a
 block's tokens lies in `keys` and the second half in `values`, each as keys of P / 2 tokens and D channels: W = D / 2.
@@ -32,7 +36,7 @@ from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 
 Array = npt.NDArray[Any]
 
-STORAGES = {name: STORAGE_OF[name] for name in ("float32", "float16", "bfloat16", "int8", "int4")}
+STORAGES = {name: STORAGE_OF[name] for name in ("float32", "float16", "bfloat16", "int8", "int6", "int4")}
 """What blocks may hold, by the name that the attribute ``storage`` calls it."""
 
 
@@ -45,7 +49,7 @@ def width(head_size: int, storage: str) -> int:
     if storage not in STORAGES:
         raise ValueError(f"blocks are stored as {', '.join(STORAGES)}, not {storage}")
     elements = STORAGES[storage].elements(head_size)
-    if elements % LANES or not 0 < head_size <= 256 or elements < LANES:
+    if head_size % _multiple(storage) or not 0 < head_size <= 256 or elements < LANES:
         raise ValueError(
             f"a head of {storage} has a multiple of {_multiple(storage)} channels up to 256, not {head_size}"
         )
@@ -78,6 +82,14 @@ def unpack(blocks: Array, storage: str, *, are_keys: bool) -> Array:
     count, tokens, heads, wide = blocks.shape
     of_head = blocks.reshape(count, heads, tokens * wide)
     elements = of_head.reshape(count, heads, -1, wide, LANES).swapaxes(-1, -2) if are_keys else of_head
+    if STORAGES[storage].bits == 6:
+        lines = np.ascontiguousarray(of_head).reshape(count, heads, -1, 3, LANES)
+        codes = np.stack([lines[..., line, :] >> shift & 15 for line in (0, 1) for shift in (0, 4)], axis=-2)
+        codes |= np.stack([lines[..., 2, :] >> shift & 3 for shift in (0, 2, 4, 6)], axis=-2) << np.uint8(4)
+        size = head_size(wide, storage)
+        if are_keys:
+            codes = codes.reshape(count, heads, -1, size, LANES).swapaxes(-1, -2)
+        return np.ascontiguousarray(codes).reshape(count, heads, tokens, size)
     elements = np.ascontiguousarray(elements).reshape(count, heads, tokens, wide)
     if STORAGES[storage].bits >= 8:
         return elements
@@ -93,6 +105,14 @@ def pack(numbers: Array, storage: str, *, are_keys: bool) -> Array:
     """Return the blocks that hold this; the inverse of :func:`unpack`."""
     count, heads, tokens, size = numbers.shape
     elements = numbers
+    if STORAGES[storage].bits == 6:
+        lines = numbers.reshape(count, heads, -1, LANES, size).swapaxes(-1, -2) if are_keys else numbers
+        first, second, third, fourth = np.moveaxis(lines.reshape(count, heads, -1, 4, LANES), -2, 0)
+        four = np.uint8(4)
+        low = [first & 15 | second << four, third & 15 | fourth << four]
+        upper = (first >> four) | (second >> four) << 2 | (third >> four) << 4 | (fourth >> four) << 6
+        elements = np.stack([*low, upper], axis=-2).astype(np.uint8)
+        return elements.reshape(count, tokens, heads, width(size, storage))
     if STORAGES[storage].bits < 8:
         if are_keys:
             low, high = np.moveaxis(numbers.reshape(count, heads, tokens, -1, 2), -1, 0)
@@ -139,4 +159,4 @@ def restore_tokens(held: Array, scales: Array | None, storage: str) -> npt.NDArr
 
 
 def _multiple(storage: str) -> int:
-    return LANES * 8 * STORAGES[storage].dtype.itemsize // STORAGES[storage].bits
+    return {6: 4 * LANES, 4: 2 * LANES}.get(STORAGES[storage].bits, LANES)

@@ -12,9 +12,9 @@ Inputs, all required:
     block_table: int32 [B, C]: the token at position p of request b lies in block block_table[b, p div P], at p mod P.
         Entries behind those that a request needs are not looked at; -1 is usual.
     sink_logits: float [Hq] or [0], logits without a value that take part in the softmax (gpt-oss).
-    keys, values: float, float16, bfloat16 or uint8 [N, P, Hk, W], the blocks. W = D, but D / 2 for int4. What lies
-        where within a block says :mod:`.layout`, and not this shape: heads one behind the other, keys [P/16, W, 16].
-        With a ``value_size`` W = D / 2, and both hold half of a block's tokens.
+    keys, values: float, float16, bfloat16 or uint8 [N, P, Hk, W], the blocks. W = D, but D / 2 for int4
+        and 3 D / 4 for int6. What lies where within a block says :mod:`.layout`, and not this shape: heads one
+        behind the other, keys [P/16, W, 16]. With a ``value_size`` W = D / 2, and both hold half of a block's tokens.
     key_scales, value_scales: float [N, P, Hk], of blocks of integers; [0] for floats.
 
 Attributes:
@@ -22,7 +22,7 @@ Attributes:
     scale: float, of q . k.
     softcap: float, c in c tanh(s / c), after ``scale``; 0 for none.
     window: int: position p sees positions > p - window; 0 for none.
-    storage: string: float32, float16, bfloat16, int8 or int4.
+    storage: string: float32, float16, bfloat16, int8, int6 or int4.
     value_size: int, optional, V: values are the first V numbers of keys, a multiple of 16, and are not stored; where it
         is 0 or absent they are. With it query heads read one row of a token, a latent (DeepSeek-V2, section 2.1.2),
         which is stored as floats, in blocks of 32 tokens or more.
