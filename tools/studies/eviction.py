@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.models.gguf.checkpoint import load_gguf
 from tools.bench.parts.options import JsonFile
 from tools.studies.cache_quality import python_documentation
-from tools.studies.caches.rounding import CHANNELS, TOKENS, Tensor, asymmetric, rotation
+from tools.studies.caches.rounding import CHANNELS, TOKENS, Tensor, asymmetric, normal_levels, rotation
 from tools.studies.real.models import fetch
 
 NEXT, SINKS, RECENT = 256, 64, 256
@@ -62,6 +62,7 @@ class Prompt:
         self.received: dict[int, Tensor] = {}  # attention of the prompt's queries, summed, [heads, tokens]
         self.newest: dict[int, Tensor] = {}  # attention of its last 64 queries, [heads, tokens]
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}  # mean [Hq, D] and covariance, without positions
+        self.gram: dict[int, Tensor] = {}  # of queries behind the rotary embedding, [Hk, D, D]
         self.future: dict[int, Tensor] = {}  # attention of the next tokens' queries, summed, [heads, tokens]
         self.hidden: dict[int, Tensor] = {}  # what each layer's attention is made of, [tokens, size]
         self.newest_queries: dict[int, Tensor] = {}  # lengths of the last 32 queries' channels, [Hk, D]
@@ -112,6 +113,8 @@ class Prompt:
             plain = self.rotate(q, torch.arange(self.length), -1)
             centred = plain - plain.mean(1, keepdim=True)
             self.queries[layer] = (plain.mean(1), centred.mT @ centred / self.length)
+            rows = q.unflatten(0, (len(k), -1)).flatten(1, 2)
+            self.gram[layer] = rows.mT @ rows
             asked = torch.arange(ASKED - 1, self.length, ASKED)
             self.received[layer] = _received(q, k, asked, scaling)
             self.newest_queries[layer] = q[:, -32:].unflatten(0, (len(k), -1)).norm(dim=2).norm(dim=1)
@@ -325,6 +328,120 @@ def fewer_key_channels(prompt: Prompt, share: float) -> Way:
     return Way(cache=cache, bytes=(share + 1) / 2)
 
 
+def rounded(prompt: Prompt, round_layer: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], bits: float) -> Way:
+    """Keys and values of each layer rounded; the first page and the newest two stay floats."""
+    cache = {}
+    for layer, (keys, values) in prompt.cache.items():
+        pair = round_layer(layer, keys, values)
+        for new, old in zip(pair, (keys, values), strict=True):
+            new[:, :64], new[:, -128:] = old[:, :64], old[:, -128:]
+        cache[layer] = pair
+    return Way(cache=cache, bytes=bits / 16)
+
+
+def without_tail(prompt: Prompt, prefix: int) -> Way:
+    """Each token rounded to 4 bits by itself, but the first ones (QFeP)."""
+    cache = {layer: prefixed(layer, *pair, bits=4, prefix=prefix) for layer, pair in prompt.cache.items()}
+    return Way(cache=cache, bytes=4.5 / 16)
+
+
+def _levels(x: Tensor, bits: int) -> Tensor:
+    """Round each token to Lloyd's and Max's levels of a normal distribution, times the root of its mean square."""
+    size, levels = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-20), normal_levels(bits)
+    rounded_levels: Tensor = levels[torch.bucketize(x / size, (levels[1:] + levels[:-1]) / 2)] * size
+    return rounded_levels
+
+
+def _sketch(x: Tensor, rows: int, seed: int = 0) -> Tensor:
+    """Return what signs of ``rows`` random products and the length of x say of it: unbiased in products (QJL)."""
+    matrix = torch.randn(x.shape[-1], rows, generator=torch.Generator().manual_seed(seed))
+    signs = (x @ matrix).sign()
+    estimate: Tensor = x.norm(dim=-1, keepdim=True) * (torch.pi / 2) ** 0.5 / rows * (signs @ matrix.mT)
+    return estimate
+
+
+def turboquant(layer: int, keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Rotated, levels of a bit less and a sketch of what is left of keys; levels of all bits of values (TurboQuant)."""
+    del layer
+    basis = rotation(keys.shape[-1])
+    turned, turned_values = keys @ basis, values @ basis
+    low = _levels(turned, bits - 1)
+    return (low + _sketch(turned - low, keys.shape[-1])) @ basis.mT, _levels(turned_values, bits) @ basis.mT
+
+
+def qjl(layer: int, keys: Tensor, values: Tensor, rows: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Signs of random products of keys, values per token (QJL, Zandieh et al. 2024)."""
+    del layer
+    return _sketch(keys, rows), asymmetric(values, CHANNELS, bits)
+
+
+def smooth_attention(layer: int, keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Channels of keys divided by the root of their largest number, pairs of the rotary embedding alike (QServe)."""
+    del layer
+    half = keys.shape[-1] // 2
+    largest = keys.abs().amax(1, keepdim=True)
+    pair = torch.maximum(largest[..., :half], largest[..., half:]).sqrt().clamp_min(1e-6)
+    factors = torch.cat([pair, pair], -1)
+    return asymmetric(keys / factors, CHANNELS, bits) * factors, asymmetric(values, CHANNELS, bits)
+
+
+def prefixed(layer: int, keys: Tensor, values: Tensor, bits: int, prefix: int) -> tuple[Tensor, Tensor]:
+    """Each token by itself, the first ones as floats (QFeP's prefix takes the spikes)."""
+    del layer
+    pair = asymmetric(keys, CHANNELS, bits), asymmetric(values, CHANNELS, bits)
+    for new, old in zip(pair, (keys, values), strict=True):
+        new[:, :prefix] = old[:, :prefix]
+    return pair
+
+
+def spectral(layer: int, keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Coordinates along eigenvectors, more bits where they vary more; in pages, a step per channel."""
+    del layer
+    pair = []
+    for x in (keys, values):
+        mean = x.mean(1, keepdim=True)
+        variance, basis = torch.linalg.eigh((x - mean).mT @ (x - mean) / x.shape[1])
+        wanted = 0.5 * variance.clamp_min(1e-12).log2()
+        wanted = (wanted - wanted.mean(-1, keepdim=True) + bits).round().clamp(0, 8)
+        turned = (x - mean) @ basis
+        parts = [torch.zeros_like(turned), *(_in_pages(turned, width, TOKENS) for width in range(1, 9))]
+        chosen = torch.stack(parts).gather(0, wanted.long()[None, :, None].expand(1, *turned.shape))[0]
+        pair.append(chosen @ basis.mT + mean)
+    return pair[0], pair[1]
+
+
+def oscar(prompt: Prompt, layer: int, keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys along eigenvectors of the queries, mixed by Hadamard and clipped, per token; values by theirs (OSCAR)."""
+    of_queries = prompt.gram[layer]
+    weights = torch.einsum("htc,hcd,htd->ht", keys, of_queries, keys)
+    pair = []
+    for x, gram in ((keys, of_queries), (values, (values * weights[..., None]).mT @ values)):
+        basis = torch.linalg.eigh(gram).eigenvectors @ rotation(x.shape[-1])
+        pair.append(asymmetric(x @ basis, CHANNELS, bits, clip=0.9) @ basis.mT)
+    return pair[0], pair[1]
+
+
+def by_indexer(channels: int, budget: int) -> Way:
+    """Tokens of the best scores by few channels of queries and keys, those that tell most of the products.
+
+    Fitted in closed form to the queries and keys of the prompt: the part of that rank that is nearest to all scores.
+    """
+
+    def choose(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
+        keys = prompt.cache[layer][0]
+        values, vectors = torch.linalg.eigh(keys.mT @ keys)
+        root = vectors * values.clamp_min(1e-6).sqrt()[:, None] @ vectors.mT
+        inverse = vectors * values.clamp_min(1e-6).rsqrt()[:, None] @ vectors.mT
+        best = torch.linalg.eigh(root @ prompt.gram[layer] @ root).eigenvectors[..., -channels:]
+        short_queries, short_keys = queries @ (root @ best)[:, None], keys @ (inverse @ best)
+        scores = (short_queries @ short_keys[:, None].mT).softmax(-1).mean(1, keepdim=True)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(budget, -1).indices, True)
+        chosen[..., :SINKS] = chosen[..., -RECENT:] = True
+        return chosen
+
+    return Way(choose=choose)
+
+
 def low_rank_keys(prompt: Prompt, rank: int, value_rank: int | None = None) -> Way:
     """Keys before the rotary embedding of a rank, all heads of a layer together (ShadowKV); values too (CSKV)."""
     cache, positions = {}, torch.arange(prompt.length)
@@ -474,6 +591,25 @@ def ways(prompt: Prompt, share: float, budget: int) -> dict[str, Callable[[], Wa
         ("best key", by_best_key),
     ):
         found[f"read, {name}"] = partial(choose_pages, score, budget)
+    for bits in (4, 2):
+        found[f"all, TurboQuant, {bits} bits"] = partial(rounded, prompt, partial(turboquant, bits=bits), bits + 0.375)
+        found[f"all, SmoothAttention, {bits} bits per token"] = partial(
+            rounded, prompt, partial(smooth_attention, bits=bits), bits + 0.5
+        )
+        found[f"all, {bits} bits per token"] = partial(
+            rounded, prompt, partial(prefixed, bits=bits, prefix=0), bits + 0.5
+        )
+        found[f"all, spectral, {bits} bits"] = partial(rounded, prompt, partial(spectral, bits=bits), bits + 0.5)
+        found[f"all, OSCAR, {bits} bits"] = partial(rounded, prompt, partial(oscar, prompt, bits=bits), bits + 0.5)
+    found["all, QJL: keys of 256 signs, values 4 bits"] = partial(
+        rounded, prompt, partial(qjl, rows=256, bits=4), 4.375
+    )
+    for prefix in (0, 4):
+        found[f"all, QFeP: {prefix} first tokens in floats, 4 bits, no other floats"] = partial(
+            without_tail, prompt, prefix
+        )
+    for channels in (8, 16):
+        found[f"read, indexer of {channels} channels"] = partial(by_indexer, channels, budget)
     found["read, centroids (Squeezed Attention)"] = partial(by_centroids, budget)
     return found
 

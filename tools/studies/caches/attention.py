@@ -72,6 +72,11 @@ class RoundedModel:
             self.prefix[module.layer_idx] = (k, v)
         elif self.prefix:
             k, v = (torch.cat(pair, 1) for pair in zip(self.prefix[module.layer_idx], (k, v), strict=True))
+        if self._method is None and not self.prefix:
+            whole = torch.nn.functional.scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, scale=scaling, enable_gqa=True
+            )
+            return whole.transpose(1, 2), None
         stored = (k, v) if self._method is None else self._method.apply(k, v, self._rotary)
         tail = None if self._method is None else self._method.tail
         group, out = q.shape[0] // k.shape[0], torch.empty_like(q)

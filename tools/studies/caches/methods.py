@@ -14,6 +14,7 @@ from tools.studies.caches.rounding import (
     Tail,
     Tensor,
     asymmetric,
+    beside_page_before,
     blocks_of_32,
     normalized,
     symmetric,
@@ -83,6 +84,15 @@ def methods() -> list[Method]:
         of_pages(2, 4, clip=CLIPS[2]),
         of_pages(8, 4),
         of_pages(4, 8),
+        of_pages(6, factors=True),
+        of_pages(4, tail=Tail(newest=0), name="int4, no newest page"),
+        of_pages(4, tail=Tail(first=0), name="int4, no first page"),
+        of_pages(4, tail=Tail(first=0, newest=-1), name="int4, no floats"),
+        of_pages(2, clip=CLIPS[2], factors=True, tail=Tail(newest=3), name="int2, three newest pages"),
+        of_pages(2, clip=CLIPS[2], factors=True, tail=Tail(newest=15), name="int2, 15 newest pages"),
+        of_pages(2, clip=CLIPS[2], factors=True, tail=Tail(first=4, newest=15), name="int2, 4 first, 15 newest pages"),
+        of_pages(4, 2, clip=CLIPS[2], factors=True),
+        of_pages(3, 2, clip=CLIPS[2], factors=True),
     ]
     return found + of_papers() + of_blocks()
 
@@ -110,11 +120,23 @@ def of_papers() -> list[Method]:
 def of_blocks() -> list[Method]:
     """Return blocks of the server: each token by itself, the newest too."""
     found = []
-    for keys, values in ((8, 8), (4, 4), (8, 4)):
+    for keys, values in ((8, 8), (6, 6), (6, 4), (4, 4), (8, 4)):
         rounds = (partial(symmetric, bits=keys), partial(symmetric, bits=values))
         name = f"blocks of the server, int{keys}" + ("" if keys == values else f" keys, int{values} values")
         found.append(Method(f"{name}, rotated", rounds, (keys + values) / 2))
         found.append(Method(f"{name}, rotated, keys centred", rounds, (keys + values) / 2, centred=True))
+    rows: Round = partial(asymmetric, axis=CHANNELS, bits=4)
+    found += [
+        Method("blocks, int4 with a low per token, rotated", (rows, rows), 4),
+        Method("blocks, int4 with a low, keys beside the block before, rotated", (beside_page_before(rows), rows), 4),
+        Method(
+            "blocks, int4 with a low, keys beside the block before, tail, rotated",
+            (beside_page_before(rows), rows),
+            4,
+            TAIL,
+        ),
+        Method("blocks, int4 with a low, tail, rotated", (rows, rows), 4, TAIL),
+    ]
     return found
 
 

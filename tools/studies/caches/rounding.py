@@ -69,6 +69,23 @@ def with_factors(round_rest: Round) -> Round:
     return apply
 
 
+def beside_page_before(round_rest: Round, page: int = 64) -> Round:
+    """Round what tokens differ by from the mean of the page before theirs, that of the first one from zero.
+
+    Takes pages, or tokens without pages.
+    """
+
+    def apply(x: Tensor) -> Tensor:
+        if x.dim() == 3:
+            padding = x[:, -1:].expand(-1, -x.shape[1] % page, -1)
+            return apply(torch.cat([x, padding], 1).unflatten(1, (-1, page))).flatten(1, 2)[:, : x.shape[1]]
+        means = x.mean(TOKENS, keepdim=True)
+        before = torch.cat([torch.zeros_like(means[:, :1]), means[:, :-1]], 1)
+        return round_rest(x - before) + before
+
+    return apply
+
+
 def tabled(x: Tensor, axis: int, bits: int) -> Tensor:
     """Round to the best 2^bits levels of a normal distribution, by mean and deviation of each set (as KVQuant)."""
     mean, deviation = x.mean(axis, keepdim=True), x.std(axis, keepdim=True).clamp_min(_TINY)
