@@ -306,7 +306,7 @@ def trellis(bits: int, head: tuple[int, ...], tail: tuple[int, ...]) -> TrellisF
     return TrellisFormat(f"t{bits}", bits, *(tuple(value / 16 for value in table) for table in (head, tail)))
 
 
-# What tools/studies/train_trellis.py ended with when values had more steps, made smaller, and then moved by single steps
+# What tools/studies/train_trellis.py ended with when values had more steps, made smaller, and then moved by single steps,
 # as it does at its end now. In steps of 1/16.
 T2 = trellis(
     2,
