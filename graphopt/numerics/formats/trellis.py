@@ -306,8 +306,8 @@ def trellis(bits: int, head: tuple[int, ...], tail: tuple[int, ...]) -> TrellisF
     return TrellisFormat(f"t{bits}", bits, *(tuple(value / 16 for value in table) for table in (head, tail)))
 
 
-# What tools/studies/train_trellis.py ended with when values had more steps, made smaller, and then moved by single steps,
-# as it does at its end now. In steps of 1/16.
+# What tools/studies/train_trellis.py ended with when values had more steps, made smaller, and then moved by single
+# steps, as it does at its end now. In steps of 1/16.
 T2 = trellis(
     2,
     (5, -17, 6, -15, -12, 3, 3, 0, 18, -1, -5, -2, 1, -7, 11, 13),
