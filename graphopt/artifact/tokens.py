@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 
-LARGEST_WINDOW = 1024
+DEFAULT_WINDOW = 256
 """Tokens of a window by default, where the model has as many positions."""
 
 
@@ -77,7 +77,7 @@ def texts_of(companions: Mapping[str, Path], options: CalibrationOptions, positi
         InputError: there is no tokenizer, the text cannot be read or has no token, or the window is too wide.
     """
     tokenizer = tokenizer_among(companions)
-    window = options.window or min(positions or LARGEST_WINDOW, LARGEST_WINDOW)
+    window = options.window or min(positions or DEFAULT_WINDOW, DEFAULT_WINDOW)
     if positions is not None and window > positions:
         raise InputError(
             f"a window of {window} tokens is wider than the model's {positions} positions",

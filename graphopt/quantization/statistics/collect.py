@@ -22,7 +22,7 @@ from graphopt.ort.session import run
 from graphopt.quantization.rounding.single_thread import one_thread
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.part_runs import boundary_folder, entries_of, part_file
-from graphopt.quantization.statistics.partition import Piece, pieces_of
+from graphopt.quantization.statistics.partition import Piece, columns_of, pieces_of
 from graphopt.quantization.statistics.ranges import Observer, RangeMethod, TensorRanges
 from graphopt.quantization.statistics.sequence import collect_in_sequence
 from graphopt.quantization.statistics.store import Index, InputStatistics, read_index, write_index, write_statistics
@@ -54,7 +54,10 @@ PIECE_BYTES = 1 << 30
 """Bytes that the sums of one piece may take; its weights, and the inputs of its products for one text, come on top."""
 
 # What would make other numbers of the same model and text.
-_VERSION = 4
+_VERSION = 5
+
+# Tokens of texts that are run at once; a longer text is run alone.
+_BATCH_TOKENS = 1024
 
 # Bytes of Hessians that may wait on the disk while other machines make something of them, and pieces.
 _WAITING_BYTES, _WAITING_PIECES = 8 << 30, 64
@@ -110,6 +113,23 @@ class Calibration:
     def texts(self) -> list[IntArray | Mapping[str, Array]]:
         """The tokens of each text, or the inputs of each sample."""
         return list(self._texts())
+
+    @cached_property
+    def batches(self) -> list[IntArray | Mapping[str, Array]]:
+        """What is run at once: neighbouring texts of one length [batch, length], or the inputs of a sample.
+
+        A product of few rows packs its weights for as long as it multiplies by them, so short texts share a run.
+        """
+        batches: list[list[IntArray]] = []
+        samples: list[Mapping[str, Array]] = []
+        for text in self.texts:
+            if isinstance(text, Mapping):
+                samples.append(text)
+            elif batches and len(batches[-1][0]) == len(text) and (len(batches[-1]) + 1) * len(text) <= _BATCH_TOKENS:
+                batches[-1].append(text)
+            else:
+                batches.append([text])
+        return [*samples, *map(np.stack, batches)]
 
     @cached_property
     def text_digest(self) -> str:
@@ -229,7 +249,7 @@ class Calibration:
                 list(taps),
                 folder,
                 runner,
-                self.texts,
+                self.batches,
                 self.text_digest,
                 lambda ids: (self._feeds or task_of(model.graph).text_feeds)(model.graph, ids),
                 round_product,
@@ -325,7 +345,7 @@ class Calibration:
             )
             windows = self._windows(part, number, folder, feeds_of)
             if isinstance(self._executor, DistantExecutor):
-                size = sum(8 * _columns(tap) ** 2 for tap in piece.taps) + _bytes_of(model_of_part)
+                size = sum(8 * columns_of(tap) ** 2 for tap in piece.taps) + _bytes_of(model_of_part)
                 return self._run_apart(self._executor, piece, size, stage, windows)
             return self._run(runner.open(file, in_place=True, entries=entries), piece, stage, windows)
 
@@ -356,7 +376,7 @@ class Calibration:
         moments: dict[ir.Value, Moments] = {}
         with one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
             for row, window in enumerate(windows):
-                self._on_stage(stage, row, len(self.texts))
+                self._on_stage(stage, row, len(self.batches))
                 feeds = {**window.feeds, **load_values(Path(window.before), window.part.before)}
                 values = pass_through(session, window.extent, feeds)
                 inputs = [values[tap.name or ""] for tap in piece.taps]
@@ -389,14 +409,13 @@ class Calibration:
     def _windows(
         self, part: Part, number: int, folder: Path, feeds_of: Callable[[IntArray], Mapping[str, Array]]
     ) -> Iterator[Window]:
-        """Yield each text on its way through a piece."""
+        """Yield each batch on its way through a piece."""
         before, after = boundary_folder(folder, number - 1), boundary_folder(folder, number)
-        for row, ids in enumerate(self.texts):
-            is_sample = isinstance(ids, Mapping)
+        for row, batch in enumerate(self.batches):
             yield Window(
                 part=part,
-                extent=f"sample {row + 1}" if is_sample else f"{len(ids)} tokens",
-                feeds=ids if isinstance(ids, Mapping) else feeds_of(ids[None]),
+                extent=f"sample {row + 1}" if isinstance(batch, Mapping) else f"{batch.size} tokens",
+                feeds=batch if isinstance(batch, Mapping) else feeds_of(batch),
                 before=str(before / str(row)),
                 after=str(after / str(row)),
                 sums=str(folder / f"sums-{number}-{row}"),
@@ -476,12 +495,6 @@ def _forget_unless_done(
 
 def _names(values: Sequence[ir.Value]) -> tuple[str, ...]:
     return tuple(value.name or "" for value in values)
-
-
-def _columns(tap: ir.Value) -> int:
-    """Return how many numbers of a token a product reads, where that is known."""
-    size = tap.shape[-1] if tap.shape is not None and len(tap.shape) else 0
-    return size if isinstance(size, int) else 0
 
 
 def _bytes_of(model: ir.Model) -> int:

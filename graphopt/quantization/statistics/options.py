@@ -14,7 +14,8 @@ class CalibrationOptions(BaseModel):
     Attributes:
         text: a UTF-8 file, from the recipe's folder or the current one; by default source of the Python standard
             library, without the modules that models are judged by.
-        window: tokens that the model reads at once; by default its positions, at most 1024.
+        window: tokens that the model reads at once; by default 256, or the positions of a model that has fewer. Many
+            short windows say more of a text than few long ones (docs/rounding.md, "Windows of calibration").
         windows: how many such windows, spaced evenly over the text; samples of inputs at most.
         inputs: of a graph that reads no text: an ``.npz`` file, or a folder, see :mod:`graphopt.tasks.graph.files`. It
             is also what passes are compared on. Without it, inputs are random.

@@ -114,3 +114,9 @@ def _rows(tap: ir.Value) -> int:
     weights = (use.node.inputs[1] for use in tap.uses() if use.node.op_type == "MatMul" and use.idx == 0)
     sizes = [weight.const_value.shape[0] for weight in weights if weight is not None and weight.const_value is not None]
     return max((size for size in sizes if isinstance(size, int)), default=0)
+
+
+def columns_of(tap: ir.Value) -> int:
+    """Return how many numbers of a token a product reads, where that is known."""
+    size = tap.shape[-1] if tap.shape is not None and len(tap.shape) else 0
+    return size if isinstance(size, int) else 0

@@ -7,6 +7,7 @@
     text --> [piece 0] --Y--> [piece 1] --Y--> ...    the same graph, with the matrices that were rounded so far
 
 Every node runs twice for each text. Products that read the same value are rounded together; such a value ends a piece.
+While they are rounded, the next piece of the original model runs, which does not depend on them.
 What a piece hands on stays in memory, up to 1 GiB, and what is beyond that goes to the disk; so does all that every
 16th piece hands on, and a run that was killed goes on behind the last of these.
 """
@@ -16,9 +17,9 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,15 +28,17 @@ from graphopt.graph.weights import weight_of
 from graphopt.quantization.rounding.single_thread import one_thread
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.part_runs import boundary_folder, open_part
-from graphopt.quantization.statistics.partition import Piece, pieces_of
+from graphopt.quantization.statistics.partition import Piece, columns_of, pieces_of
 from graphopt.quantization.statistics.store import Index, InputStatistics, read_index, write_index, write_statistics
 from graphopt.quantization.statistics.windows import load_values, pass_through, save_values
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Executor, Future
+    from contextlib import AbstractContextManager
     from pathlib import Path
+    from typing import Self
 
     import onnx_ir as ir
 
@@ -145,7 +148,7 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
     products: Sequence[ir.Node],
     folder: Path,
     runner: Runner,
-    texts: Sequence[IntArray | Mapping[str, Array]],
+    batches: Sequence[IntArray | Mapping[str, Array]],
     text_digest: str,
     feeds_of: Callable[[IntArray], Mapping[str, Array]],
     round_product: RoundProduct,
@@ -160,7 +163,7 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
         products: those that are rounded.
         folder: where statistics go. What was cut off there goes on where it was.
         runner: runs the pieces.
-        texts: the tokens of each text, or the inputs of each sample.
+        batches: the tokens of texts that are run at once, [batch, length], or the inputs of each sample.
         text_digest: SHA-256 of them.
         feeds_of: returns the inputs of the graph for tokens [batch, length].
         round_product: rounds a product when its turn has come.
@@ -182,28 +185,36 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
     ]
     statistics: dict[str, InputStatistics] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    feeds_of_texts = [feeds_of(text[None]) if isinstance(text, np.ndarray) else text for text in texts]
+    feeds_of_batches = [feeds_of(batch) if isinstance(batch, np.ndarray) else batch for batch in batches]
     count = len(streams[0].pieces)
     files = [folder / f"piece-{number}.json" for number in range(count)]
-    start = _start(streams, files, len(feeds_of_texts))
-    for number, file in enumerate(files):
-        on_stage("rounding one product after the other", number, count)
-        piece_index, sums = read_index(file), None
-        if number >= start:
-            sums = _run(streams, number, runner, feeds_of_texts, adds_up=piece_index is None)
-        if piece_index is None:
-            assert sums is not None
-            piece_index = _write_sums(streams[0].pieces[number].taps[0], sums, text_digest, folder, number)
-            write_index(piece_index, file)
-        _end_piece(streams, number)
-        statistics |= piece_index.inputs
-        for name, inputs in piece_index.inputs.items():
-            for product in readers[name]:
-                weight, tensor = weight_of(product, 1), round_product(product, inputs)
-                if weight is not None and tensor is not None and number + 1 < count:
-                    rounded_model.graph.initializers[weight.name or ""].const_value = tensor
-        if not keeps:
-            piece_index.drop_hessians(file)
+    start = _start(streams, files, len(feeds_of_batches))
+    with _Ahead(streams[0], runner, feeds_of_batches) as original:
+        for number, file in enumerate(files):
+            on_stage("rounding one product after the other", number, count)
+            piece_index, sums = read_index(file), None
+            if number >= start:
+                with (
+                    original.taps(number) as original_taps,
+                    _taps(streams[1], number, runner, feeds_of_batches) as taps,
+                ):
+                    tap = streams[0].pieces[number].taps[0]
+                    sums = _add_up(tap, original_taps, taps, adds_up=piece_index is None)
+            if piece_index is None:
+                assert sums is not None
+                piece_index = _write_sums(streams[0].pieces[number].taps[0], sums, text_digest, folder, number)
+                write_index(piece_index, file)
+            _end_piece(streams, number)
+            if start <= number + 1 < count:
+                original.begin(number + 1)
+            statistics |= piece_index.inputs
+            for name, inputs in piece_index.inputs.items():
+                for product in readers[name]:
+                    weight, tensor = weight_of(product, 1), round_product(product, inputs)
+                    if weight is not None and tensor is not None and number + 1 < count:
+                        rounded_model.graph.initializers[weight.name or ""].const_value = tensor
+            if not keeps:
+                piece_index.drop_hessians(file)
     index = Index(inputs=statistics, has_hessians=keeps)
     write_index(index, folder / "index.json")
     for file in files:
@@ -233,53 +244,91 @@ def _start(streams: Sequence[_Stream], files: Sequence[Path], texts: int) -> int
     return next((number for number in candidates if all(stream.has_file(number - 1, texts) for stream in streams)), 0)
 
 
-def _run(
-    streams: Sequence[_Stream],
-    number: int,
-    runner: Runner,
-    feeds_of_texts: Sequence[Mapping[str, Array]],
-    *,
-    adds_up: bool,
-) -> _Sums | None:
+@contextmanager
+def _taps(
+    stream: _Stream, number: int, runner: Runner, feeds_of_batches: Sequence[Mapping[str, Array]]
+) -> Iterator[Iterator[Array]]:
+    """Open a piece, and give what its products read, text after text; what later pieces read is handed on."""
+
+    def run_texts() -> Iterator[Array]:
+        for row, feeds in enumerate(feeds_of_batches):
+            text = str(row)
+            values = pass_through(session, f"text {row + 1}", {**feeds, **stream.take(number, text)})
+            stream.hand_on(number, text, values)
+            yield values[stream.pieces[number].taps[0].name or ""]
+
+    stream.folder.mkdir(exist_ok=True)
+    with open_part(runner, stream.pieces[number].part(stream.model), stream.folder / "part") as session:
+        yield run_texts()
+
+
+class _Ahead:
+    """Runs pieces of the original model while the matrices before them are rounded, where memory holds what they give.
+
+    Args:
+        stream: the original model.
+        runner: runs it.
+        feeds_of_batches: the inputs of the graph for each batch.
+    """
+
+    def __init__(self, stream: _Stream, runner: Runner, feeds_of_batches: Sequence[Mapping[str, Array]]) -> None:
+        self._stream, self._runner, self._feeds_of_batches = stream, runner, feeds_of_batches
+        self._thread = ThreadPoolExecutor(1)
+        self._piece = ExitStack()
+        self._taps: Future[list[Array]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._piece.close()
+
+    def begin(self, number: int) -> None:
+        """Let a piece run; its session is opened here, since a part is cut out of a graph by one thread alone."""
+        columns = columns_of(self._stream.pieces[number].taps[0])
+        tokens = sum(max((array.size for array in feeds.values()), default=0) for feeds in self._feeds_of_batches)
+        if columns and tokens * columns * np.dtype(np.float32).itemsize <= _IN_MEMORY:
+            taps = self._piece.enter_context(self._open(number))
+            self._taps = self._thread.submit(list, taps)
+
+    @contextmanager
+    def taps(self, number: int) -> Iterator[Iterable[Array]]:
+        """Give what the products of a piece read, text after text, whether it was begun or not."""
+        if self._taps is None:
+            with self._open(number) as taps:
+                yield taps
+        else:
+            with self._piece:
+                yield self._taps.result()
+            self._taps = None
+
+    def _open(self, number: int) -> AbstractContextManager[Iterator[Array]]:
+        return _taps(self._stream, number, self._runner, self._feeds_of_batches)
+
+
+def _add_up(tap: ir.Value, original_taps: Iterable[Array], taps: Iterable[Array], *, adds_up: bool) -> _Sums | None:
     """Run a piece of both models on every text, and return the sums of its inputs if they are asked for."""
     sums: _Sums | None = None
     tasks: list[Future[None]] = []
-    with ExitStack() as stack:
-        stack.enter_context(one_thread())
-        threads = stack.enter_context(ThreadPoolExecutor(2))
-        sessions = []
-        for stream in streams:
-            stream.folder.mkdir(exist_ok=True)
-            part = stream.pieces[number].part(stream.model)
-            sessions.append(stack.enter_context(open_part(runner, part, stream.folder / "part")))
-        for row, feeds in enumerate(feeds_of_texts):
-            taps = [
-                _run_text(stream, number, session, feeds, str(row))
-                for stream, session in zip(streams, sessions, strict=True)
-            ]
-            if taps[0].shape != taps[1].shape:
+    with one_thread(), ThreadPoolExecutor(2) as threads:
+        for original_inputs, inputs in zip(original_taps, taps, strict=True):
+            if original_inputs.shape != inputs.shape:
                 raise InputError(
-                    f"a product reads {list(taps[0].shape)} numbers, and {list(taps[1].shape)} where products before "
-                    "it are rounded: which tokens it sees depends on them",
-                    tensor=streams[0].pieces[number].taps[0].name,
+                    f"a product reads {list(original_inputs.shape)} numbers, and {list(inputs.shape)} where products "
+                    "before it are rounded: which tokens it sees depends on them",
+                    tensor=tap.name,
                     remedy="--set quantize_weights.inputs=original",
                 )
             if not adds_up:
                 continue
             if sums is None:
-                rows = taps[0].shape[-1]
+                rows = inputs.shape[-1]
                 sums = _Sums(Moments(rows), np.zeros((rows, rows)))
             # Texts are added one after the other, while the next one runs.
             for task in tasks:
                 task.result()
-            tasks = sums.add(*taps, threads=threads)
+            tasks = sums.add(original_inputs, inputs, threads=threads)
         for task in tasks:
             task.result()
     return sums
-
-
-def _run_text(stream: _Stream, number: int, session: Any, feeds: Mapping[str, Array], name: str) -> Array:
-    """Run a piece on one text, hand on what later pieces read, and return what its products do."""
-    values = pass_through(session, f"text {int(name) + 1}", {**feeds, **stream.take(number, name)})
-    stream.hand_on(number, name, values)
-    return values[stream.pieces[number].taps[0].name or ""]

@@ -26,7 +26,7 @@ from tests.graphs import canonical, residual_model
 
 def texts(number: int = 3, length: int = 20, vocabulary: int = 24) -> list[np.ndarray]:
     random = np.random.default_rng(7)
-    return [random.integers(0, vocabulary, length + row) for row in range(number)]
+    return [random.integers(0, vocabulary, length + row // 2) for row in range(number)]
 
 
 def calibration(folder: Path, runner: Runner | None, **given: Any) -> Calibration:
@@ -70,6 +70,12 @@ def test_hessians_are_those_of_the_inputs_however_the_graph_is_cut(tmp_path: Pat
         assert each.tokens == len(X) == sum(map(len, rows))
         assert each.kurtosis == pytest.approx((X**4).mean() / (X**2).mean() ** 2, rel=1e-4)
     assert not list(tmp_path.rglob("boundary-*")) + list(tmp_path.rglob("piece-*"))
+
+
+def test_neighbours_of_one_length_share_a_run_of_1024_tokens(tmp_path: Path) -> None:
+    lengths = (400, 400, 400, 7, 7, 2000, 7)
+    batches = calibration(tmp_path, None, texts=[np.arange(length) for length in lengths]).batches
+    assert [np.shape(batch) for batch in batches] == [(2, 400), (1, 400), (2, 7), (1, 2000), (1, 7)]
 
 
 def test_what_is_kept_is_found_without_running_and_by_content_alone(tmp_path: Path) -> None:
