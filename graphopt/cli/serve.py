@@ -49,6 +49,10 @@ def serve(
         int, typer.Option("--metrics-port", min=0, max=32767, help="/metrics of the first worker, others behind it")
     ] = 0,
     drain: Annotated[float, typer.Option(min=0, help="seconds that requests have to end after SIGTERM")] = 60.0,
+    cache: Annotated[
+        list[Path] | None,
+        typer.Option("--cache", help="a file of `graphopt cache make`; each worker reads its text before it answers"),
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="start nothing; say whether folder, memory, ports, packages and etcd fit")
     ] = False,
@@ -75,6 +79,7 @@ def serve(
         address=address,
         metrics_port=metrics_port,
         patience=drain,
+        caches=tuple(cache or ()),
     )
     if check:
         return _check(folder, settings)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from graphopt.errors import InputError
+from graphopt.serving.beginnings import BEGINNINGS, beginnings_of
 from graphopt.serving.checks import check_command, check_etcd, check_folder, check_packages, check_ports, free_port
 from graphopt.serving.etcd import ENDPOINTS, Etcd
 from graphopt.serving.presence import LEASE_OF_DYNAMO, LEASE_OF_HOST, Presence
@@ -104,8 +105,10 @@ def serve(folder: Path | None, settings: Settings, say: Callable[[str], None]) -
     """
     check_command(folder, settings)
     check_packages()
+    beginnings: list[list[int]] = []
     if folder is not None and settings.replicas:
         check_folder(folder)
+        beginnings = beginnings_of(folder, settings.caches)
     check_ports(settings)
     if settings.discovery == "etcd":
         check_etcd(dict(os.environ))
@@ -115,6 +118,7 @@ def serve(folder: Path | None, settings: Settings, say: Callable[[str], None]) -
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-serve-")))
         for number in (signal.SIGTERM, signal.SIGINT):
             stack.callback(signal.signal, number, signal.signal(number, lambda code, _: signals.append(code)))
+        (state / BEGINNINGS).write_text(json.dumps(beginnings))
         processes = _start(folder, settings, port, state, say)
         if settings.discovery == "etcd":
             presence = _presence(processes, state, say)

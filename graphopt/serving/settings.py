@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Settings:
         address: of this machine, as others reach it; Dynamo takes that of the first interface by default.
         metrics_port: where the first worker says how it is, others behind it; 0 for free ones.
         patience: seconds that requests have to end after SIGTERM.
+        caches: files of ``graphopt cache make``, whose texts each worker reads before it answers.
     """
 
     name: str
@@ -36,3 +41,4 @@ class Settings:
     address: str | None = None
     metrics_port: int = 0
     patience: float = 60.0
+    caches: tuple[Path, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import secrets
 import sys
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from graphopt.errors import InputError
 from graphopt.inference.conversation.template import ChatTemplate
 from graphopt.serving.batch import Batch
+from graphopt.serving.beginnings import BEGINNINGS, read_first
 from graphopt.serving.etcd import Etcd
 from graphopt.serving.journal import Journal
 from graphopt.serving.process import NAMESPACE, end_with_parent, watch_connections
@@ -41,7 +43,8 @@ class Worker:
         folder: an artifact with the graph of the step ``serve``.
         name: what clients call the model.
         journal: what the workers share.
-        state: folder in which this process says which instance of Dynamo's it is, see :func:`instance_file`.
+        state: folder with what to read first (:data:`graphopt.serving.beginnings.BEGINNINGS`), in which this process
+            says which instance of Dynamo's it is, see :func:`instance_file`.
         threads: of onnxruntime; 0 lets it choose.
         patience: seconds that requests have to end after SIGTERM; then they move to another worker.
     """
@@ -54,11 +57,12 @@ class Worker:
         self._streams: dict[str, Stream] = {}
 
     async def start(self, worker_id: int) -> Any:
-        """Load the model, and say what it can take."""
+        """Load the model, read what prompts begin with, and say what it can take."""
         from dynamo._core import backend
 
         instance_file(self._state, os.getpid()).write_text(str(worker_id))
         self._batch = await asyncio.to_thread(Batch, self._folder, threads=self._threads, on_failure=self._fail)
+        await asyncio.to_thread(read_first, self._batch, json.loads((self._state / BEGINNINGS).read_text()))
         limits = self._limits
         registration = backend.LlmRegistration(
             context_length=limits.positions,
