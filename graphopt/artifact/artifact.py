@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
 HEADS = "heads.onnx"
+MTP = "mtp"
+"""The folder of the graph that drafts for a model, see :mod:`graphopt.tasks.mtp_head`."""
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -85,6 +85,10 @@ def export(
         bool, typer.Option("--no-weights", help="the graph alone, of a config.json: to look at, not to run")
     ] = False,
     part_size: PartSize = None,
+    mtp: Annotated[
+        bool,
+        typer.Option("--mtp", help="also the layer that predicts one more token, which drafts in `graphopt run`"),
+    ] = False,
     show_all: ShowAll = False,
     as_json: Json = False,
 ) -> None:
@@ -99,6 +103,7 @@ def export(
             run=not no_run,
             weights=not no_weights,
             part_size=bytes_of(part_size),
+            mtp=mtp,
             on_stage=say,
         )
     report_artifact(output, manifest, show_all, as_json)

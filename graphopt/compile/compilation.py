@@ -17,10 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
 from pydantic import ValidationError
 
 from graphopt.analysis.structure.convolutions import integer_convolutions
 from graphopt.analysis.structure.heads import ORIGIN
+from graphopt.analysis.structure.ports import HIDDEN, PREVIOUS_HIDDEN
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact
 from graphopt.artifact.tokens import texts_of
@@ -96,6 +98,7 @@ class Compilation:
             dropped as soon as the weights are rounded that need them.
         inputs: of a graph that reads no text, what it is fed, in the place of what the recipe says.
         executor: what evaluates weights; ``None`` for this process.
+        feeds: what a graph is fed of a text, where other graphs than its own parts make that.
         on_stage: called when a stage begins.
 
     Attributes:
@@ -126,6 +129,7 @@ class Compilation:
         statistics: str | Path | None = None,
         inputs: Path | None = None,
         executor: Executor | None = None,
+        feeds: Callable[[ir.Graph, IntArray], dict[str, Array]] | None = None,
         on_stage: Progress = silent,
     ) -> None:
         self._part_sessions: dict[str, onnxruntime.InferenceSession] = {}
@@ -158,7 +162,7 @@ class Compilation:
             folder,
             texts,
             runner if run else None,
-            feeds=self._feeds_of_text,
+            feeds=feeds or self._feeds_of_text,
             on_stage=on_stage,
             executor=executor,
         )
@@ -194,22 +198,29 @@ class Compilation:
                 run=self._may_run,
                 statistics=self._statistics_folder,
                 executor=self._executor,
+                feeds=self._feeds_behind if TASKS[part.manifest.task].follows else None,
                 on_stage=self._on_stage,
             )
         return parts
 
     def _recipe_of(self, part: Artifact) -> Recipe:
-        """Return the recipe for another graph: without steps for caches where it has none."""
-        steps = self.recipe_for_target.steps
-        if not TASKS[part.manifest.task].caches:
+        """Return the recipe for another graph: without steps for caches where it has none.
+
+        A graph that follows makes logits of one position; other steps of the interface are for what makes texts.
+        """
+        task, steps = TASKS[part.manifest.task], self.recipe_for_target.steps
+        if not task.caches:
             steps = tuple(step for step in steps if step.phase() != "cache")
-        return self.recipe_for_target.model_copy(update={"steps": steps})
+        if task.follows:
+            steps = tuple(step for step in steps if step.phase() != "interface")
+        recipe = self.recipe_for_target.model_copy(update={"steps": steps})
+        return recipe.adding("last_logits") if task.follows else recipe
 
     def _feeds_of_text(self, graph: ir.Graph, ids: IntArray) -> dict[str, Array]:
         """Return what to feed for a text; graphs in front that read texts read the same one, and there is no image."""
         feeds = dict(task_of(graph).text_feeds(graph, ids))
         for name, part in self.source.parts.items():
-            if not TASKS[part.manifest.task].reads_text:
+            if TASKS[part.manifest.task].follows or not TASKS[part.manifest.task].reads_text:
                 continue
             if name not in self._part_sessions:
                 with self.context.runner.open_model(part.model) as session:
@@ -218,6 +229,15 @@ class Compilation:
             outputs = [port.name for port in session.get_outputs()]
             feeds |= dict(zip(outputs, run_session(session, outputs, inputs), strict=True))
         return feeds
+
+    def _feeds_behind(self, graph: ir.Graph, ids: IntArray) -> dict[str, Array]:
+        """Return what to feed for a text to a graph that reads hidden states of this one: each before its token."""
+        if HIDDEN not in self._part_sessions:
+            with self.context.runner.open_model(self.source.model) as session:
+                self._part_sessions[HIDDEN] = session
+        states = run_session(self._part_sessions[HIDDEN], [HIDDEN], self._feeds_of_text(self.source.model.graph, ids))
+        feeds = task_of(graph).text_feeds(graph, ids[:, 1:])
+        return {**feeds, PREVIOUS_HIDDEN: np.ascontiguousarray(states[0][:, :-1])}
 
     def _refuse_caches(self) -> None:
         """Refuse steps for caches of keys and values where models of this kind have none."""

@@ -200,6 +200,9 @@ def run(
     """
     columns = Columns(ids, mask, [()] * len(rows))
     is_prompt = True
+    decoder.on_hidden = None
+    if drafts is not None:
+        drafts.watch(decoder)
     while True:
         # One token a row is never taken back.
         before = None if drafts is None or columns.ids.shape[1] == 1 or is_prompt else decoder.mark()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from graphopt.analysis.structure.cost import weight_totals
 from graphopt.analysis.structure.ports import past_port
 from graphopt.artifact import artifact
-from graphopt.artifact.artifact import COMPANIONS, MODEL, Artifact
+from graphopt.artifact.artifact import COMPANIONS, MODEL, MTP, Artifact
 from graphopt.artifact.hf_config import PREPROCESSOR, PROCESSOR, dense_files, facts_of
 from graphopt.artifact.manifest import Manifest, Source, installed_versions
 from graphopt.compile.importing import import_artifact
@@ -21,14 +21,17 @@ from graphopt.models.agreement import MAIN, NOT_REQUESTED, check_agreement, not_
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
 from graphopt.models.denoisers import denoiser_folder
 from graphopt.tasks import TASKS, task_of
+from graphopt.tasks.causal_lm import CAUSAL_LM
 from graphopt.tasks.denoiser import DENOISER
+from graphopt.tasks.mtp_head import MTP_HEAD
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from graphopt.graph.diagnostics import Fact
+    from graphopt.graph.diagnostics import Check, Fact
     from graphopt.models.loading import LoadedModel
+    from graphopt.tasks import Task
 
 NO_PROCESSOR = Rule(
     "export.no-processor",
@@ -47,6 +50,7 @@ class _Options:
     run: bool
     weights: bool
     say: Progress
+    mtp: bool = False
 
 
 def shipped_models() -> dict[str, Path]:
@@ -63,6 +67,7 @@ def export(
     run: bool = True,
     weights: bool = True,
     part_size: int | None = None,
+    mtp: bool = False,
     on_stage: Progress = silent,
 ) -> Manifest:
     """Write the model as an artifact: one float32 graph, with its tokenizer and configuration.
@@ -77,6 +82,7 @@ def export(
         weights: whether to read and write weights. Without them a ``config.json`` is enough, and the artifact holds
             the graph alone: it can be looked at, and not run.
         part_size: the most bytes in a file of weights; ``None`` for one file.
+        mtp: whether to export the layer that predicts one more token too, which drafts with ``--speculate mtp``.
         on_stage: called with a line about what is being done, and with each note that the manifest will hold.
 
     Returns:
@@ -84,7 +90,7 @@ def export(
 
     Raises:
         InputError: there is no such model, it cannot be read, it is neither a causal language model nor an encoder, or
-            ``output`` is taken.
+            ``output`` is taken; or ``mtp`` is asked of a checkpoint that has no such layer.
         MissingDependencyError: a Hugging Face model needs torch and transformers, and a ``.gguf`` file also gguf; an
             ``.onnx`` file needs none of them.
         VerificationError: the graph does not compute what transformers does.
@@ -93,6 +99,12 @@ def export(
     if not weights and (_is_onnx(Path(model)) or str(model).endswith(".gguf")):
         raise InputError("only a Hugging Face model is exported without weights", file=model)
     source = shipped_models().get(str(model), model)
+    if mtp and (_is_onnx(Path(source)) or str(source).endswith(".gguf") or not weights):
+        raise InputError(
+            "the layer that predicts one more token is exported with the weights of a Hugging Face model only",
+            file=model,
+            remedy="leave --mtp out",
+        )
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         if _is_onnx(Path(source)):
             result = import_artifact(_from_onnx(Path(source), str(model)), on_stage)
@@ -102,7 +114,8 @@ def export(
             result = _from_diffusers(folder, str(model), _Options(run, weights, on_stage))
         else:
             _check_exists(source)
-            result = _from_transformers(str(source), str(model), Path(temporary), _Options(run, weights, on_stage))
+            options = _Options(run, weights, on_stage, mtp)
+            result = _from_transformers(str(source), str(model), Path(temporary), options)
         for note in result.manifest.notes:
             on_stage(str(note))
         on_stage("writing the artifact")
@@ -215,12 +228,16 @@ def _trace_checkpoint(
     notes: list[Fact],
     options: _Options,
 ) -> Artifact:
+    from graphopt.models.mtp_head import give_hidden
     from graphopt.models.trace import task_of_model
     from graphopt.models.unrolling import trace_loaded
 
     main = task_of_model(checkpoint.model)
+    # Its embedding and lm_head are the model's, whose parameters are replaced when it is traced.
+    head = _load_head(checkpoint, main, origin.name) if options.mtp else None
     class_name, facts = type(checkpoint.model).__name__, facts_of(facts_from, main.name)
     programs: dict[str, ir.Model] = {}
+    notes += [] if head is None else head.notes
     for name, task in [*((name, TASKS[part]) for name, part in main.parts.items()), (MAIN, main)]:
         options.say(f"tracing it into {'one ONNX graph' if not main.parts else f'ONNX: {task.noun}'}")
         programs[name], trace_notes = trace_loaded(checkpoint, origin.name, task)
@@ -231,6 +248,10 @@ def _trace_checkpoint(
     else:
         check = not_covered(NOT_REQUESTED())
     program = programs.pop(MAIN)
+    traced_head = None
+    if head is not None:
+        traced_head = _trace_head(head, origin.name, options)
+        give_hidden(program, origin.name)
     if main.auto_class == "AutoModel" and facts.architecture not in (None, class_name):
         notes.append(NO_HEAD(architecture=facts.architecture, model=class_name))
     manifest = Manifest(
@@ -243,12 +264,37 @@ def _trace_checkpoint(
         versions=installed_versions("torch", "transformers"),
     )
 
-    def part_of(name: str, model: ir.Model) -> Artifact:
-        update = {"task": main.parts[name], "weights": weight_totals(model)}
+    def part_of(task: str, model: ir.Model, part_check: Check) -> Artifact:
+        update = {"task": task, "weights": weight_totals(model), "checks": [part_check]}
         return Artifact(model, manifest.model_copy(update=update), companions)
 
-    parts = {name: part_of(name, model) for name, model in programs.items()}
+    parts = {name: part_of(main.parts[name], model, check) for name, model in programs.items()}
+    if traced_head is not None:
+        parts[MTP] = part_of(MTP_HEAD.name, *traced_head)
     return Artifact(program, manifest, companions, parts=parts)
+
+
+def _load_head(checkpoint: LoadedModel, task: Task, source: str) -> LoadedModel:
+    from graphopt.models.mtp_head import load_head
+
+    if task is not CAUSAL_LM:
+        raise InputError(
+            f"a layer that predicts one more token drafts for {CAUSAL_LM.noun}, and this is {task.noun}",
+            file=source,
+            remedy="leave --mtp out",
+        )
+    return load_head(checkpoint, source)
+
+
+def _trace_head(head: LoadedModel, source: str, options: _Options) -> tuple[ir.Model, Check]:
+    from graphopt.models.mtp_head import give_hidden
+    from graphopt.models.unrolling import trace_loaded
+
+    options.say("tracing the layer that predicts one more token")
+    program, _ = trace_loaded(head, source, MTP_HEAD)
+    check = check_agreement(head.runnable, {MAIN: program}) if options.run else not_covered(NOT_REQUESTED())
+    give_hidden(program, source)
+    return program, check
 
 
 def _companions(source: str, torch_model: Any, temporary: Path) -> tuple[dict[str, Path], list[Fact]]:

@@ -55,12 +55,14 @@ class LoadedModel:
         weights: what each parameter is, by its name; tied ones under each of theirs.
         runnable: returns a model that holds its weights and can run.
         notes: what a reader should know of how it was loaded.
+        tensors: of the checkpoint by its own names, decoded; ``None`` where they are not in safetensors files alone.
     """
 
     model: Any
     weights: Mapping[str, Expression]
     runnable: Callable[[], Any]
     notes: list[Fact]
+    tensors: Mapping[str, Expression] | None = None
 
 
 def load(source: str) -> LoadedModel:
@@ -81,13 +83,13 @@ def load(source: str) -> LoadedModel:
     if tensors is not None:
         try:
             model = load_model(load_config(source), source, tensors)
-            return LoadedModel(model, weights_of(model), lambda: load_model(load_config(source), source), [])
+            return LoadedModel(model, weights_of(model), lambda: load_model(load_config(source), source), [], tensors)
         except InputError as error:
             # What is wrong with the checkpoint itself is said below.
             reason = NOT_LAZY(error=reason_of(error))
     model = load_model(config, source)
     return LoadedModel(
-        model, weights_of(model), lambda: load_model(load_config(source), source), [IN_MEMORY(why=reason)]
+        model, weights_of(model), lambda: load_model(load_config(source), source), [IN_MEMORY(why=reason)], tensors
     )
 
 
@@ -108,6 +110,7 @@ def _load_quantized(
         weights_of(model),
         lambda: load_model(load_config(source), source, weights, evaluate=True),
         [CODES(count=count, method=settings["quant_method"])],
+        weights,
     )
 
 

@@ -21,6 +21,7 @@ from graphopt.analysis.structure.ports import (
     INPUT_IDS,
     INPUTS_EMBEDS,
     POSITION_IDS,
+    PREVIOUS_HIDDEN,
     TOKEN_TYPE_IDS,
     exported_name,
     is_cross_port,
@@ -41,7 +42,10 @@ BATCH, LENGTH, PAST, KEYS, SOURCE = "batch", "length", "past", "past + length", 
 
 _LAST_STATES = "encoder_last_hidden_state"
 DECODER_INPUT_IDS = "decoder_input_ids"
-_FIRST_INPUTS = (INPUT_FEATURES, INPUT_IDS, INPUTS_EMBEDS, ATTENTION_MASK, ENCODER_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
+_FIRST_INPUTS = (
+    *(INPUT_FEATURES, INPUT_IDS, INPUTS_EMBEDS, PREVIOUS_HIDDEN),
+    *(ATTENTION_MASK, ENCODER_MASK, TOKEN_TYPE_IDS, POSITION_IDS),
+)
 
 
 def name_ports(graph: ir.Graph, task: Task) -> None:

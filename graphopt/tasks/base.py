@@ -105,6 +105,7 @@ class Task(abc.ABC):
         quantity: what is compared before and after a pass, for reports.
         output: the graph output that holds it.
         caches: whether models of this kind may have caches of keys and values.
+        follows: whether it reads hidden states of the graph whose part it is, and so runs behind that.
         generates: whether it makes text token by token, and so takes the options of generating.
         reads_text: whether it is fed tokens of texts, and so calibrated and judged on texts.
         is_fallback: whether a graph that no other task matches counts as one of these; one task is.
@@ -125,6 +126,7 @@ class Task(abc.ABC):
     quantity: ClassVar[str]
     output: ClassVar[str]
     caches: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
     generates: ClassVar[bool] = False
     reads_text: ClassVar[bool] = True
     is_fallback: ClassVar[bool] = False

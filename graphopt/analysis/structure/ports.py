@@ -27,6 +27,7 @@ PIXEL_VALUES, PIXEL_MASK, INPUT_VALUES = "pixel_values", "pixel_mask", "input_va
 INPUTS_EMBEDS, IMAGE_FEATURES, IMAGE_GRID = "inputs_embeds", "image_features", "image_grid_thw"
 FEATURE_INDEX, FEATURE_WEIGHT = "feature_index", "feature_weight"
 LOGITS, HIDDEN, POOLER_OUTPUT = "logits", "last_hidden_state", "pooler_output"
+PREVIOUS_HIDDEN = "previous_hidden_state"
 
 POOL = "ai.graphopt.pool"
 """Key of the model's metadata that says how large the pool of blocks is that requests share, as JSON."""

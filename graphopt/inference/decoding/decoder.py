@@ -12,6 +12,7 @@ Rows (:mod:`graphopt.inference.decoding.batch_rows`) know tokens, masks and posi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from graphopt.inference.states.state_file import SavedPrompt, StateFile
 from graphopt.quantization.rounding.single_thread import one_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from graphopt.inference.decoding.editing import Edit
     from graphopt.inference.session import Session
@@ -52,6 +53,25 @@ _LOGITS_BYTES = 1 << 26
 """Bytes of the logits of one piece, at most: a large vocabulary makes the pieces shorter."""
 
 
+@dataclass(frozen=True)
+class HiddenStep:
+    """What a step of a decoder read, and the hidden states that it made of it.
+
+    Attributes:
+        rows: which rows of the batch these are.
+        past: tokens of each row before, int64 [rows].
+        ids: the tokens [rows, columns].
+        mask: 1 for a token, 0 for padding; ``None`` where all are.
+        hidden: [rows, positions, width], of the last positions; in the memory of onnxruntime.
+    """
+
+    rows: Sequence[int]
+    past: IntArray
+    ids: IntArray
+    mask: IntArray | None
+    hidden: Hidden
+
+
 class Decoder:
     """A batch of sequences that grow together, with their states.
 
@@ -68,6 +88,7 @@ class Decoder:
         states: of the batch.
         hidden: the hidden states [batch, positions, width] of the last step, of the positions that have logits, in the
             memory of onnxruntime; ``None`` before the first, or where the graph does not give them.
+        on_hidden: called behind each step whose graph gives them.
 
     Raises:
         InputError: the graph does not state the number of KV heads or the head size, or there is no memory for states.
@@ -84,6 +105,8 @@ class Decoder:
         self._binding = session.inference.io_binding()
         self._feeds = Feeds(self._binding, in_place=session.device == "cpu")
         self.hidden: Hidden | None = None
+        self.on_hidden: Callable[[HiddenStep], None] | None = None
+        self._numbers: Sequence[int] = range(batch)  # of the rows, in the batch that they belong to
 
     @property
     def rows(self) -> Rows:
@@ -132,7 +155,7 @@ class Decoder:
         lengths = mask.sum(axis=1)
         self.session.check_length(int(lengths.max()))
         self.states.reserve(self.tokens, lengths, min(_PIECE, length))
-        decoders = (self.row(row) for row in range(batch))
+        decoders = (self._observed_row(row) for row in range(batch))
         for prefill in feed_rows(decoders, input_ids, mask):
             self._rows, self.hidden = CountedRows(self.session.interface, prefill.tokens, length), prefill.hidden
             yield length - 1, prefill.logits
@@ -196,6 +219,8 @@ class Decoder:
         # Not get_outputs(): that would create an unused object for each state.
         outputs = binding.get_outputs_as_ortvaluevector()
         self.hidden = outputs[1].numpy() if gives_hidden else None
+        if self.hidden is not None and self.on_hidden is not None:
+            self.on_hidden(HiddenStep(self._numbers, step.past, input_ids, mask, self.hidden))
         logits: Logits = outputs[0].numpy()
         return logits
 
@@ -203,6 +228,11 @@ class Decoder:
         """Return what the graph is fed for new tokens, beside its states."""
         del mask
         return {**step.feeds, **self.session.embeddings(input_ids)}
+
+    def _observed_row(self, row: int) -> Decoder:
+        decoder = self.row(row)
+        decoder.on_hidden, decoder._numbers = self.on_hidden, [row]
+        return decoder
 
     def row(self, row: int) -> Decoder:
         """Return a decoder of one row without tokens, whose states are a part of these."""

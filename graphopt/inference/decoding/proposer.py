@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from graphopt.inference.decoding.continuation import Continuation
+    from graphopt.inference.decoding.decoder import HiddenStep
     from graphopt.inference.session import Session
 
 
@@ -42,12 +43,14 @@ class Proposer(ABC):
         takes_options: whether options follow the name, behind a colon.
         usage: how to ask for it, each form with commas between.
         summary: its line of help.
+        reads_hidden: whether it is to :meth:`observe` the hidden states of all that the model reads.
     """
 
     name: ClassVar[str] = ""
     takes_options: ClassVar[bool] = False
     usage: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    reads_hidden: bool = False
 
     @classmethod
     def options_in(cls, name: str) -> str | None:
@@ -75,6 +78,9 @@ class Proposer(ABC):
         Raises:
             InputError: the proposer cannot serve these rows.
         """
+
+    def observe(self, step: HiddenStep) -> None:  # noqa: B027, most need not
+        """Take in the hidden states of a step of the model, prompts included; guesses may be among its tokens."""
 
     @abstractmethod
     def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:

@@ -120,6 +120,11 @@ class Drafting:
         self._single = 0  # steps of one column
         self._new = True  # the first draft takes longer: the prompt is read
 
+    def watch(self, decoder: Decoder) -> None:
+        """Let the proposer see the hidden states that a decoder makes, where it reads them."""
+        proposer = self._speculation.proposer
+        decoder.on_hidden = proposer.observe if proposer.reads_hidden else None
+
     def next(self, tokens: Sequence[Sequence[int]], decoder: Decoder) -> Columns:
         """Return what to feed next.
 

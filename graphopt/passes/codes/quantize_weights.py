@@ -11,6 +11,7 @@ import onnx_ir as ir
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from graphopt.analysis.structure.folding import fold
+from graphopt.analysis.structure.ports import HIDDEN
 from graphopt.analysis.structure.products import (
     gate_nodes,
     is_thin,
@@ -71,6 +72,9 @@ ROUTER = Rule("quantize_weights.router", "it chooses experts: its few columns st
 GATE = Rule(
     "quantize_weights.gate",
     "it makes decays or step sizes of a recurrence, whose errors add up over tokens; `matrices` may name it",
+)
+GIVES_HIDDEN = Rule(
+    "quantize_weights.gives-hidden", "it gives the hidden state that drafts are made by, which codes would blur"
 )
 THIN = Rule("quantize_weights.thin", "a branch of few directions: codes of it would save nothing")
 ALSO_INSIDE = Rule(
@@ -286,6 +290,8 @@ class QuantizeWeights(Pass):
                 ledger.skipped(node, LEFT_IN_FLOATS())
             elif node in gates and weight.name not in self.matrices:
                 ledger.skipped(node, GATE())
+            elif node.outputs[0].name == HIDDEN and node.outputs[0].is_graph_output():
+                ledger.skipped(node, GIVES_HIDDEN())
             elif is_thin(weight):
                 ledger.skipped(node, THIN())
             elif inner_readers := [use.node for use in weight.uses() if use.node.graph is not graph]:

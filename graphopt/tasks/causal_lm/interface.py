@@ -30,6 +30,9 @@ The decoder of a vision-language model, see :mod:`graphopt.tasks.vision_language
 length, width] in the place of ``input_ids``: another graph looks tokens up, and puts images among them. Where
 ``position_ids`` are [3, batch, length], a token has a position in time, one in height and one in width (M-RoPE,
 Qwen2-VL, Wang et al. 2024, arXiv:2409.12191); those of text are the same.
+
+A head that drafts, see :mod:`graphopt.tasks.mtp_head`, has ``previous_hidden_state`` float [batch, length, width]
+beside ``input_ids``.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ from graphopt.analysis.structure.ports import (
     PAST_LENGTH,
     PAST_LENGTHS,
     POSITION_IDS,
+    PREVIOUS_HIDDEN,
     STARTS,
     STATES,
     is_cross_port,
@@ -70,7 +74,10 @@ if TYPE_CHECKING:
     import onnxruntime
 
 _LENGTHS = (PAST_LENGTH, NEW_LENGTH)
-_INPUTS = {INPUT_IDS, INPUTS_EMBEDS, ATTENTION_MASK, POSITION_IDS, *_LENGTHS, STARTS, PAST_LENGTHS, BLOCK_TABLE}
+_INPUTS = {
+    *(INPUT_IDS, INPUTS_EMBEDS, PREVIOUS_HIDDEN, ATTENTION_MASK, POSITION_IDS),
+    *(*_LENGTHS, STARTS, PAST_LENGTHS, BLOCK_TABLE),
+}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, INPUTS_EMBEDS, LOGITS, is_cross_port, past_port
+from graphopt.analysis.structure.ports import (
+    ATTENTION_MASK,
+    INPUT_IDS,
+    INPUTS_EMBEDS,
+    LOGITS,
+    PREVIOUS_HIDDEN,
+    is_cross_port,
+    past_port,
+)
 from graphopt.tasks.base import Call, Task, classes_of, random_padding, upper
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
@@ -39,7 +47,7 @@ class CausalLM(Task):
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`Task`."""
         is_alone = class_rank(inputs, outputs) is None and not any(map(is_cross_port, inputs))
-        is_alone = is_alone and INPUTS_EMBEDS not in inputs
+        is_alone = is_alone and not {INPUTS_EMBEDS, PREVIOUS_HIDDEN} & set(inputs)
         has_cache = any(past_port(name) is not None for name in inputs)
         return is_alone and (has_cache or (INPUT_IDS in inputs and LOGITS in outputs))
 

@@ -19,7 +19,7 @@ from graphopt.inference.decoding.continuation import Continuation, Settings, sta
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.decoding.draft_lengths import Lengths
 from graphopt.inference.decoding.draft_verification import Verdict
-from graphopt.inference.decoding.proposers import Guess, Lookup, ModelProposer
+from graphopt.inference.decoding.proposers import Guess, Lookup, ModelProposer, Proposer
 from graphopt.inference.decoding.proposers.model import FollowedTexts
 from graphopt.inference.decoding.proposers.registry import open_speculation
 from graphopt.inference.decoding.proposers.self_model import SelfProposer
@@ -60,7 +60,7 @@ PROMPTS = [
 DRAWN = Sampling(0.8, top_p=0.9, seed=7)
 
 
-class Nonsense:
+class Nonsense(Proposer):
     """Guesses anything; sometimes what really comes, sometimes nothing.
 
     Args:
@@ -175,7 +175,7 @@ def test_a_cache_that_grows_is_rewound(tmp_path: Path) -> None:
     assert ended == generate(session, ["abcab"], max_new_tokens=40, stop=["f"])
 
 
-class Wrong:
+class Wrong(Proposer):
     """Guesses what never comes, and remembers what it was told."""
 
     def __init__(self) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from graphopt.inference.decoding.continuation import Continuation
+    from graphopt.inference.decoding.decoder import HiddenStep
 
 
 class Chain(Proposer):
@@ -21,6 +22,13 @@ class Chain(Proposer):
 
     def __init__(self, *proposers: Proposer) -> None:
         self._proposers = proposers
+        self.reads_hidden = any(proposer.reads_hidden for proposer in proposers)
+
+    def observe(self, step: HiddenStep) -> None:
+        """See :class:`Proposer`."""
+        for proposer in self._proposers:
+            if proposer.reads_hidden:
+                proposer.observe(step)
 
     def begin(self, rows: Sequence[Continuation]) -> None:
         """See :class:`Proposer`."""

@@ -94,7 +94,7 @@ class ModelProposer(Proposer):
     def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         """See :class:`Proposer`."""
         drafts = [
-            _Draft(row, prefix, self._limit(row, prefix, limit), self._source, self._min_chance)
+            Draft(row, prefix, self._limit(row, prefix, limit), self._source, self._min_chance)
             for row, prefix, limit in zip(self._rows, prefixes, limits, strict=True)
         ]
         if any(draft.limit > 0 for draft in drafts):
@@ -106,7 +106,7 @@ class ModelProposer(Proposer):
         length = len(row.prompt) + len(row.tokens) + len(prefix)
         return limit if positions is None else min(limit, positions - length)
 
-    def _complete(self, drafts: Sequence[_Draft]) -> None:
+    def _complete(self, drafts: Sequence[Draft]) -> None:
         logits = self._texts.catch_up([draft.text for draft in drafts], [draft.limit for draft in drafts])
         while True:
             for draft, row_logits in zip(drafts, logits, strict=True):
@@ -117,7 +117,7 @@ class ModelProposer(Proposer):
             self._look_ahead(drafts)
             logits = self._texts.feed([draft.next_tokens for draft in drafts])
 
-    def _look_ahead(self, drafts: Sequence[_Draft]) -> None:
+    def _look_ahead(self, drafts: Sequence[Draft]) -> None:
         """Let its own proposer continue the drafts that are open."""
         limits = [min(_AHEAD, draft.limit - len(draft.guesses) - 1) if draft.is_open else 0 for draft in drafts]
         for draft in drafts:
@@ -144,7 +144,7 @@ class FolderProposer(ModelProposer):
 
 
 @dataclass
-class _Draft:
+class Draft:
     """The draft of a row while it grows.
 
     Attributes:

@@ -19,7 +19,7 @@ from graphopt.artifact.artifact import HEADS
 from graphopt.cli import app
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
-from graphopt.inference.decoding.proposers import Chain, Guess, Heads
+from graphopt.inference.decoding.proposers import Chain, Guess, Heads, Proposer
 from graphopt.inference.decoding.proposers.heads import lm_head_matrix
 from graphopt.inference.decoding.proposers.heads_file import HeadsFile
 from graphopt.inference.decoding.proposers.registry import open_speculation
@@ -120,7 +120,7 @@ def test_a_head_of_zeros_guesses_the_newest_token_again(session: Session) -> Non
 
 
 def test_heads_go_on_where_another_proposer_stops(session: Session) -> None:
-    class First:
+    class First(Proposer):
         def begin(self, rows):  # type: ignore[no-untyped-def]
             pass
 
