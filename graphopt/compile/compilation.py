@@ -133,6 +133,7 @@ class Compilation:
         on_stage: Progress = silent,
     ) -> None:
         self._part_sessions: dict[str, onnxruntime.InferenceSession] = {}
+        self._target = target
         self._statistics_folder = statistics
         self.source = source if isinstance(source, Artifact) else artifacts.read(source)
         self._work = work
@@ -144,6 +145,7 @@ class Compilation:
             self.recipe_for_target = load_recipe(recipe) if target is None else load_recipe(recipe).lowered(target)
             self.recipe = self.recipe_for_target.fitting(self.source.model.graph).on_this_machine()
         self.passes = self.recipe.passes()
+        self._refuse_unknown_graphs()
         self._refuse_caches()
         self.model, self.origin = self.source.model.clone(), artifacts.origin_of(self.source)
         self.model.metadata_props[ORIGIN] = self.origin
@@ -193,7 +195,7 @@ class Compilation:
             work.mkdir(exist_ok=True)
             parts[name] = Compilation(
                 part,
-                self._recipe_of(part),
+                self._recipe_of(name, part),
                 work=work,
                 run=self._may_run,
                 statistics=self._statistics_folder,
@@ -203,18 +205,33 @@ class Compilation:
             )
         return parts
 
-    def _recipe_of(self, part: Artifact) -> Recipe:
-        """Return the recipe for another graph: without steps for caches where it has none.
+    def _recipe_of(self, name: str, part: Artifact) -> Recipe:
+        """Return the recipe for another graph: its own, or this one without steps for caches where it has none.
 
         A graph that follows makes logits of one position; other steps of the interface are for what makes texts.
         """
         task, steps = TASKS[part.manifest.task], self.recipe_for_target.steps
-        if not task.caches:
-            steps = tuple(step for step in steps if step.phase() != "cache")
-        if task.follows:
-            steps = tuple(step for step in steps if step.phase() != "interface")
-        recipe = self.recipe_for_target.model_copy(update={"steps": steps})
+        if name in self.recipe_for_target.graphs:
+            recipe = self.recipe_for_target.graphs[name]
+            recipe = recipe if self._target is None else recipe.lowered(self._target)
+        else:
+            if not task.caches:
+                steps = tuple(step for step in steps if step.phase() != "cache")
+            if task.follows:
+                steps = tuple(step for step in steps if step.phase() != "interface")
+            recipe = self.recipe_for_target.model_copy(update={"steps": steps, "graphs": {}})
         return recipe.adding("last_logits") if task.follows else recipe
+
+    def _refuse_unknown_graphs(self) -> None:
+        """Refuse recipes for graphs that the model has not."""
+        name = next((name for name in self.recipe_for_target.graphs if name not in self.source.parts), None)
+        if name is not None:
+            graph_names = ", ".join(self.source.parts)
+            raise InputError(
+                f"the recipe {self.recipe.name} has a recipe for a graph {name}, which this model has not",
+                file=self.source.place,
+                remedy=f"its other graphs are {graph_names}" if graph_names else "it is one graph: leave `graphs` out",
+            )
 
     def _feeds_of_text(self, graph: ir.Graph, ids: IntArray) -> dict[str, Array]:
         """Return what to feed for a text; graphs in front that read texts read the same one, and there is no image."""

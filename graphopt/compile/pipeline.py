@@ -253,7 +253,8 @@ class HeldOut:
         # What a cache of few bits or few pages loses shows behind a longer text.
         self._window = 2 * WINDOW if any(step.phase() == "cache" for step in steps) else WINDOW
         # The step `lower` often leaves a model as it is, which then is not judged.
-        self._is_lossy = any(step.effect == "lossy" and step.phase() != "lower" for step in steps)
+        further_steps = [step for graph_recipe in recipe.graphs.values() for step in graph_recipe.passes()]
+        self._is_lossy = any(step.effect == "lossy" and step.phase() != "lower" for step in [*steps, *further_steps])
 
     def reference(self) -> AbstractContextManager[Ask | None]:
         """Run the model that the result is made from, meanwhile, where it will be needed."""

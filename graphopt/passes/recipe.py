@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError, field_validator
 
 from graphopt.errors import InputError
 from graphopt.ort.session import ACCURACY_LEVEL
@@ -39,6 +39,16 @@ Step = Annotated[SerializeAsAny[Pass], BeforeValidator(_of_registry)]
 """A pass with its options, as a recipe writes it: ``step`` names it, see :data:`graphopt.passes.PASSES`."""
 
 
+def _named_recipe(recipe: object) -> object:
+    """Return the preset that a text names."""
+    if not isinstance(recipe, str):
+        return recipe
+    names = _preset_recipes()
+    if recipe not in names:
+        raise ValueError(f"there is no preset {recipe!r}; known are {', '.join(names)}")
+    return names[recipe]
+
+
 class Recipe(BaseModel):
     """What to do to a model.
 
@@ -51,6 +61,8 @@ class Recipe(BaseModel):
             session sets it from the manifest, any other session has to. Products that graphopt made say it in the
             graph, and a step may say otherwise for them.
         calibration: the text that statistics are collected on, where a step needs them.
+        graphs: of a model of several graphs: recipes for others than the first, by the names of their folders, such as
+            ``vision``; each a preset's name or a recipe. Others take this recipe, as far as its steps are for them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,6 +72,15 @@ class Recipe(BaseModel):
     steps: tuple[Step, ...]
     activations: Literal["int8", "float32"] = "int8"
     calibration: CalibrationOptions = CalibrationOptions()
+    graphs: dict[str, Annotated[Recipe, BeforeValidator(_named_recipe)]] = Field(default={})
+
+    @field_validator("graphs")
+    @classmethod
+    def _one_level(cls, graphs: dict[str, Recipe]) -> dict[str, Recipe]:
+        name = next((name for name, recipe in graphs.items() if recipe.graphs), None)
+        if name is not None:
+            raise ValueError(f"the recipe for {name} has recipes for graphs of its own: give all of them side by side")
+        return graphs
 
     @field_validator("steps")
     @classmethod
@@ -147,7 +168,9 @@ class Recipe(BaseModel):
     def beside(self, folder: Path) -> Recipe:
         """Return the recipe with each file that a step names taken from ``folder``, where it lies there."""
         steps = tuple(step.beside(folder) for step in self.steps)
-        return self.model_copy(update={"steps": steps, "calibration": self.calibration.with_files_from(folder)})
+        graphs = {name: recipe.beside(folder) for name, recipe in self.graphs.items()}
+        calibration = self.calibration.with_files_from(folder)
+        return self.model_copy(update={"steps": steps, "calibration": calibration, "graphs": graphs})
 
     def self_contained(self, statistics: Statistics) -> Recipe:
         """Return the recipe with what was measured in place of the files that hold it.

@@ -166,6 +166,24 @@ def test_all_graphs_are_quantized_and_judged(recipe: str, pictures: list[Path], 
     assert {check.status for check in verify(folder, tmp_path / "out").checks} <= {"measured", "proved"}
 
 
+def test_a_graph_takes_a_recipe_of_its_own(tmp_path: Path) -> None:
+    folder, int4 = artifact_of("llava"), graphopt.load_recipe("int4-rtn")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(int4.to_yaml().replace("graphs: {}", "graphs: {vision: int8}"))
+    result = graphopt.optimize(folder, file, tmp_path / "out", quality_tokens=0)
+    recipes = {name: part.manifest.recipe for name, part in result.parts.items()}
+    assert {name: recipe and recipe["name"] for name, recipe in recipes.items()} == {
+        "vision": "int8",
+        "embedding": "int4-rtn",
+    }
+    kinds = {node.op_type for node in result.parts["vision"].model.graph}
+    assert "RoundActivations" in kinds or "MatMulDynamic" in kinds
+    statuses = {(check.name, check.after): check.status for check in verify(folder, tmp_path / "out").checks}
+    assert statuses["replay", "vision: the recipe"] == "proved"
+    with pytest.raises(InputError, match="has a recipe for a graph tower, which this model has not"):
+        graphopt.optimize(folder, int4.model_copy(update={"graphs": {"tower": int4}}), tmp_path / "other")
+
+
 def test_run_writes_texts_about_images(
     pictures: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,7 +31,7 @@ from tools.studies.real.job import QUESTION, SENTENCES, Row, run
 from tools.studies.real.models import CACHE, MODELS, fetch
 
 RECIPES = ("rotate", "int4", "rotate-int4", "rotate-fp6", "rotate-nf4", "rotate-w4a8")
-GRAPH_RECIPES = ("small-rtn", "int4", "w8a8")
+GRAPH_RECIPES = ("int8", "small-rtn", "int4", "w8a8")
 _INSTRUCTIONS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2", "asimddp", "asimd")
 
 

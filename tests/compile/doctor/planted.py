@@ -1,4 +1,4 @@
-"""Graphs with one fault each: files as other tools write them."""
+"""Graphs with one fault each: files as other tools write them; ``times`` makes both sides of their matrix larger."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saved(
     nodes: list[onnx.NodeProto],
     weights: list[onnx.TensorProto],
     *,
-    width: int = 128,
+    times: int = 1,
     output: int = 256,
     opset: int = 23,
     shape: list[object] | None = None,
@@ -34,8 +34,8 @@ def saved(
     graph = helper.make_graph(
         nodes,
         "planted",
-        [helper.make_tensor_value_info("x", FLOAT, shape or ["batch", width])],
-        [helper.make_tensor_value_info("y", FLOAT, ["batch", output] if shape is None else None)],
+        [helper.make_tensor_value_info("x", FLOAT, shape or ["batch", 128 * times])],
+        [helper.make_tensor_value_info("y", FLOAT, ["batch", output * times] if shape is None else None)],
         weights,
     )
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
@@ -43,9 +43,11 @@ def saved(
     return path
 
 
-def products_with_codes(path: Path, *, bits: int = 4, zeros: str = "none", level: int = 0, rest: int = 0) -> Path:
+def products_with_codes(
+    path: Path, times: int = 1, *, bits: int = 4, zeros: str = "none", level: int = 0, rest: int = 0
+) -> Path:
     """A ``MatMulNBits`` of 128 x 256 in groups of 32; ``rest``: columns of a product in floats behind it."""
-    rows, columns, group = 128, 256, 32
+    rows, columns, group = 128 * times, 256 * times, 32
     groups = rows // group
     random = np.random.default_rng(bits)
     codes = random.integers(0, 256, (columns, groups, group * bits // 8), np.uint8)
@@ -63,46 +65,51 @@ def products_with_codes(path: Path, *, bits: int = 4, zeros: str = "none", level
     nodes = [helper.make_node("MatMulNBits", names, [out], name="product", domain=MICROSOFT, **attributes)]
     if rest:
         nodes.append(helper.make_node("MatMul", ["h", "float_weight"], ["y"], name="float_product"))
-        weights.append(constant("float_weight", floats(columns, rest)))
-    return saved(path, nodes, weights, output=rest or columns)
+        weights.append(constant("float_weight", floats(columns, rest * times)))
+    return saved(path, nodes, weights, times=times, output=rest or 256)
 
 
-def repeated(path: Path) -> Path:
-    weight = floats(128, 256)
+def repeated(path: Path, times: int = 1) -> Path:
+    weight = floats(128 * times, 256 * times)
     nodes = [
         helper.make_node("MatMul", ["x", "first"], ["a"], name="a"),
         helper.make_node("MatMul", ["x", "second"], ["b"], name="b"),
         helper.make_node("Mul", ["a", "b"], ["y"], name="both"),
     ]
-    return saved(path, nodes, [constant("first", weight), constant("second", weight.copy())])
+    return saved(path, nodes, [constant("first", weight), constant("second", weight.copy())], times=times)
 
 
-def computed_constants(path: Path) -> Path:
+def computed_constants(path: Path, times: int = 1) -> Path:
     nodes = [
         helper.make_node("Mul", ["stored", "factor"], ["scaled"], name="scale"),
         helper.make_node("Transpose", ["scaled"], ["weight"], name="turn", perm=[1, 0]),
         helper.make_node("MatMul", ["x", "weight"], ["y"], name="product"),
     ]
-    return saved(path, nodes, [constant("stored", floats(256, 128)), constant("factor", np.float32([[0.5]]))])
+    return saved(
+        path,
+        nodes,
+        [constant("stored", floats(256 * times, 128 * times)), constant("factor", np.float32([[0.5]]))],
+        times=times,
+    )
 
 
-def doubles(path: Path) -> Path:
+def doubles(path: Path, times: int = 1) -> Path:
     nodes = [
         helper.make_node("Cast", ["x"], ["wide"], name="widen", to=DOUBLE),
         helper.make_node("MatMul", ["wide", "weight"], ["product"], name="product"),
         helper.make_node("Cast", ["product"], ["y"], name="narrow", to=FLOAT),
     ]
-    return saved(path, nodes, [constant("weight", floats(128, 256).astype(np.float64))])
+    return saved(path, nodes, [constant("weight", floats(128 * times, 256 * times).astype(np.float64))], times=times)
 
 
-def casts(path: Path) -> Path:
+def casts(path: Path, times: int = 1) -> Path:
     nodes = [
         helper.make_node("MatMul", ["x", "weight"], ["h"], name="product"),
         helper.make_node("Cast", ["h"], ["wide"], name="there", to=DOUBLE),
         helper.make_node("Cast", ["wide"], ["back"], name="back", to=FLOAT),
         helper.make_node("Relu", ["back"], ["y"], name="relu"),
     ]
-    return saved(path, nodes, [constant("weight", floats(128, 256))])
+    return saved(path, nodes, [constant("weight", floats(128 * times, 256 * times))], times=times)
 
 
 def body(path: Path) -> Path:
@@ -114,26 +121,26 @@ def body(path: Path) -> Path:
     return saved(path, nodes, [constant("weight", floats(128, 256))], opset=24)
 
 
-def transposed(path: Path) -> Path:
-    codes = np.random.default_rng(3).integers(-128, 128, (256, 128), np.int8)
+def transposed(path: Path, times: int = 1) -> Path:
+    codes = np.random.default_rng(3).integers(-128, 128, (256 * times, 128 * times), np.int8)
     nodes = [
         helper.make_node("DequantizeLinear", ["codes", "scales"], ["wide"], name="decode", axis=1, block_size=32),
         helper.make_node("Transpose", ["wide"], ["weight"], name="turn", perm=[1, 0]),
         helper.make_node("MatMul", ["x", "weight"], ["y"], name="product"),
     ]
-    scales = (np.random.default_rng(4).random((256, 4)) / 1000 + 1e-4).astype(np.float32)
-    return saved(path, nodes, [constant("codes", codes), constant("scales", scales)])
+    scales = (np.random.default_rng(4).random((256 * times, 4 * times)) / 1000 + 1e-4).astype(np.float32)
+    return saved(path, nodes, [constant("codes", codes), constant("scales", scales)], times=times)
 
 
-def relu_behind(path: Path) -> Path:
-    codes = np.random.default_rng(3).integers(-128, 128, (128, 256), np.int8)
+def relu_behind(path: Path, times: int = 1) -> Path:
+    codes = np.random.default_rng(3).integers(-128, 128, (128 * times, 256 * times), np.int8)
     nodes = [
         helper.make_node("DequantizeLinear", ["codes", "scales"], ["weight"], name="decode", axis=0, block_size=32),
         helper.make_node("MatMul", ["x", "weight"], ["h"], name="product"),
         helper.make_node("Relu", ["h"], ["y"], name="relu"),
     ]
-    scales = (np.random.default_rng(4).random((4, 256)) / 1000 + 1e-4).astype(np.float32)
-    return saved(path, nodes, [constant("codes", codes), constant("scales", scales)])
+    scales = (np.random.default_rng(4).random((4 * times, 256 * times)) / 1000 + 1e-4).astype(np.float32)
+    return saved(path, nodes, [constant("codes", codes), constant("scales", scales)], times=times)
 
 
 def experts(path: Path) -> Path:
