@@ -5,7 +5,9 @@
     python tools/studies/checkpoint_sizes.py Q4_K --load 24        # time and memory of opening 24 products
 
 A matrix of random blocks is decoded, found again in the file by `keep_codes`, lowered for `ort-cpu`, and stored by
-`compact_scales`; both take the numbers back to the last bit. *Before* is without that last step.
+`compact_scales`; both take the numbers back to the last bit. *Before* is without that last step. Scales of NVFP4, which
+are floats of 8 bits, are those of a quantizer: the largest of 16 weights over 6; NVFP4 with `--tails 4` of weights of
+Student's distribution with 4 degrees of freedom, else of the normal one.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Annotated
 
 import gguf
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import typer
@@ -78,12 +81,16 @@ def stored_bytes(model: ir.Model) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def sizes(kind: str, size: int, load: int) -> tuple[int, int, int]:
+def sizes(kind: str, size: int, load: int, tails: float | None = None) -> tuple[int, int, int]:
     """Return bytes in the file, without ``compact_scales`` and with it; print what opening ``load`` products costs."""
     shape = (size, size)
     matrix = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     type_of_file = gguf.GGMLQuantizationType[kind]
-    stored = ggufs.random_blocks(shape, kind) if kind in ggufs.HALVES else gguf.quantize(matrix, type_of_file)
+    if kind == "NVFP4":
+        weights = matrix if tails is None else np.random.default_rng(3).standard_t(tails, shape).astype(np.float32)
+        stored = quantize_nvfp4(weights)
+    else:
+        stored = ggufs.random_blocks(shape, kind) if kind in ggufs.HALVES else gguf.quantize(matrix, type_of_file)
     model = products(gguf.dequantize(stored, type_of_file), load or 1)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "matrix.gguf"
@@ -103,6 +110,20 @@ def sizes(kind: str, size: int, load: int) -> tuple[int, int, int]:
         if load:
             compare_loads(kind, [*paths, write(model, Path(folder) / "now")])
     return stored.nbytes, before // (load or 1), now // (load or 1)
+
+
+def quantize_nvfp4(matrix: np.ndarray) -> np.ndarray:
+    """Return a matrix of weights of about 1 in blocks of 64: a scale in E4M3 for 16 weights, then codes of 4 bits.
+
+    The package gguf does not write this type. A tensor of such files has a float32 number besides, which moves its
+    scales to where E4M3 has all its bits; here weights are of that size to begin with.
+    """
+    groups = matrix.reshape(-1, 4, 16)
+    scales = (np.abs(groups).max(-1) / 6).astype(ml_dtypes.float8_e4m3fn)
+    codes = (groups / scales.astype(np.float32)[..., None]).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    pairs = codes[..., :8] | codes[..., 8:] << 4
+    blocks = np.concatenate([scales.view(np.uint8), pairs.reshape(len(groups), 32)], axis=1)
+    return blocks.reshape(len(matrix), -1)
 
 
 def write(model: ir.Model, folder: Path) -> Path:
@@ -132,11 +153,12 @@ def main(
     kinds: Annotated[list[str] | None, typer.Argument(help="types of GGML; all without")] = None,
     size: Annotated[int, typer.Option(help="rows and columns of the matrix")] = 2048,
     load: Annotated[int, typer.Option(help="also open files of so many products")] = 0,
+    tails: Annotated[float | None, typer.Option(help="degrees of freedom of the weights of NVFP4")] = None,
 ) -> None:
     """Print a table: bits of a weight in the file and in artifacts."""
     table = Table("type", "file, bits", "before", "now", "beside the file")
     for kind in kinds or KINDS:
-        of_file, before, now = (8 * count / size**2 for count in sizes(kind, size, load))
+        of_file, before, now = (8 * count / size**2 for count in sizes(kind, size, load, tails))
         table.add_row(kind, f"{of_file:.4g}", f"{before:.4g}", f"{now:.4g}", f"{now / of_file - 1:+.1%}")
     Console().print(table)
 

@@ -20,6 +20,7 @@ from graphopt.passes.lift.canonicalize.fused_norms import lift_fused_norms
 from graphopt.passes.lift.canonicalize.group_query import lift_group_query
 from graphopt.passes.lift.canonicalize.layouts import store_layouts
 from graphopt.passes.lift.canonicalize.masks import lift_masks
+from graphopt.passes.lift.canonicalize.merged_heads import unfold_heads
 from graphopt.passes.lift.canonicalize.multi_head import lift_multi_head
 from graphopt.passes.lift.canonicalize.norms import lift_norms
 from graphopt.passes.lift.canonicalize.recurrences.lift_recurrences import lift_recurrences
@@ -108,6 +109,7 @@ def _lift(model: ir.Model, context: Context) -> None:
     lift_group_query(model, angles, context)
     lift_multi_head(model, ledger)
     take_heads_apart(model, ledger)
+    unfold_heads(model, ledger)
     lift_scores(model, ledger)
     group_heads(model, ledger)
     if context.task.caches:

@@ -3,6 +3,7 @@
     s = MatMul(q, Transpose(k)) * a              q and k may be multiplied by numbers too
     s = c * Tanh(s / c)                          soft cap, as in Gemma 2 (Gemma Team 2024, section 2)
     s = s + m                                    or Where(m, s, <lowest>); or several, one after the other
+    s = s * b                                    b > 0, as in CodeGen: (x + m) b = x b + m b
     y = MatMul(Softmax(s), v)
       ->   y = Attention(q, k, v, m; scale=a, softcap=c)
 
@@ -14,7 +15,7 @@ A logit l of each head, which joins the softmax and has no value (the sinks of g
     p = Softmax(Concat(s, l));  y = MatMul(Slice(p, <without l>), v)
       ->   y, s = Attention(q, k, v, m);  y * Sigmoid(ReduceLogSumExp(s) - l)
 
-The algebra is in :mod:`graphopt.passes.common.sinks`.
+The algebra is in :mod:`graphopt.passes.common.sinks`. Granite writes the second form itself.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.editing import Inserter, inherit, replace
+from graphopt.graph.editing import Inserter, inherit, replace, shared_constant
 from graphopt.graph.weights import weight_of
 from graphopt.passes.common.nodes import scalar
 from graphopt.passes.common.sinks import MASKED_SCORES, SCORES, scale_by_sinks
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
-from graphopt.passes.lift.canonicalize.sinks import appended_logits, drops_last, without_shift
+from graphopt.passes.lift.canonicalize.sinks import appended_logits, drops_last, factor_of_sinks, without_shift
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from graphopt.passes.context import Ledger
 
 # Any score set to this or less is hidden: exporters write the lowest float, -inf, or -10000 as GPT-2 did.
@@ -65,13 +69,14 @@ class _Scores:
         product: the ``MatMul``.
         scale: what the product is multiplied by, outside of a ``Tanh`` if there is one.
         inside: what it is multiplied by inside of the ``Tanh``; ``None`` without one.
-        masks: what is added, or, boolean, what is visible, with whether ``True`` means hidden.
+        masks: what is added, or, boolean, what is visible; whether ``True`` means hidden, and by what the sum was
+            multiplied afterwards.
     """
 
     product: ir.Node
     scale: float = 1.0
     inside: float | None = None
-    masks: tuple[tuple[ir.Value, bool], ...] = field(default=())
+    masks: tuple[tuple[ir.Value, bool, float], ...] = field(default=())
 
 
 def lift_scores(model: ir.Model, ledger: Ledger) -> None:
@@ -92,7 +97,10 @@ def lift_scores(model: ir.Model, ledger: Ledger) -> None:
         if node.attributes.get_int("axis", -1) not in (-1, 3) or _rank(query, keys) != 4:
             ledger.skipped(node, OTHER_LAYOUT())
             continue
-        _lift(model.graph, scores, sinks, node, product, ledger)
+        last = product
+        if sinks is None and (scaling := factor_of_sinks(node, product)) is not None:
+            sinks, last = scaling
+        _lift(model.graph, scores, sinks, node, [product, last], ledger)
 
 
 def _scores(value: ir.Value | None) -> _Scores | None:
@@ -106,21 +114,38 @@ def _scores(value: ir.Value | None) -> _Scores | None:
         return _scores(node.inputs[0]) if _is_float(node.inputs[0]) and _is_float(node.outputs[0]) else None
     if node.op_type in ("Mul", "Div"):
         return _scores_with_factor(node)
+    if node.op_type == "Max":
+        return _scores_above(node)
     if node.op_type == "Tanh":
         inner = _scores(node.inputs[0])
         is_capped = inner is None or inner.inside is not None or bool(inner.masks)
         return None if inner is None or is_capped else dataclasses.replace(inner, scale=1.0, inside=inner.scale)
+    if node.op_type in ("Add", "Where"):
+        return _scores_with_mask(node)
+    return None
+
+
+def _scores_with_mask(node: ir.Node) -> _Scores | None:
     if node.op_type == "Add":
         for x, mask in (node.inputs[:2], node.inputs[1::-1]):
             inner = _scores(x)
             if inner is not None and mask is not None:
-                return dataclasses.replace(inner, masks=(*inner.masks, (mask, False)))
+                return dataclasses.replace(inner, masks=(*inner.masks, (mask, False, 1.0)))
     if node.op_type == "Where":
         visible, first, second = node.inputs[:3]
         for x, partner, hidden in ((first, second, False), (second, first, True)):
             inner, number = _scores(x), scalar(partner)
             if inner is not None and visible is not None and number is not None and number <= _LOWEST:
-                return dataclasses.replace(inner, masks=(*inner.masks, (visible, hidden)))
+                return dataclasses.replace(inner, masks=(*inner.masks, (visible, hidden, 1.0)))
+    return None
+
+
+def _scores_above(node: ir.Node) -> _Scores | None:
+    """Return scores behind a maximum with the lowest number, by which two masks do not add up to -inf (XGLM)."""
+    for x, bound in (node.inputs[:2], node.inputs[1::-1]):
+        number = scalar(bound)
+        if number is not None and len(node.inputs) == 2:
+            return _scores(x) if number <= _LOWEST else None
     return None
 
 
@@ -129,11 +154,16 @@ def _scores_with_factor(node: ir.Node) -> _Scores | None:
     for x, factor in ((first, second), (second, first)):
         number = scalar(factor)
         inner = None if number is None else _scores(x)
-        if inner is None or inner.masks or number is None or not number:
+        if inner is None or number is None or not number:
             continue
         if node.op_type == "Div" and x is second:
             return None
-        return dataclasses.replace(inner, scale=inner.scale * (1.0 / number if node.op_type == "Div" else number))
+        number = 1.0 / number if node.op_type == "Div" else number
+        are_added = all(_is_float(mask) for mask, _, _ in inner.masks)
+        if inner.masks and not (are_added and number > 0 and inner.inside is None):
+            return None
+        masks = tuple((mask, hidden, factor * number) for mask, hidden, factor in inner.masks)
+        return dataclasses.replace(inner, scale=inner.scale * number, masks=masks)
     return None
 
 
@@ -175,8 +205,15 @@ def _is_blind(node: ir.Node, probabilities: ir.Value) -> bool:
 
 
 def _lift(
-    graph: ir.Graph, scores: _Scores, sinks: ir.Value | None, softmax: ir.Node, product: ir.Node, ledger: Ledger
+    graph: ir.Graph,
+    scores: _Scores,
+    sinks: ir.Value | None,
+    softmax: ir.Node,
+    products: Sequence[ir.Node],
+    ledger: Ledger,
 ) -> None:
+    """Put ``Attention`` in the place of the product with values and of what scales its output by sinks, if anything."""
+    product, last = products
     insert = Inserter(graph, product, softmax.name or "attention")
     query, keys = scores.product.inputs[:2]
     assert query is not None and keys is not None
@@ -185,7 +222,7 @@ def _lift(
     scale *= factor
     key, factor = _upright(insert, keys)
     attributes = {"scale": scale * factor, **({"softcap": softcap} if softcap else {})}
-    mask = one_mask(insert, scores.masks)
+    mask = one_mask(insert, [(_times(insert, mask, factor), hidden) for mask, hidden, factor in scores.masks])
     inputs = [query, key, product.inputs[1], None if mask is None else with_queries(insert, mask, query)]
     if sinks is not None:
         attributes["qk_matmul_output_mode"] = MASKED_SCORES
@@ -202,13 +239,13 @@ def _lift(
     if sinks is None:
         replace(product, attention)
     else:
-        _replace_with_sinks(insert, product, attention, sinks)
+        _replace_with_sinks(insert, last, attention, sinks)
     name = None if sinks is None else sinks.name
     ledger.changed(attention, SPELLED_OUT(softcap=softcap, sinks=name), spelled_nodes)
 
 
 def _replace_with_sinks(insert: Inserter, product: ir.Node, attention: ir.Node, sinks: ir.Value) -> None:
-    """Put ``attention``, and what brings the sinks in, in the place of ``product``."""
+    """Put ``attention``, and what brings the sinks in, in the place of what made its output."""
     insert.graph.insert_before(product, attention)
     y, present_key, present_value, scores = attention.outputs
     present_key.name = present_value.name = ""  # absent
@@ -218,6 +255,16 @@ def _replace_with_sinks(insert: Inserter, product: ir.Node, attention: ir.Node, 
     keys, dims = attention.inputs[1], [None] * 4 if y.shape is None else list(y.shape)
     scores.shape = ir.Shape([*dims[:3], None if keys is None or keys.shape is None else keys.shape[2]])
     replace(product, [attention, *insert.nodes], {product.outputs[0]: scale_by_sinks(insert, y, scores, sinks)})
+
+
+def _times(insert: Inserter, mask: ir.Value, factor: float) -> ir.Value:
+    """Return a mask times a factor, itself for 1."""
+    if factor == 1.0:
+        return mask
+    assert mask.dtype is not None
+    number = shared_constant(insert.graph, f"mask_factor.{factor:g}", np.array(factor, mask.dtype.numpy()))
+    dims = [None] * 4 if mask.shape is None else list(mask.shape)
+    return insert.op("Mul", [mask, number], dims, mask.dtype, "mask_times_factor")
 
 
 def _without_factor(value: ir.Value) -> tuple[ir.Value, float]:

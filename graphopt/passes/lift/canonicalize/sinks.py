@@ -40,6 +40,36 @@ def appended_logits(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
     return (scores, logits) if is_by_head else None
 
 
+def factor_of_sinks(softmax: ir.Node, product: ir.Node) -> tuple[ir.Value, ir.Node] | None:
+    """Return logits [1, heads, 1] that scale the output of attention, and the node that does, as Granite has it.
+
+    y * Unsqueeze(Sigmoid(ReduceLogSumExp(s) - l), -1)             s: what the softmax reads; y: of ``product``
+    """
+    scores = softmax.inputs[0]
+    readers = [] if scores is None else [use.node for use in scores.uses()]
+    total = next((node for node in readers if node.op_type == "ReduceLogSumExp" and not node.domain), None)
+    if total is None or total.attributes.get_int("keepdims", 1) != 0 or _axes(total) != [-1]:
+        return None
+    chain = [total]
+    for op_type in ("Sub", "Sigmoid", "Unsqueeze", "Mul"):
+        value, uses = chain[-1].outputs[0], list(chain[-1].outputs[0].uses())
+        if len(uses) != 1 or uses[0].node.op_type != op_type or value.is_graph_output():
+            return None
+        chain.append(uses[0].node)
+    _, difference, _, column, node = chain
+    logits = difference.inputs[1] if difference.inputs[0] is total.outputs[0] else None
+    y = product.outputs[0]
+    heads = None if y.shape is None else y.shape[1]
+    is_by_head = logits is not None and logits.shape is not None and list(logits.shape) == [1, heads, 1]
+    scales_output = y in node.inputs and len(list(y.uses())) == 1
+    return (logits, node) if logits is not None and is_by_head and _axes(column) == [-1] and scales_output else None
+
+
+def _axes(node: ir.Node | None) -> list[int] | None:
+    axes = node.inputs[1] if node is not None and len(node.inputs) > 1 else None
+    return None if axes is None else _constant(axes)
+
+
 def drops_last(node: ir.Node) -> bool:
     """Return whether ``node`` is a ``Slice`` of probabilities [batch, heads, length, keys] without the last key."""
     if node.op_type != "Slice" or node.domain:

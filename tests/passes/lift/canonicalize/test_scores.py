@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from graphopt.analysis.structure.contrib import state_caches
 from graphopt.graph.editing import Inserter, shared_constant, take_place
+from graphopt.passes.common.sinks import sinks_of
 from graphopt.passes.lift.canonicalize.mask_input import one_mask
 from tests.contrib_graphs import FLOAT32, Layer, group_query_model, run, tokens
 from tests.graphs import relative, run_pass
@@ -168,6 +169,75 @@ def test_padding_of_one_row_is_broadcast_over_queries_that_onnxruntime_wants_spe
     assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
 
 
+def test_heads_that_are_folded_into_the_batch_and_a_lower_bound_of_scores_are_no_other_attention() -> None:
+    """As XGLM writes it: products and the softmax on [batch x heads, ...], and a maximum with the lowest number."""
+    model, softmax = spelled_out(repeated=False)
+    graph = model.graph
+    (probabilities,) = softmax.outputs
+    (mixed,) = (use.node for use in probabilities.uses())
+    masked = softmax.inputs[0]
+    scores = masked.producer().inputs[0].producer().inputs[0].producer()  # before the mask and the scale
+    assert scores.op_type == "MatMul"
+    calls = tokens(2, 5, 3, 1)
+    before = run(model, *calls)
+    bound = shared_constant(graph, "bound", np.array(np.finfo(np.float32).min))
+    insert = Inserter(graph, softmax, "bounded")
+    softmax.replace_input_with(0, insert.op("Max", [masked, bound], list(probabilities.shape), FLOAT, "max"))
+    for number, node in enumerate((scores, softmax, mixed)):
+        insert, operands = Inserter(graph, node, f"folded{number}"), list(node.inputs[:2])
+        for index, value in enumerate(operands):
+            dims = list(value.shape)
+            sizes = insert.op("Shape", [value], [2], ir.DataType.INT64, f"sizes{index}", start=2)
+            target = insert.op("Concat", [insert.integers([-1]), sizes], [3], ir.DataType.INT64, f"to{index}", axis=0)
+            folded = insert.op("Reshape", [value, target], [ir.SymbolicDim("4*batch"), *dims[2:]], FLOAT, f"x{index}")
+            node.replace_input_with(index, folded)
+        (output,) = node.outputs
+        users, dims = list(output.uses()), list(output.shape)
+        output.shape = ir.Shape([ir.SymbolicDim("4*batch"), *dims[2:]])
+        after = Inserter(graph, users[0].node, f"unfolded{number}")
+        rows = after.op("Shape", operands[:1], [1], ir.DataType.INT64, "rows", start=2, end=3)
+        columns = after.op("Shape", operands[-1:], [1], ir.DataType.INT64, "columns", start=3)
+        target = after.op("Concat", [after.integers([-1, 4]), rows, columns], [4], ir.DataType.INT64, "target", axis=0)
+        unfolded = after.op("Reshape", [output, target], dims, FLOAT, "heads")
+        for use in users:
+            use.node.replace_input_with(use.idx, unfolded)
+    assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
+    run_pass(model, "canonicalize")
+    kinds = Counter(node.op_type for node in model.graph)
+    assert (kinds["Attention"], kinds["Softmax"], kinds["Max"]) == (1, 0, 0)
+    assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_sinks_that_scale_the_output_are_scores_of_the_same_attention(axis: int) -> None:
+    """As Granite writes them; over another axis than that of keys they are no sinks."""
+    model, softmax = spelled_out(repeated=False)
+    graph = model.graph
+    (mixed,) = (use.node for use in softmax.outputs[0].uses())
+    y, users = mixed.outputs[0], list(mixed.outputs[0].uses())
+    insert = Inserter(graph, users[0].node, "sinks")
+    logits = shared_constant(graph, "sink_logits", np.linspace(-2, 2, 4, dtype=np.float32).reshape(1, 4, 1))
+    dims = list(softmax.inputs[0].shape)
+    total = insert.op(
+        "ReduceLogSumExp", [softmax.inputs[0], insert.integers([axis])], dims[:3], FLOAT, "total", keepdims=0
+    )
+    if axis == 1:  # [batch, length, keys]: as wide as it has to be
+        total = insert.op("ReduceMax", [total, insert.integers([-1])], [dims[0], dims[2]], FLOAT, "most", keepdims=0)
+        total = insert.op("Unsqueeze", [total, insert.integers([1])], [dims[0], 1, dims[2]], FLOAT, "all")
+    over = insert.op("Sub", [total, logits], dims[:3], FLOAT, "over")
+    share = insert.op("Sigmoid", [over], dims[:3], FLOAT, "share")
+    column = insert.op("Unsqueeze", [share, insert.integers([-1])], [*dims[:3], 1], FLOAT, "column")
+    scaled = insert.op("Mul", [y, column], list(y.shape), FLOAT, "scaled")
+    for use in users:
+        use.node.replace_input_with(use.idx, scaled)
+    calls = tokens(2, 5, 3, 1)
+    before = run(model, *calls)
+    run_pass(model, "canonicalize")
+    (node,) = (node for node in graph if node.op_type == "Attention")
+    assert (sinks_of(node) is not None) == (axis == -1)
+    assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
+
+
 def test_probabilities_that_something_else_reads_stay() -> None:
     model, softmax = spelled_out()
     extra = ir.node("ReduceSum", [softmax.outputs[0]], {"keepdims": 0}, name="entropy")
@@ -188,18 +258,27 @@ def test_a_softmax_over_something_else_than_keys_stays() -> None:
     assert any("the softmax is not over keys" in str(skip.reason) for skip in report.skips)
 
 
-def test_scores_that_are_multiplied_behind_their_mask_stay() -> None:
-    model, softmax = spelled_out()
+@pytest.mark.parametrize(("mask", "factor", "stays"), [("add", 0.5, False), ("add", -0.5, True), ("where", 0.5, True)])
+def test_scores_are_multiplied_behind_a_mask_that_is_added(mask: str, factor: float, stays: bool) -> None:
+    model, softmax = spelled_out(mask=mask)
+    calls = tokens(2, 5, 3, 1)
     insert = Inserter(model.graph, softmax, "hot")
     scores = softmax.inputs[0]
     softmax.replace_input_with(
         0,
         insert.op(
-            "Mul", [scores, shared_constant(model.graph, "half", np.array(0.5, np.float32))], list(scores.shape), FLOAT
+            "Mul",
+            [scores, shared_constant(model.graph, "half", np.array(factor, np.float32))],
+            list(scores.shape),
+            FLOAT,
         ),
     )
+    before = run(model, *calls)
     run_pass(model, "canonicalize")
-    assert Counter(node.op_type for node in model.graph)["Softmax"] == 1
+    kinds = Counter(node.op_type for node in model.graph)
+    assert (kinds["Attention"], kinds["Softmax"]) == (not stays, stays)
+    if not stays:
+        assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
 
 
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
