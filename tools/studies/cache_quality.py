@@ -17,11 +17,14 @@ comes later.
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
+import inspect
 import json
 import sys
 import tempfile
 import time
+import typing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -45,8 +48,9 @@ from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe, Step
 from tools.bench.parts.options import JsonFile
 from tools.studies.caches.attention import RoundedModel
-from tools.studies.caches.methods import methods
-from tools.studies.caches.rounding import Tensor
+from tools.studies.caches.methods import TAIL, methods
+from tools.studies.caches.rounding import Method, Tensor
+from tools.studies.caches.spectral import SpectralMethod, of_text
 from tools.studies.real.models import fetch
 
 PAGE = 64
@@ -91,6 +95,11 @@ def python_documentation() -> str:
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def library_sources() -> str:
+    """Return some modules of Python's library: what bases are calibrated on, unlike the text that is measured."""
+    return "\n\n".join(inspect.getsource(module) for module in (argparse, inspect, typing))
 
 
 def chosen(name: str, only: list[str] | None) -> bool:
@@ -159,7 +168,11 @@ def main(
         rows = kernel_rows(checkpoint, ids, scored, only)
     else:
         rounded, rows = RoundedModel(checkpoint, ids, scored), []
-        for method in methods():
+        every: list[Method | SpectralMethod] = [*methods()]
+        if not only or any(pattern.startswith(("spectral", "*")) for pattern in only):
+            other = torch.tensor(tokenizer(library_sources())["input_ids"][:tokens])
+            every += of_text(rounded.statistics(other), TAIL)
+        for method in every:
             if chosen(method.name, only):
                 began = time.perf_counter()
                 found = rounded.log_probabilities(method)

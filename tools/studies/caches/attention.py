@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphopt.models.gguf.checkpoint import load_gguf
 from tools.studies.caches.rounding import Method, Tail, Tensor
+from tools.studies.caches.spectral import SpectralMethod, Statistics
 
 _ROWS = 256  # queries at a time
 
@@ -38,13 +39,25 @@ class RoundedModel:
         self.model.config._attn_implementation = "graphopt_rounded_cache"
         self.ids, self.scored = ids, scored
         self.prefix: dict[int, tuple[Tensor, Tensor]] = {}
-        self._method: Method | None = None
+        self._method: Method | SpectralMethod | None = None
+        self._statistics: dict[int, Statistics] | None = None
         self._keeps = True
         self.reference = self._log_probabilities(0)
         self._keeps = False
         self.prefix = {layer: (k[:, :-scored].clone(), v[:, :-scored].clone()) for layer, (k, v) in self.prefix.items()}
 
-    def log_probabilities(self, method: Method) -> Tensor:
+    def statistics(self, ids: Tensor) -> list[Statistics]:
+        """Return what another text says of each layer.
+
+        Args:
+            ids: int64 [tokens].
+        """
+        self._statistics = {}
+        self.model.model(ids[None], use_cache=False)
+        by_layer, self._statistics = self._statistics, None
+        return [by_layer[layer] for layer in sorted(by_layer)]
+
+    def log_probabilities(self, method: Method | SpectralMethod) -> Tensor:
         """Return the logarithms of the probabilities behind each scored token, float32 [scored, vocabulary]."""
         self._method = method
         return self._log_probabilities(len(self.ids) - self.scored)
@@ -68,16 +81,16 @@ class RoundedModel:
     ) -> tuple[Tensor, None]:
         del mask, others
         q, k, v = query[0], key[0], value[0]
+        if self._statistics is not None:
+            self._statistics[module.layer_idx] = Statistics.of(q * scaling, k, v, module.o_proj.weight)
+            return _whole(q, k, v, scaling), None
         if self._keeps:
             self.prefix[module.layer_idx] = (k, v)
         elif self.prefix:
             k, v = (torch.cat(pair, 1) for pair in zip(self.prefix[module.layer_idx], (k, v), strict=True))
         if self._method is None and not self.prefix:
-            whole = torch.nn.functional.scaled_dot_product_attention(
-                q[None], k[None], v[None], is_causal=True, scale=scaling, enable_gqa=True
-            )
-            return whole.transpose(1, 2), None
-        stored = (k, v) if self._method is None else self._method.apply(k, v, self._rotary)
+            return _whole(q, k, v, scaling), None
+        stored = (k, v) if self._method is None else self._method.apply(k, v, self._rotary, module.layer_idx)
         tail = None if self._method is None else self._method.tail
         group, out = q.shape[0] // k.shape[0], torch.empty_like(q)
         for head in range(k.shape[0]):
@@ -90,6 +103,12 @@ class RoundedModel:
                 found = _read(q[heads, rows] * scaling, [each[:end] for each in numbers], positions, tail)
                 out[heads, rows] = found
         return out.transpose(0, 1)[None], None
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+    """Return causal attention over a text that is all new, [1, tokens, heads, channels]."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q[None], k[None], v[None], is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
 
 
 def _read(q: Tensor, numbers: list[Tensor], positions: Tensor, tail: Tail | None) -> Tensor:

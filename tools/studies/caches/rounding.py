@@ -207,14 +207,16 @@ class Method:
     before_rotary: bool = False
     centred: bool = False
 
-    def apply(self, keys: Tensor, values: Tensor, rotary: Any = None) -> tuple[Tensor, Tensor]:
+    def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Return keys and values [heads, tokens, channels] as this cache gives them back.
 
         Args:
             keys: behind the rotary embedding.
             values: the same shape.
             rotary: called with keys and a direction, 1 or -1, to embed positions or take them off.
+            layer: whose they are; all are treated alike.
         """
+        del layer
         if self.before_rotary:
             keys = rotary(keys, -1)
         middle = keys.mean(TOKENS, keepdim=True) if self.centred else 0

@@ -8,12 +8,14 @@ A coordinate gets the more bits the more it varies (reverse water filling, Cover
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
-from tools.studies.caches.rounding import TOKENS, Tensor, asymmetric
+from tools.studies.caches.rounding import TOKENS, Tail, Tensor, asymmetric
 
 _DISTORTION = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.0003, 0.00009)
 """Squared error of the best uniform rounding of a normal number to 0 to 8 bits (Max 1960)."""
@@ -34,6 +36,24 @@ class Statistics:
     queries: Tensor
     values: Tensor
     outputs: Tensor
+
+    @classmethod
+    def of(cls, queries: Tensor, keys: Tensor, values: Tensor, output_weight: Tensor) -> Statistics:
+        """Return those of a text.
+
+        Args:
+            queries: [Hq, tokens, D], scaled.
+            keys: [Hk, tokens, D].
+            values: as the keys.
+            output_weight: of the product behind attention, [width, Hq D].
+        """
+        heads, tokens, size = keys.shape
+        centred = [x - x.mean(1, keepdim=True) for x in (keys, values)]
+        rows = queries.unflatten(0, (heads, -1)).flatten(1, 2)
+        weights = output_weight.T.unflatten(0, (heads, -1, size))  # [Hk, group, D, width]
+        outputs = torch.einsum("hgdo,hgeo->hde", weights, weights)
+        of_keys, of_values = (x.mT @ x / tokens for x in centred)
+        return cls(of_keys, rows.mT @ rows / rows.shape[1], of_values, outputs)
 
 
 @dataclass(frozen=True)
@@ -103,4 +123,50 @@ def by_bits(x: Tensor, bits: Tensor, *, clips: dict[int, float], axis: int = TOK
         if width:
             rounded = asymmetric(x, axis, width, clip=clips.get(width, 1.0))
             found = torch.where((bits == width)[:, None, None], rounded, found)
+    return found
+
+
+@dataclass(frozen=True)
+class SpectralMethod:
+    """Keys and values rounded along calibrated coordinates; used as :class:`tools.studies.caches.rounding.Method`.
+
+    Attributes:
+        name: what it is.
+        keys: coordinates of each layer.
+        values: the same.
+        bits: of a code, on average.
+        tail: which tokens stay floats.
+        clips: share of the span that codes cover, by their bits.
+    """
+
+    name: str
+    keys: Sequence[Coordinates]
+    values: Sequence[Coordinates]
+    bits: float
+    tail: Tail
+    clips: dict[int, float]
+
+    def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
+        del rotary
+        round_coordinates = partial(by_bits, clips=self.clips)
+        return (
+            self.keys[layer].rounded(keys, round_coordinates, self.tail.page),
+            self.values[layer].rounded(values, round_coordinates, self.tail.page),
+        )
+
+
+CLIPS = {1: 0.6, 2: 0.9}
+"""Two levels of a normal number err least at 0.8 of its deviation, far inside of what a page spans."""
+
+
+def of_text(statistics: Sequence[Statistics], tail: Tail) -> list[SpectralMethod]:
+    """Return methods along coordinates that were calibrated on another text than is measured."""
+    found = []
+    for bits, value_bits in ((2.0, 2.0), (2.5, 1.5), (3.0, 2.0), (4.0, 4.0), (6.0, 6.0)):
+        for kind, coordinates in (("along eigenvectors", orthogonal), ("balanced", balanced)):
+            keys = [allot([coordinates(each.keys, each.queries)], bits)[0] for each in statistics]
+            values = [allot([coordinates(each.values, each.outputs)], value_bits)[0] for each in statistics]
+            name = f"spectral, {kind}, {bits:g} bits of keys, {value_bits:g} of values"
+            found.append(SpectralMethod(name, keys, values, (bits + value_bits) / 2, tail, CLIPS))
     return found
