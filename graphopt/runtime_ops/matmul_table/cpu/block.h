@@ -63,10 +63,11 @@ void fill_with_floats(const Filling& filling, const Weights& weights, const Part
   uint8_t* to = part.to;
   size_t group = ~size_t{0};
   ColumnScales of = {};
-  for_each_line_of<Bits, Decoder::kExact>(weights, part, [&](const Bytes& codes, size_t unit) {
+  for_each_line_of<Bits, Decoder::kExact>(weights, part, [&](const Bytes& codes, size_t unit)
+                                                             __attribute__((always_inline)) {
     if (filling.shifted && unit * 16 / weights.group != group) {
       group = unit * 16 / weights.group;
-      of = column_scales(weights, part.tile, weights.groups(), group, 1);
+      read_column_scales(weights, part.tile, group, &of);
     }
     Rows rows = decoder(codes);
     if (filling.shifted) {

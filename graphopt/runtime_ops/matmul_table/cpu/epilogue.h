@@ -40,16 +40,22 @@ GRAPHOPT_FORCE_INLINE Floats leveled_numbers(const Weights& weights, const Level
   return (to_floats(codes) + all_lanes(weights.low)) * load_halves(steps + kColumns * (group >> weights.span_bits));
 }
 
+// Scales and zero points in two levels. Not inlined: kernels whose numbers are stored as they are would be made of calls.
+__attribute__((noinline)) inline void read_levels(const Weights& weights, size_t tile, size_t group, float inverse_step,
+                                                  ColumnScales* of) {
+  of->scale = leveled_numbers(weights, weights.levels, tile, group);
+  of->with_zero_point = weights.zero_levels.bytes;
+  of->minimums = of->with_zero_point && weights.minimums;
+  if (!of->with_zero_point) return;
+  of->zero_point = leveled_numbers(weights, weights.zero_levels, tile, group) * inverse_step;
+}
+
 // groups: of a tile.
-inline ColumnScales column_scales(const Weights& weights, size_t tile, size_t groups, size_t group,
-                                  float inverse_step) {
+GRAPHOPT_FORCE_INLINE ColumnScales column_scales(const Weights& weights, size_t tile, size_t groups, size_t group,
+                                                 float inverse_step) {
   ColumnScales of = {};
   if (weights.levels.bytes) {
-    of.scale = leveled_numbers(weights, weights.levels, tile, group);
-    of.with_zero_point = weights.zero_levels.bytes;
-    of.minimums = of.with_zero_point && weights.minimums;
-    if (!of.with_zero_point) return of;
-    of.zero_point = leveled_numbers(weights, weights.zero_levels, tile, group) * inverse_step;
+    read_levels(weights, tile, group, inverse_step, &of);
     return of;
   }
   const size_t at = (tile * groups + group) * kColumns;
@@ -59,6 +65,12 @@ inline ColumnScales column_scales(const Weights& weights, size_t tile, size_t gr
   if (weights.zero_points) of.zero_point = load_line<Floats>(weights.zero_points + at) * inverse_step;
   if (weights.half_zero_points) of.zero_point = load_halves(weights.half_zero_points + at) * inverse_step;
   return of;
+}
+
+// The same as a call, for loops that rarely need them and should stay small.
+__attribute__((noinline)) inline void read_column_scales(const Weights& weights, size_t tile, size_t group,
+                                                         ColumnScales* of) {
+  *of = column_scales(weights, tile, weights.groups(), group, 1);
 }
 
 // total + what a segment gives: (sum - zero point * the sum of x) * scale of x * scale of the column, or

@@ -8,13 +8,6 @@
 namespace graphopt {
 namespace {
 
-// What is done to the sums of a segment: floats are multiplied by `unit`, then by the scales of one or two tiles.
-struct SegmentScales {
-  ColumnScales of[2];
-  size_t sides;
-  float unit;
-};
-
 // Rows of x that go by a block of weights: their totals and the block fit the second level of the caches.
 constexpr size_t kRowsOfBlock = 504;
 
@@ -25,51 +18,126 @@ constexpr bool starts_from_zero() {
   return true;
 }
 
-// One panel of rows and one segment; `totals`: [row][2], `at`: of its first row among those of the segment.
-template <typename Kind, bool Wide, size_t Width>
-void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, const uint32_t* words, size_t units,
-                    const SegmentScales& scales, Floats* totals) {
-  constexpr bool kIntegers = std::is_same_v<typename Kind::Sum, Integers>;
+// What a block holds of a segment: where its lines begin, and the scales and zero points of both tiles.
+struct SegmentOfBlock {
+  size_t first_number, units;  // of x: where its numbers begin, where its words do and how many of them a row has
+  const uint32_t* words;
+  size_t words_of_row;
+  const uint8_t* lines;
+  Floats scales[2], zero_points[2];
+};
+
+// The segments of a block, and what is done to their sums: floats are multiplied by `unit`, then by their scales.
+struct SegmentsOfBlock {
+  SegmentOfBlock of[kMostUnits];
+  size_t count, sides;
+  bool with_zero_points, minimums;
+  float unit;
+};
+
+// Scales what a segment of a block sums up, and adds it to the totals, [row][2].
+template <bool Plain>
+struct Scaling {
+  const Rounded& rounded;
+  const SegmentsOfBlock& block;
+  const SegmentOfBlock& segment;
+  size_t at;  // of the first row among the numbers of x
+
+  // Plain: known to the compiler that there are no zero points.
+  GRAPHOPT_FORCE_INLINE ColumnScales of(size_t tile) const {
+    if constexpr (Plain) return {segment.scales[tile], {}, false, false};
+    return {segment.scales[tile], segment.zero_points[tile], true, block.minimums};
+  }
+  GRAPHOPT_FORCE_INLINE void add_integers(const Floats& sum, size_t tile, size_t row, Floats* total) const {
+    const float sum_of_x = Plain ? 0 : rounded.sums[at + row];
+    *total = add_scaled(*total, sum, of(tile), rounded.scales[at + row], sum_of_x);
+  }
+  GRAPHOPT_FORCE_INLINE void add_floats(const Floats& sum, size_t tile, size_t row, Floats* total) const {
+    *total = add_scaled(*total, sum * block.unit, of(tile), Plain ? 0 : rounded.sums[at + row]);
+  }
+};
+
+// One panel of rows and one segment, the sides from `first` on.
+template <typename Kind, bool Wide, size_t Width, bool Plain>
+GRAPHOPT_FORCE_INLINE void multiply_segment(const Scaling<Plain>& scaling, const uint32_t* words, size_t first,
+                                            Floats* totals) {
   constexpr size_t kSides = Wide ? 2 : sides_at_once(Width);
-  for (size_t first = 0; first < scales.sides; first += kSides) {
-    typename Kind::Sum sums[Width][kSides] = {};
-    if constexpr (!starts_from_zero<Kind>()) {
-#pragma GCC unroll 12
-      for (size_t row = 0; row < Width; ++row) {
-#pragma GCC unroll 2
-        for (size_t side = 0; side < kSides; ++side) {
-          sums[row][side] = all_lanes(rounded.starts[Wide ? side : 0][at + row]);
-        }
-      }
-    }
-    if constexpr (Wide && sides_at_once(Width) == 1) {  // registers hold the sums of one plane
-      for (size_t plane = 0; plane < 2; ++plane) {
-        typename Kind::Sum of_plane[Width][1];
-        for (size_t row = 0; row < Width; ++row) of_plane[row][0] = sums[row][plane];
-        Kind::template multiply<Width>(of_plane, lines + plane * kLine, words, units);
-        for (size_t row = 0; row < Width; ++row) sums[row][plane] = of_plane[row][0];
-      }
-    } else {
-      Kind::template multiply<Width>(sums, lines + first * kLine, words, units);
-    }
+  const Rounded& rounded = scaling.rounded;
+  const SegmentOfBlock& segment = scaling.segment;
+  typename Kind::Sum sums[Width][kSides] = {};
+  if constexpr (!starts_from_zero<Kind>()) {
 #pragma GCC unroll 12
     for (size_t row = 0; row < Width; ++row) {
-      Floats* const total = totals + 2 * row + first;
-      const float sum_of_x = rounded.sums[at + row];
-      if constexpr (Wide) {
-        const Floats sum = to_floats(sums[row][1]) * 256.0f + to_floats(sums[row][0]);
-        total[0] = add_scaled(total[0], sum, scales.of[0], rounded.scales[at + row], sum_of_x);
-      } else {
 #pragma GCC unroll 2
-        for (size_t side = 0; side < kSides; ++side) {
-          const Floats sum = to_floats(sums[row][side]);
-          if constexpr (kIntegers) {
-            total[side] = add_scaled(total[side], sum, scales.of[first + side], rounded.scales[at + row], sum_of_x);
-          } else {
-            total[side] = add_scaled(total[side], sum * scales.unit, scales.of[first + side], sum_of_x);
-          }
+      for (size_t side = 0; side < kSides; ++side) {
+        sums[row][side] = all_lanes(rounded.starts[Wide ? side : 0][scaling.at + row]);
+      }
+    }
+  }
+  if constexpr (Wide && sides_at_once(Width) == 1) {  // registers hold the sums of one plane
+    for (size_t plane = 0; plane < 2; ++plane) {
+      typename Kind::Sum of_plane[Width][1];
+      for (size_t row = 0; row < Width; ++row) of_plane[row][0] = sums[row][plane];
+      Kind::template multiply<Width>(of_plane, segment.lines + plane * kLine, words, segment.units);
+      for (size_t row = 0; row < Width; ++row) sums[row][plane] = of_plane[row][0];
+    }
+  } else {
+    Kind::template multiply<Width>(sums, segment.lines + first * kLine, words, segment.units);
+  }
+#pragma GCC unroll 12
+  for (size_t row = 0; row < Width; ++row) {
+    Floats* const total = totals + 2 * row + first;
+    if constexpr (Wide) {
+      scaling.add_integers(to_floats(sums[row][1]) * 256.0f + to_floats(sums[row][0]), 0, row, total);
+    } else {
+#pragma GCC unroll 2
+      for (size_t side = 0; side < kSides; ++side) {
+        const Floats sum = to_floats(sums[row][side]);
+        if constexpr (std::is_same_v<typename Kind::Sum, Integers>) {
+          scaling.add_integers(sum, first + side, row, total + side);
+        } else {
+          scaling.add_floats(sum, first + side, row, total + side);
         }
       }
+    }
+  }
+}
+
+// The same for a segment of one run: its sums never leave the registers.
+template <typename Kind, size_t Width, bool Plain>
+GRAPHOPT_FORCE_INLINE void multiply_run(const Scaling<Plain>& scaling, const uint32_t* words, size_t first,
+                                        Floats* totals) {
+  constexpr size_t kSides = sides_at_once(Width), kLines = kRunUnits<Kind> * Kind::kLines;
+  const auto with_row = [&](size_t row, const Integers (&sums)[kSides]) __attribute__((always_inline)) {
+    const int32_t start = scaling.rounded.starts[0][scaling.at + row];
+#pragma GCC unroll 2
+    for (size_t side = 0; side < kSides; ++side) {
+      const auto sum = by_parts<Integers>([&](size_t i) { return sums[side].part[i] + start; });
+      Floats* const total = totals + 2 * row + first + side;
+      scaling.add_integers(to_floats(sum), first + side, row, total);
+    }
+    asm volatile("" : : : "memory");  // see settle
+  };
+  Kind::template multiply_run<Width, kSides, kLines>(scaling.segment.lines + first * kLine, words, with_row);
+}
+
+// One panel of rows and the segments of a block, one after the other, so that only the first waits for what it needs.
+template <typename Kind, bool Wide, size_t Width, bool Plain>
+void multiply_panel(const Rounded& rounded, size_t panel, const SegmentsOfBlock& block, Floats* totals) {
+  constexpr size_t kSides = Wide ? 2 : sides_at_once(Width);
+  const size_t first_row = panel * rounded.panel;
+  for (size_t first = 0; first < block.sides; first += kSides) {
+    for (const SegmentOfBlock* segment = block.of; segment < block.of + block.count; ++segment) {
+      const Scaling<Plain> scaling = {rounded, block, *segment, segment->first_number + first_row};
+      const uint32_t* const words = segment->words + segment->words_of_row * first_row;
+      if constexpr (kRunUnits<Kind> > 1) {
+        if (segment->units == kRunUnits<Kind>) {
+          multiply_run<Kind, Width>(scaling, words, first, totals);
+          continue;
+        }
+      }
+      asm volatile("" : : : "memory");  // totals of a segment before stay in memory alone
+      multiply_segment<Kind, Wide, Width>(scaling, words, first, totals);
     }
   }
 }
@@ -117,32 +185,36 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
   const float inverse_step = integers ? static_cast<float>(1 / weights.table.step) : 1.0f;
   Block block;
   if (!Wide && !has_second) __builtin_memset(&block, 0, sizeof block);
+  SegmentsOfBlock here = {};
+  here.sides = has_second ? 2 : 1;
+  here.unit = fill.shifted ? 1.0f : fill.unit;
   for (Segment segment = segments.first(); segment.index < segments.count;) {
     const size_t begin = segment.unit, units = units_of_block<Kind>(segments, segment);
     fill(weights, {tile, begin, units, block.lines});
     if (has_second) fill(weights, {tile + 1, begin, units, block.lines + kLine});
+    here.count = 0;
     for (; segment.index < segments.count && segment.unit < begin + units; segment = segments.after(segment)) {
-      SegmentScales scales = {{column_scales(weights, tile, segments.groups, segment.group, inverse_step),
-                               column_scales(weights, tile + has_second, segments.groups, segment.group, inverse_step)},
-                              has_second ? 2u : 1u,
-                              fill.shifted ? 1.0f : fill.unit};
-      if (fill.shifted) {
-        for (ColumnScales& column : scales.of) column = after_shift(column);
+      SegmentOfBlock& of_block = here.of[here.count++];
+      of_block.first_number = segment.index * rounded.padded, of_block.units = segment.units;
+      of_block.words = rounded.words_of(segment.unit, segment.units, 0);
+      of_block.words_of_row = segment.units * rounded.words_of_unit();
+      of_block.lines = block.lines + (segment.unit - begin) * Kind::kLines * 2 * kLine;
+      for (size_t side = 0; side < here.sides; ++side) {
+        ColumnScales of = column_scales(weights, tile + side, segments.groups, segment.group, inverse_step);
+        if (fill.shifted) of = after_shift(of);
+        here.with_zero_points = of.with_zero_point, here.minimums = of.minimums;
+        of_block.scales[side] = of.scale, of_block.zero_points[side] = of.zero_point;
       }
-      const uint8_t* const lines = block.lines + (segment.unit - begin) * Kind::kLines * 2 * kLine;
-      for (size_t panel = first_panel; panel < end_panel; ++panel) {
-        const uint32_t* const words = rounded.words_of(segment.unit, segment.units, panel);
-        Floats* const totals_of_panel = totals + 2 * (panel - first_panel) * rounded.panel;
-        const auto multiply = [&](auto width) {
-          multiply_panel<Kind, Wide, decltype(width)::value>(
-              rounded, segment.index * rounded.padded + panel * rounded.panel, lines, words, segment.units, scales,
-              totals_of_panel);
-        };
-        choose_width(rounded.width(panel), multiply, Widths());
-        if (segment.index + 1 == segments.count) {
-          store_panel(weights, rounded, tile, sides, panel, totals_of_panel, y);
-        }
-      }
+    }
+    const bool is_last = segment.index == segments.count;
+    for (size_t panel = first_panel; panel < end_panel; ++panel) {
+      Floats* const totals_of_panel = totals + 2 * (panel - first_panel) * rounded.panel;
+      choose_width(rounded.width(panel), [&](auto width) {
+        constexpr size_t kWidth = decltype(width)::value;
+        if (here.with_zero_points) return multiply_panel<Kind, Wide, kWidth, false>(rounded, panel, here, totals_of_panel);
+        multiply_panel<Kind, Wide, kWidth, true>(rounded, panel, here, totals_of_panel);
+      }, Widths());
+      if (is_last) store_panel(weights, rounded, tile, sides, panel, totals_of_panel, y);
     }
   }
 }

@@ -1,13 +1,20 @@
-// Lines of a block times a panel of rows, one segment at a time.
 // Products of lines of looked up values with words of x: each kind has its type of sums, the lines that a unit has in a
 // block, and multiply(), which adds a segment's products to the sums of `Width` rows.
 #pragma once
+
+#include <type_traits>
 
 #include "arch/vector.h"
 #include "matmul_table/cpu/kernels.h"
 
 namespace graphopt {
 namespace {
+
+// Units whose products an operand or a kind sums up in one run, without sums in memory; 0 where it has no runs.
+template <typename Kind, typename = void>
+constexpr size_t kRunUnits = 0;
+template <typename Kind>
+constexpr size_t kRunUnits<Kind, std::void_t<decltype(Kind::kRunUnits)>> = Kind::kRunUnits;
 
 // Sides of a block that are multiplied at once: as many as there are registers for the sums.
 constexpr size_t sides_at_once(size_t width) { return kVectorBytes < kLine && width > 2 ? 1 : 2; }

@@ -169,7 +169,8 @@ void fill_with_trellis_floats(const Filling& filling, const Weights& weights, co
   for_each_trellis_line<Bits>(filling, weights, part, [&](const Bytes& bytes, size_t line, size_t unit) {
     Rows rows = rows_of_bytes<true>(bytes);
     if (filling.shifted) {
-      const ColumnScales of = column_scales(weights, part.tile, weights.groups(), unit * 16 / weights.group, 1);
+      ColumnScales of;
+      read_column_scales(weights, part.tile, unit * 16 / weights.group, &of);
       for (Floats& row : rows.row) row = shift_values(row, filling.unit, of);
     }
 #pragma GCC unroll 4

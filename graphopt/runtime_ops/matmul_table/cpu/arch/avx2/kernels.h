@@ -16,9 +16,13 @@ using Widths = std::index_sequence<1, 2, 4, 6>;
 constexpr size_t kGemvRows = 1;
 
 // The same for rows of integers; of `kSmallM` in one panel.
-// More panels than `kRunPanels` are faster by a block, whose codes are looked up once.
-constexpr size_t kSmallM = 2, kRunPanels = 3;
-inline size_t small_m_rows(const Weights& weights) { return sums_runs(weights) ? kRunPanels * kPanel : kSmallM; }
+// More panels than `kRunPanels` are faster by a block, whose codes are looked up once; of short groups more than one, as
+// sums of a block need not leave the registers before they are scaled.
+constexpr size_t kSmallM = 2, kRunPanels = 3, kShortGroup = 64;
+inline size_t small_m_rows(const Weights& weights) {
+  if (!sums_runs(weights)) return kSmallM;
+  return weights.group > kShortGroup ? kRunPanels * kPanel : kPanel;
+}
 
 inline Words form_of_integers(const Weights& weights, bool is_small_m) {
   return form_of_integers(weights, is_small_m, kSumsBytes);

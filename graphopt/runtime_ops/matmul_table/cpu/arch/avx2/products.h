@@ -30,46 +30,68 @@ struct Int16 : ByLines<Int16> {
 };
 
 // Bytes so small that the products of `Run` lines fit 16 bits, and are summed up there: of 64 at most with two lines, of
-// 32 with four.
+// 32 with four, of 16 with eight, those of two units.
 template <size_t Run>
 struct Int8Runs {
-  static constexpr size_t kLines = 4;
+  static constexpr size_t kLines = 4, kRunUnits = Run / kLines;
   static constexpr bool kFromZero = false;
   using Sum = Integers;
 
   template <size_t Width, size_t kSides>
   static GRAPHOPT_FORCE_INLINE void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
                                              size_t units) {
-    for (size_t left = units * (kLines / Run); left; --left) {
-      Line<int16_t> runs[Width][kSides];
-#pragma GCC unroll 4
-      for (size_t j = 0; j < Run; ++j, line += 2 * kLine, word += Width) {
-#pragma GCC unroll 12
-        for (size_t row = 0; row < Width; ++row) {
-          const __m256i x = _mm256_set1_epi32(static_cast<int>(word[row]));
+    const auto add_run = [&](auto lines) __attribute__((always_inline)) {
+      constexpr size_t kRun = decltype(lines)::value;
+      multiply_run<Width, kSides, kRun>(line, word, [&](size_t row, const Sum (&of_run)[kSides])
+                                                        __attribute__((always_inline)) {
 #pragma GCC unroll 2
-          for (size_t side = 0; side < kSides; ++side) {
-            const auto products = by_parts<Line<int16_t>>([&](size_t i) __attribute__((always_inline)) {
-              const auto* const at = reinterpret_cast<const __m256i*>(line + side * kLine) + i;
-              return reinterpret_cast<Line<int16_t>::Part>(_mm256_maddubs_epi16(_mm256_load_si256(at), x));
-            });
-            Line<int16_t>& run = runs[row][side];
-            run = j ? by_parts<Line<int16_t>>([&](size_t i) { return run.part[i] + products.part[i]; }) : products;
-            settle(run);
-          }
+        for (size_t side = 0; side < kSides; ++side) {
+          sums[row][side] = by_parts<Sum>([&](size_t i) { return sums[row][side].part[i] + of_run[side].part[i]; });
         }
+      });
+      line += 2 * kRun * kLine, word += kRun * Width;
+    };
+    if constexpr (Run > kLines) {
+      for (; units >= kRunUnits; units -= kRunUnits) add_run(std::integral_constant<size_t, Run>());
+      if (units) add_run(std::integral_constant<size_t, kLines>());
+    } else {
+      for (size_t left = units * (kLines / Run); left; --left) add_run(std::integral_constant<size_t, Run>());
+    }
+  }
+
+  // Calls with_row(row, sums of each side) for the products of a run.
+  template <size_t Width, size_t kSides, size_t Lines, typename WithRow>
+  static GRAPHOPT_FORCE_INLINE void multiply_run(const uint8_t* line, const uint32_t* word, const WithRow& with_row) {
+    __m256i runs[Width][kSides][2];  // not lines: the compiler would copy them
+#pragma GCC unroll 8
+    for (size_t j = 0; j < Lines; ++j, line += 2 * kLine, word += Width) {
+      __m256i values[kSides][2];
+#pragma GCC unroll 4
+      for (size_t i = 0; i < 2 * kSides; ++i) {
+        values[i / 2][i % 2] = _mm256_load_si256(reinterpret_cast<const __m256i*>(line + i / 2 * kLine) + i % 2);
       }
 #pragma GCC unroll 12
       for (size_t row = 0; row < Width; ++row) {
-#pragma GCC unroll 2
-        for (size_t side = 0; side < kSides; ++side) {
-          sums[row][side] = by_parts<Integers>([&](size_t i) __attribute__((always_inline)) {
-            const __m256i run = reinterpret_cast<__m256i>(runs[row][side].part[i]);
-            const __m256i pairs = _mm256_madd_epi16(run, _mm256_set1_epi16(1));
-            return sums[row][side].part[i] + reinterpret_cast<Integers::Part>(pairs);
-          });
+        const __m256i x = _mm256_set1_epi32(static_cast<int>(word[row]));
+#pragma GCC unroll 4
+        for (size_t i = 0; i < 2 * kSides; ++i) {
+          __m256i& run = runs[row][i / 2][i % 2];
+          __m256i products = _mm256_maddubs_epi16(values[i / 2][i % 2], x);
+          if (j) products = _mm256_add_epi16(run, products);
+          asm("" : "+x"(products));  // see settle
+          run = products;
         }
       }
+    }
+#pragma GCC unroll 12
+    for (size_t row = 0; row < Width; ++row) {
+      Sum of_run[kSides];
+#pragma GCC unroll 4
+      for (size_t i = 0; i < 2 * kSides; ++i) {
+        const __m256i pairs = _mm256_madd_epi16(runs[row][i / 2][i % 2], _mm256_set1_epi16(1));
+        of_run[i / 2].part[i % 2] = reinterpret_cast<Sum::Part>(pairs);
+      }
+      with_row(row, of_run);
     }
   }
 };
@@ -83,6 +105,7 @@ void choose_product(const Weights& weights, const Rounded& rounded, const WithPr
     return with_product(static_cast<SignedBytes*>(nullptr), std::false_type());
   }
   if (rounded.form == Words::kPairs) return with_product(static_cast<Int16*>(nullptr), std::false_type());
+  if (weights.table.most <= 16) return with_product(static_cast<Int8Runs<8>*>(nullptr), std::false_type());
   if (weights.table.most <= 32) return with_product(static_cast<Int8Runs<4>*>(nullptr), std::false_type());
   if (weights.table.most <= 64) return with_product(static_cast<Int8Runs<2>*>(nullptr), std::false_type());
   with_product(static_cast<Int8<true>*>(nullptr), std::false_type());
