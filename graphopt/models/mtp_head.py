@@ -127,11 +127,11 @@ def _build(model: Any, tensors: Mapping[str, Expression], source: str, *, evalua
             tensor=missing[0],
             remedy="is its layout new to transformers? export it without --mtp, and draft with --speculate lookup",
         )
-    return _module_class()(head).eval()
+    return module_class()(head).eval()
 
 
 @functools.cache
-def _module_class() -> Any:
+def module_class() -> Any:
     """Return the class of a head as a module that is called like a causal language model; torch is optional."""
     torch = importlib.import_module("torch")
     caches = importlib.import_module("transformers.cache_utils")
