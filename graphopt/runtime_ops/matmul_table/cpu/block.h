@@ -51,7 +51,7 @@ template <int Bits, typename Operand>
 void fill_with_operand(const Filling& filling, const Weights& weights, const Part& part) {
   const Operand operand = *static_cast<const Operand*>(filling.decoder);
   uint8_t* to = part.to;
-  for_each_line_of<Bits, Operand::kExact>(weights, part, [&](const Bytes& codes, size_t) {
+  for_each_line_of<Bits, Operand::kExact>(weights, part, [&](const Bytes& codes, size_t) __attribute__((always_inline)) {
     const auto& values = operand(codes);
     to = operand.store(values, to);
   });

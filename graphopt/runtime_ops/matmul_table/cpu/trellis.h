@@ -105,7 +105,7 @@ class TrellisLines {
 };
 
 // Whether bytes are multiplied as signed integers: where two products of larger ones would not fit 16 bits.
-inline bool multiplies_signed_bytes(const Table& table) { return TrellisProduct::kFromZero && table.most > 128; }
+inline bool multiplies_signed_bytes(const Table& table) { return TrellisProduct::kFromZero && !table.fits_pairs(); }
 
 // The operand of a few rows; see byte_operand.h. Product: what multiplies its bytes.
 template <int Bits, typename Product>

@@ -114,7 +114,7 @@ bool Table::make_trellis(const float* values, size_t entries, int bits) {
   if (!fits || step < 0x1p-16 || step > 0x1p16) return false;
   const int least_sum = static_cast<int>((least[0] + least[1]) / step);
   most = static_cast<int>((greatest[0] + greatest[1]) / step) - least_sum;
-  low.offset = most > 128 ? 128 : -least_sum;
+  low.offset = fits_pairs() ? -least_sum : 128;
   // either table may reach further than their sums, by what the other takes off: bytes are sums modulo 256
   const auto byte_of = [&](float value) { return static_cast<uint8_t>(std::llrint(static_cast<double>(value) / step)); };
   for (size_t i = 0; i < 64; ++i) {

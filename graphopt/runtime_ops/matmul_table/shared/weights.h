@@ -26,6 +26,9 @@ struct Table {
   // `most`: the largest byte of low, where there is only low.
   bool wide = false, by_xor = false;
   int most = 255;
+  // The largest byte of which two products with a signed one, none of them -128, fit 16 bits: 2 * 128 * 127.
+  static constexpr int kMostOfPairs = 128;
+  bool fits_pairs() const { return most <= kMostOfPairs; }
   // Whether the uppermost bit of a code is the sign of its integer, code 0 being 0; and that of its value.
   bool has_signs = false, floats_have_signs = false;
   int largest_integer = 0;  // by magnitude
@@ -42,7 +45,7 @@ struct Table {
 
   // A trellis has no values of codes, but of the two halves of a window; see dequantize_trellis/spec/op.py. Each sum of
   // two is step * integer, from -127 to 127, in the byte integer + low.offset: head holds the latter, signed_head
-  // integers. Bytes start at 0 where none is above 128. `most`: how far the largest sum is from the least.
+  // integers. Bytes start at 0 where they fit pairs. `most`: how far the largest sum is from the least.
   // Kernels put the bits of a half together in an order of their own, see half_of.
   bool is_trellis = false;
   uint8_t head[64], signed_head[64], tail[64];  // repeated where there are fewer

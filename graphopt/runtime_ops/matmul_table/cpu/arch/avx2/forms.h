@@ -35,7 +35,7 @@ inline Words form_of_integers(const Weights& weights, bool is_small_m, bool sums
   if (table.is_trellis) return Words::kBytes;
   if (is_small_m && is_minifloat(table, weights.bits)) return Words::kBytes;
   if (is_small_m && table.wide && weights.bits >= 3 && weights.bits <= 5) return Words::kFours;
-  return table.wide || (!sums_bytes && table.most > 128) ? Words::kPairs : Words::kBytes;
+  return table.wide || (!sums_bytes && !table.fits_pairs()) ? Words::kPairs : Words::kBytes;
 }
 
 }  // namespace

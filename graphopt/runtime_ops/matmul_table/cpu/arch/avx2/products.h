@@ -101,7 +101,7 @@ struct Int8Runs {
 template <typename WithProduct>
 void choose_product(const Weights& weights, const Rounded& rounded, const WithProduct& with_product) {
   if (rounded.form == Words::kFloats) return with_product(static_cast<Float*>(nullptr), std::false_type());
-  if (weights.table.is_trellis && weights.table.most > 128) {
+  if (weights.table.is_trellis && !weights.table.fits_pairs()) {
     return with_product(static_cast<SignedBytes*>(nullptr), std::false_type());
   }
   if (rounded.form == Words::kPairs) return with_product(static_cast<Int16*>(nullptr), std::false_type());
