@@ -46,6 +46,8 @@ class Row:
         text: the same of greedy texts about images, and whether all tokens are the same.
         kl: nats by which the compiled model is from the exported one, on text.
         verified: what `graphopt verify` says of the compiled model.
+        tower: bytes of the compiled vision graph, and how far its features are from those of the exported one, relative
+            to the largest.
         genai: whether there is a configuration of onnxruntime-genai.
         seconds: of processor time that the export took.
     """
@@ -55,13 +57,14 @@ class Row:
     text: str = ""
     kl: str = ""
     verified: str = ""
+    tower: str = ""
     genai: str = ""
     seconds: str = ""
 
 
 def main(
     only: Annotated[str, typer.Option(help="families, with commas")] = "",
-    recipe: Annotated[str, typer.Option(help="the preset to compile with")] = "int4",
+    recipe: Annotated[str, typer.Option(help="the preset or the YAML file to compile with")] = "int4",
 ) -> None:
     """Print a row for each family as it is ready, and the table."""
     rows = []
@@ -105,7 +108,14 @@ def _try(row: Row, folder: Path, recipe: str) -> None:
     result = graphopt.optimize(exported, recipe, compiled)
     row.kl = f"{result.manifest.check('quality').figures['kl_mean']:.3f}"
     complete(load_vision_language(compiled), [prompt for prompt, _ in prompts], Settings(COUNT))
-    row.verified = ", ".join(sorted({check.status for check in verify(exported, compiled).checks}))
+    checks = verify(exported, compiled).checks
+    row.verified = ", ".join(sorted({check.status for check in checks}))
+    tower = next(
+        (check for check in checks if check.after == "vision: the recipe" and check.status == "measured"), None
+    )
+    size = sum(file.stat().st_size for file in (compiled / "vision").glob("model.onnx*"))
+    change = "" if tower is None else f", moved by {tower.figures['largest_change']:.3f}"
+    row.tower = f"{size / 1e6:.2f} MB{change}"
 
 
 if __name__ == "__main__":
