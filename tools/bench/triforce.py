@@ -213,8 +213,17 @@ def best(
 
 
 def build(folder: Path, shapes: Mapping[str, Mapping[str, int]], storage: str) -> dict[str, Path]:
-    """Make the models that are not there yet; return their folders."""
-    found = {}
+    """Make the models that are not there yet; return their folders.
+
+    Raises:
+        BadParameter: models of other shapes lie in the folder.
+    """
+    found, note = {}, folder / "shapes.json"
+    made_before = json.loads(note.read_text()) if note.exists() else shapes
+    if made_before != shapes:
+        raise typer.BadParameter(f"{folder} holds models of other shapes, {made_before}: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(shapes))
     for name, shape in shapes.items():
         made = found[name] = folder / (f"{name}-{storage}" if name == "target" else name)
         if made.exists():
@@ -289,7 +298,7 @@ def main(
 ) -> None:
     """Make the models, time their steps, then write tokens in each way; print a row for each."""
     count = token_count(context)
-    positions = count + 2 * _SPARE
+    positions = max(count, 1 << 17) + 2 * _SPARE  # the same models for any context up to 128k
     target_shape = {"layers": layers, "hidden": hidden, "inner": inner, "heads": heads}
     shapes = {
         "target": {**target_shape, "key_value_heads": key_value_heads, "positions": positions},
