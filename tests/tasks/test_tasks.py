@@ -128,6 +128,7 @@ def test_names_of_caches_are_read_back_as_they_are_written() -> None:
         "graph",
         "logits_classifier",
         "logits_token_classifier",
+        "mtp_head",
         "question_answering",
         "seq2seq",
         "seq2seq_encoder",
