@@ -93,6 +93,7 @@ def test_rows_see_only_their_own_texts_unless_they_share() -> None:
 def test_a_chain_goes_on_where_the_first_stops() -> None:
     lookup = Lookup()
     other = SimpleNamespace(
+        reads_hidden=False,
         begin=lambda rows: None,
         commit=lambda row, tokens: None,
         propose=lambda begun, limits: [[lookup_guess(2), lookup_guess(3)][: limits[0]]],
