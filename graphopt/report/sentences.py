@@ -14,7 +14,7 @@ from graphopt.compile.doctor import doctor
 from graphopt.compile.doctor.examination import EXAMINATIONS
 from graphopt.graph.diagnostics import RULES, Fact
 from graphopt.inference import kernel_choice
-from graphopt.models import agreement, export, loading
+from graphopt.models import agreement, export, loading, mtp_head
 from graphopt.models.unrolling import refusals
 from graphopt.passes import PASSES
 from graphopt.quality import answers, classes, losses, seq2seq
@@ -45,6 +45,7 @@ DECLARE_RULES = (
     kernel_choice,
     kernels,
     loading,
+    mtp_head,
     classes,
     losses,
     seq2seq,
