@@ -266,16 +266,16 @@ def behind_context(session: Session, context: int, threads: int) -> Running:
 
 def step_seconds(level: Running, context: int, rounds: int) -> dict[int, float]:
     """Return the median time of a step for each of some widths behind the context."""
-    level.feed_to(context + 1)
     seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    for _ in range(rounds):
-        for width, found in seconds.items():
+    for width, found in seconds.items():
+        # Of one width after another: the first step behind a wide one takes up to twice as long.
+        for _ in range(rounds + 1):
             level.take_back(context)
             begin, before = int(level.decoder.tokens[0]), level.seconds
             level.feed_to(begin + width)
             found.append(level.seconds - before)
     level.take_back(context)
-    return {width: statistics.median(found) for width, found in seconds.items()}
+    return {width: statistics.median(found[1:]) for width, found in seconds.items()}
 
 
 def main(
