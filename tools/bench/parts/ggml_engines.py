@@ -14,7 +14,14 @@ from tools.bench.parts.machine import compile_c
 from tools.bench.parts.problem import Array, Problem
 from tools.bench.parts.unavailable import UnavailableError
 
-_TYPES = {"q4_0": "q4_0", "q4_k": "q4_K", "q6_k": "q6_K", "q8_0": "q8_0"}
+_TYPES = {
+    "q4_0": "q4_0",
+    "q4_k": "q4_K",
+    "q6_k": "q6_K",
+    "q8_0": "q8_0",
+    "iq2_xs": "iq2_xs",
+    "iq3_xxs": "iq3_xxs",
+}
 _LIBRARIES = ("ggml", "ggml-cpu", "ggml-base")
 
 

@@ -29,8 +29,19 @@ size_t matmul_bytes(const char *name, int64_t k, int64_t n) {
     return type == GGML_TYPE_COUNT || k % ggml_blck_size(type) ? 0 : ggml_row_size(type, k) * n;
 }
 
+// Every input counts the same; types of two bits ask how much each does.
 void matmul_quantize(const char *name, int64_t k, int64_t n, const float *from, void *to) {
-    ggml_quantize_chunk(type_called(name), from, to, 0, n, k, NULL);
+    enum ggml_type type = type_called(name);
+    float *importance = NULL;
+    if (ggml_quantize_requires_imatrix(type)) {
+        importance = malloc(k * sizeof(*importance));
+        for (int64_t i = 0; i < k; ++i) {
+            importance[i] = 1;
+        }
+    }
+    ggml_quantize_init(type);
+    ggml_quantize_chunk(type, from, to, 0, n, k, importance);
+    free(importance);
 }
 
 void matmul_dequantize(const char *name, int64_t k, int64_t n, const void *from, float *to) {
