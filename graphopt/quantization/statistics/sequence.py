@@ -8,8 +8,9 @@
 
 Every node runs twice for each text. Products that read the same value are rounded together; such a value ends a piece.
 While they are rounded, the next piece of the original model runs, which does not depend on them.
-What a piece hands on stays in memory, up to 1 GiB, and what is beyond that goes to the disk; so does all that every
-16th piece hands on, and a run that was killed goes on behind the last of these.
+Its inputs wait in memory for that, up to 512 MiB. What a piece hands on stays there, up to 1 GiB, and what is beyond
+that goes to the disk; so does all that every 16th piece hands on, and a run that was killed goes on behind the last of
+these.
 """
 
 from __future__ import annotations

@@ -94,17 +94,12 @@ class ModelProposer(Proposer):
     def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         """See :class:`Proposer`."""
         drafts = [
-            Draft(row, prefix, self._limit(row, prefix, limit), self._source, self._min_chance)
+            Draft(row, prefix, draft_limit(self._session, row, prefix, limit), self._source, self._min_chance)
             for row, prefix, limit in zip(self._rows, prefixes, limits, strict=True)
         ]
         if any(draft.limit > 0 for draft in drafts):
             self._complete(drafts)
         return [draft.guesses for draft in drafts]
-
-    def _limit(self, row: Continuation, prefix: Sequence[int], limit: int) -> int:
-        positions = self._session.max_positions
-        length = len(row.prompt) + len(row.tokens) + len(prefix)
-        return limit if positions is None else min(limit, positions - length)
 
     def _complete(self, drafts: Sequence[Draft]) -> None:
         logits = self._texts.catch_up([draft.text for draft in drafts], [draft.limit for draft in drafts])
@@ -307,3 +302,17 @@ def check_same_tokens(target: Session, model: Session) -> None:
             file=model.file.parent,
             remedy=remedy,
         )
+
+
+def draft_limit(session: Session, row: Continuation, prefix: Sequence[int], limit: int) -> int:
+    """Return how many tokens a model has positions for behind a text and guesses, at most ``limit``.
+
+    Args:
+        session: the model that drafts.
+        row: the text.
+        prefix: guesses behind it.
+        limit: tokens at most.
+    """
+    positions = session.max_positions
+    length = len(row.prompt) + len(row.tokens) + len(prefix)
+    return limit if positions is None else min(limit, positions - length)

@@ -23,7 +23,7 @@ from graphopt.errors import InputError
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.decoding.draft_verification import Columns
 from graphopt.inference.decoding.proposer import Guess, Proposer
-from graphopt.inference.decoding.proposers.model import Draft
+from graphopt.inference.decoding.proposers.model import Draft, draft_limit
 from graphopt.inference.session import open_folder, session_from
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Mtp(Proposer):
     def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         """See :class:`Proposer`. The head reads guesses of another proposer with its own states."""
         drafts = [
-            Draft(row, prefix, self._limit(row, prefix, limit), self.name, self._min_chance)
+            Draft(row, prefix, draft_limit(self._head, row, prefix, limit), self.name, self._min_chance)
             for row, prefix, limit in zip(self._rows, prefixes, limits, strict=True)
         ]
         pairs = [self._unread(number) if draft.limit > 0 else [] for number, draft in enumerate(drafts)]
@@ -179,11 +179,6 @@ class Mtp(Proposer):
             feed_rows(tokens)
         self._return_to(lengths)
         return [draft.guesses for draft in drafts]
-
-    def _limit(self, row: Continuation, prefix: Sequence[int], limit: int) -> int:
-        positions = self._head.max_positions
-        length = len(row.prompt) + len(row.tokens) + len(prefix)
-        return limit if positions is None else min(limit, positions - length)
 
     def _unread(self, number: int) -> list[tuple[int, Array]]:
         """Return the tokens of a text that the head has not read, each with the state before it."""
