@@ -38,8 +38,9 @@ def search(
 ) -> None:
     """Find the format of each matrix with which the model diverges least in a number of bytes; write a recipe.
 
-    Each matrix is rounded alone and the model run with it. Then mixtures of formats are drawn and judged by what the
-    whole model loses. What is measured is kept: a search that was cut off goes on where it was.
+    Each matrix is rounded alone and the model run with it; of a mixture of experts those of all experts at once, and
+    each expert counts as often as the calibration text reaches it. Then mixtures of formats are drawn and judged by
+    what the whole model loses. What is measured is kept: a search that was cut off goes on where it was.
     """
     from graphopt.compile.search import CHOICES, MixtureSearch
     from graphopt.compile.search import search as find
@@ -79,6 +80,13 @@ def search(
         if result.recipe_held_out_loss is not None:
             summary += f"; {result.recipe_held_out_loss:.4f} with the formats of the recipe"
         out.print(summary, soft_wrap=True)
+    if result.rare:
+        name, tokens = min(result.rare.items(), key=lambda item: item[1])
+        out.print(
+            f"{len(result.rare)} matrices of experts are of too few tokens of the calibration text to be measured, "
+            f"{name} of {tokens}: they cost what a mean expert of their mixture costs, and are rounded to nearest",
+            soft_wrap=True,
+        )
     return None
 
 

@@ -8,9 +8,14 @@ to on any machine, and may be stopped for a while.
     python tools/train/stdlib_lm.py --minutes 15 -o stdlib_hybrid --dtype float32 --batch-tokens 4096 --hybrid
     python tools/train/stdlib_lm.py --minutes 17 -o stdlib_lm_draft --dtype float32 \
         --batch-tokens 4096 --sibling-of graphopt/models/stdlib_lm
+    TORCH_COMPILE_DISABLE=1 python tools/train/stdlib_lm.py --minutes 4 -o stdlib_mixture --dtype float32 \
+        --batch-tokens 2048 --experts-of graphopt/models/stdlib_lm
 
 The sibling drafts for the other: it has its tokenizer, a fifth of its parameters, and learns its chances of the next
 token, which says more about a token than the token itself (Hinton et al., arXiv 1503.02531).
+
+The mixture is the other with the neurons of each MLP dealt to four experts, of which a router chooses two for a token,
+trained on (LLaMA-MoE, Zhu et al., arXiv 2406.16554): a few minutes make a mixture that has learned what the other has.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3NextConfig,
@@ -42,6 +49,11 @@ from graphopt.util.stdlib_text import HELD_OUT, held_out_text, training_texts
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 4096
 CONTEXT = 1024
+EXPERTS, EXPERTS_PER_TOKEN = 4, 2
+# The share of the loss that keeps experts in use (Fedus et al. 2021, equation 4), as Mixtral has it.
+BALANCE = 0.001
+
+Kind = Literal["llama", "hybrid", "mixture"]
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
@@ -66,19 +78,24 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a Llama, or of a hybrid with gated DeltaNet, with heads of 64 and a tied embedding."""
+    """The size of a Llama, a hybrid with gated DeltaNet or a mixture, with heads of 64 and a tied embedding.
+
+    ``inner`` is the width of the MLP, in a mixture of all experts together.
+    """
 
     hidden: int
     inner: int
     layers: int
     heads: int
     key_value_heads: int
-    is_hybrid: bool = False
+    kind: Kind = "llama"
 
     def model(self) -> PreTrainedModel:
         """Return an untrained model of this shape."""
-        if self.is_hybrid:
+        if self.kind == "hybrid":
             return self._hybrid()
+        if self.kind == "mixture":
+            return self._mixture()
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=VOCABULARY,
@@ -126,10 +143,54 @@ class Shape:
             )
         )
 
+    def _mixture(self) -> PreTrainedModel:
+        """Return a Llama in which every MLP is a mixture of experts."""
+        return MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=self.hidden,
+                intermediate_size=self.inner // EXPERTS,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.key_value_heads,
+                head_dim=64,
+                num_local_experts=EXPERTS,
+                num_experts_per_tok=EXPERTS_PER_TOKEN,
+                router_aux_loss_coef=BALANCE,
+                rms_norm_eps=1e-6,
+                max_position_embeddings=CONTEXT,
+                sliding_window=None,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+                tie_word_embeddings=True,
+                bos_token_id=0,
+                eos_token_id=0,
+                attn_implementation="eager",  # type: ignore[call-arg]
+                experts_implementation="grouped_mm",
+            )
+        )
+
+
+def deal_neurons(llama: PreTrainedModel, mixture: PreTrainedModel) -> None:
+    """Give a mixture the weights of a Llama, the neurons of an MLP dealt to its experts in order.
+
+    Of E experts a token has k, with weights that sum to 1, where the Llama adds all: what they make is multiplied by E.
+    """
+    weights, mixture_weights = llama.state_dict(), mixture.state_dict()
+    for name, value in mixture_weights.items():
+        layer, _, part = name.partition(".mlp.")
+        if name in weights:
+            value.copy_(weights[name])
+        elif part == "experts.gate_up_proj":
+            gates, ups = (weights[f"{layer}.mlp.{kind}_proj.weight"].chunk(EXPERTS) for kind in ("gate", "up"))
+            value.copy_(torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)]))
+        elif part == "experts.down_proj":
+            value.copy_(EXPERTS * torch.stack(weights[f"{layer}.mlp.down_proj.weight"].chunk(EXPERTS, 1)))
+
 
 # The widths of their MLPs are 20 * 2^5 and 5 * 2^6: there are Hadamard matrices of both.
 SHIPPED = Shape(hidden=256, inner=640, layers=6, heads=4, key_value_heads=2)
-HYBRID = Shape(hidden=256, inner=640, layers=4, heads=4, key_value_heads=2, is_hybrid=True)
+HYBRID = Shape(hidden=256, inner=640, layers=4, heads=4, key_value_heads=2, kind="hybrid")
+MIXTURE = Shape(hidden=256, inner=640, layers=6, heads=4, key_value_heads=2, kind="mixture")
 SIBLING = Shape(hidden=128, inner=320, layers=3, heads=2, key_value_heads=1)
 
 
@@ -165,15 +226,31 @@ def loss_of(
 ) -> torch.Tensor:
     """Return the mean cross entropy in nats of ``windows``, int64 ``[batch, length + 1]``.
 
-    With a teacher it is that of the model's chances against the teacher's, in place of the tokens that follow.
+    With a teacher it is that of the model's chances against the teacher's, in place of the tokens that follow. The
+    loss of a mixture has a share of how unevenly its experts are in use.
     """
+    is_mixture = isinstance(model, MixtralForCausalLM)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-        logits = model(windows[:, :-1]).logits.flatten(0, 1).float()
+        outputs = model(windows[:, :-1], **({"output_router_logits": True} if is_mixture else {}))
+        logits = outputs.logits.flatten(0, 1).float()
         if teacher is None:
-            return torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten())
+            loss = torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten())
+            return loss + BALANCE * outputs.aux_loss if is_mixture else loss
         with torch.no_grad():
             chances = teacher(windows[:, :-1]).logits.flatten(0, 1).float().softmax(-1)
     return torch.nn.functional.cross_entropy(logits, chances)
+
+
+def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+    """Return what trains the matrices, and what trains the rest."""
+    if isinstance(model, MixtralForCausalLM):  # it has learned already
+        return [torch.optim.AdamW(model.parameters(), lr=0.001, betas=(0.9, 0.95), weight_decay=0.0)]
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]  # and taps of convolutions
+    return [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95),
+        torch.optim.AdamW(others, lr=0.006, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
 def main(
@@ -185,31 +262,33 @@ def main(
     sibling_of: Annotated[Path | None, typer.Option(help="train the sibling of the model in this folder")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="of products; see what is faster")] = "bfloat16",
     hybrid: Annotated[bool, typer.Option(help="gated DeltaNet in three layers of four")] = False,
+    experts_of: Annotated[
+        Path | None, typer.Option(help="deal the neurons of the model in this folder to experts")
+    ] = None,
 ) -> None:
     """Train, judge on the held-out modules against ``xz -9e``, and save."""
     torch.manual_seed(seed)
     texts = list(training_texts().values())
-    if sibling_of is None:
-        shape, teacher, tokenizer = HYBRID if hybrid else SHIPPED, None, train_tokenizer(texts)
+    origin = sibling_of or experts_of
+    if origin is None:
+        shape, tokenizer = HYBRID if hybrid else SHIPPED, train_tokenizer(texts)
     else:
-        shape, teacher = SIBLING, LlamaForCausalLM.from_pretrained(sibling_of, dtype=torch.float32).eval()
-        tokenizer = Tokenizer.from_file(str(sibling_of / "tokenizer.json"))
+        shape, tokenizer = SIBLING if sibling_of else MIXTURE, Tokenizer.from_file(str(origin / "tokenizer.json"))
     ids = torch.tensor([token for encoded in tokenizer.encode_batch(texts) for token in encoded.ids])
     held_out = held_out_text()
     held_out_ids = torch.tensor(tokenizer.encode(held_out).ids)
     size = len(held_out.encode())
     xz = 8 * len(lzma.compress(held_out.encode(), preset=9 | lzma.PRESET_EXTREME)) / size
     model = shape.model()
+    llama = None if origin is None else LlamaForCausalLM.from_pretrained(origin, dtype=torch.float32).eval()
+    teacher = llama if shape is SIBLING else None
+    if llama is not None and shape is MIXTURE:
+        deal_neurons(llama, model)
     compiled = torch.compile(loss_of, dynamic=False)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{len(ids):,} training tokens, {len(held_out_ids):,} held out, {parameters:,} parameters, xz {xz:.3f}")
 
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]  # and taps of convolutions
-    optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95),
-        torch.optim.AdamW(others, lr=0.006, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    optimizers = optimizers_of(model)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
 
     def clock() -> float:
@@ -231,7 +310,7 @@ def main(
                 "finished": progress >= 1,
             }
             print(json.dumps(result), flush=True)
-            save(model, tokenizer, output, shape, sibling_of, result)
+            save(model, tokenizer, output, shape, origin, result)
             saved = clock()
             if progress >= 1:
                 break
@@ -242,7 +321,7 @@ def main(
         windows = torch.stack([ids[start : start + length + 1] for start in starts])
         loss = compiled(model, windows, teacher, getattr(torch, dtype))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        torch.nn.utils.clip_grad_norm_(optimizers[-1].param_groups[0]["params"], 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -258,7 +337,7 @@ def save(
     tokenizer: Tokenizer,
     output: Path,
     shape: Shape,
-    sibling_of: Path | None,
+    origin: Path | None,
     run: Mapping[str, object],
 ) -> None:
     """Write the Hugging Face folder: fp16 weights, tokenizer, model card."""
@@ -277,14 +356,23 @@ def save(
     taught = (
         "It completes Python code, badly; it exists so that graphopt can be tried and tested on a model\n"
         "that has really learned something."
-        if sibling_of is None
-        else f"It drafts for `{sibling_of.name}`, whose tokenizer it has and whose chances of the next token it learnt."
     )
-    kind = "Gated DeltaNet in three layers of four (Qwen3-Next)" if shape.is_hybrid else "A Llama"
+    if origin is not None:
+        taught = f"It drafts for `{origin.name}`, whose tokenizer it has and whose chances of the next token it learnt."
+    kinds: dict[Kind, str] = {
+        "llama": "A Llama",
+        "hybrid": "Gated DeltaNet in three layers of four (Qwen3-Next)",
+        "mixture": f"A Mixtral, {EXPERTS_PER_TOKEN} of {EXPERTS} experts for a token,",
+    }
+    how = "Muon (lr 0.02) on the matrices, AdamW (lr 0.006) on the embedding and norms"
+    if shape.kind == "mixture":
+        assert origin is not None
+        taught = f"It began as `{origin.name}`, the neurons of each MLP dealt to its experts."
+        how = "AdamW (lr 0.001)"
     (output / "README.md").write_text(
         f"""# {output.name}
 
-{kind} of {parameters:,} parameters ({shape.layers} layers, {shape.hidden} wide, {shape.heads} query and
+{kinds[shape.kind]} of {parameters:,} parameters ({shape.layers} layers, {shape.hidden} wide, {shape.heads} query and
 {shape.key_value_heads} KV heads of 64, SwiGLU of width {shape.inner}, tied embedding of {VOCABULARY} byte-level BPE
 tokens, {CONTEXT} positions), trained from scratch by `tools/train/stdlib_lm.py` on the source text of the standard
 library of Python {platform.python_version()} (PSF License). {taught}
@@ -295,8 +383,8 @@ Held out, with the test files named after them: {", ".join(f"`{name}`" for name 
 | --- | --- |
 {rows}
 
-Muon (lr 0.02) on the matrices, AdamW (lr 0.006) on the embedding and norms, 2% warm-up, linear decay over the second
-half, windows of {CONTEXT // 2} tokens and {CONTEXT} in the last fifth, {torch.get_num_threads()} CPU threads, torch
+{how}, 2% warm-up, linear decay over the second half,
+windows of {CONTEXT // 2} tokens and {CONTEXT} in the last fifth, {torch.get_num_threads()} CPU threads, torch
 {torch.__version__}. `graphopt eval` on the held-out text gives the figures of the exported and of the optimized model.
 """
     )

@@ -1,4 +1,4 @@
-"""A matrix, or a mixture, measured by any process that sees the folder: what the model is and reads lies in a file."""
+"""Matrices alone, and mixtures of formats, measured by any process that sees the folder of an experiment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.compile.search.losses import Matrix, Replaceable, Rounder, Row, Sample
+from graphopt.compile.search.losses import CalibratedMatrix, Matrix, Replaceable, Rounder, Row, Sample
 from graphopt.ort.session import open_session
 from graphopt.util.processors import processors
 
@@ -32,7 +32,10 @@ class Experiment:
         weights: the matrices, by name.
         tables: token embeddings that are a matrix transposed and will be stored with it, by the name of the matrix;
             they are inputs of the model, too.
-        hessians: X^T X of what each is multiplied with.
+        units: the names of matrices that are measured at once: one, or those of all experts that read the same rows.
+        hessians: X^T X / tokens of what each is multiplied with.
+        tokens: how many of the calibration text each was multiplied with.
+        rare: matrices of experts that few tokens reached, as ``fewest_tokens`` of the recipe says.
         samples: texts that the model is fed, by what they are for: inputs, and the tokens that come after each
             position.
         choices: formats.
@@ -43,7 +46,10 @@ class Experiment:
     model: str
     weights: Mapping[str, Expression]
     tables: Mapping[str, Sequence[str]]
+    units: Sequence[Sequence[str]]
     hessians: Mapping[str, Expression]
+    tokens: Mapping[str, int]
+    rare: frozenset[str]
     samples: Mapping[Sample, Sequence[Text]]
     choices: Sequence[Choice]
     rounder: Rounder
@@ -51,28 +57,34 @@ class Experiment:
 
     def rounded_matrix(self, name: str, choice: Choice) -> Part:
         """Return a matrix rounded to a format."""
-        return self.rounder.rounded_matrix(self.weights[name], self.hessians[name], choice)
+        return self.rounder.rounded_matrix(self.weights[name], self.hessians[name], choice, is_rare=name in self.rare)
 
     def write(self, file: Path) -> None:
         """Write the experiment to a file."""
         file.write_bytes(pickle.dumps(self, protocol=5))
 
 
-def measure(task: tuple[str, str]) -> Row:
-    """Return what each choice for a matrix costs.
+def measure(task: tuple[str, int]) -> list[Row]:
+    """Return what each choice for each matrix of a unit costs.
 
     Args:
-        task: the file of an experiment, and the name of the matrix.
+        task: the file of an experiment, and the number of the unit.
     """
-    file, name = task
+    file, number = task
     experiment, weights, model = _open(file)
+    names = experiment.units[number]
 
     def divergence_of(choice: Choice) -> float:
-        matrix = experiment.store.obtain(experiment.rounded_matrix(name, choice)).numpy()
-        return model.divergence({name: matrix}, "single")
+        parts = {name: experiment.store.obtain(experiment.rounded_matrix(name, choice)) for name in names}
+        return model.divergence({name: part.numpy() for name, part in parts.items()}, "single")
 
-    hessian = experiment.hessians[name].numpy()
-    return experiment.rounder.row(name, weights[name], hessian, experiment.choices, divergence_of)
+    matrices = [
+        CalibratedMatrix(
+            name, weights[name], experiment.hessians[name].numpy(), experiment.tokens[name], name in experiment.rare
+        )
+        for name in names
+    ]
+    return experiment.rounder.rows(matrices, experiment.choices, divergence_of)
 
 
 def judge(task: tuple[str, Mapping[str, StoredBytes], Sample]) -> float:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from graphopt.analysis.structure.experts import mixtures_of
 from graphopt.analysis.structure.folding import fold
 from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
 from graphopt.analysis.structure.roles import OTHER_ROLE, roles_of
@@ -21,7 +22,7 @@ from graphopt.compile.compilation import Compilation, files_of
 from graphopt.compile.search.choices import CHOICES, Choice, choice_of, name_of
 from graphopt.compile.search.experiment import Experiment, close
 from graphopt.compile.search.losses import Database, Rounder, Sample, with_inputs
-from graphopt.compile.search.mixtures import Judgements, Mixture, MixtureSearch, judge_mixtures
+from graphopt.compile.search.mixtures import Groups, Judgements, Mixture, MixtureSearch, judge_mixtures
 from graphopt.compile.search.program import solve
 from graphopt.compile.search.trials import Trials
 from graphopt.errors import InputError
@@ -65,6 +66,8 @@ class SearchResult(BaseModel):
         recipe_held_out_loss: as ``held_out_loss``, for these.
         chosen: the choice for each matrix.
         judged_mixtures: mixtures that were judged, on a part of the text or on all of it.
+        rare: matrices of experts that fewer tokens of the calibration text reached than ``fewest_tokens`` of the recipe
+            says, with their number. They are taken to cost what a mean expert of their mixture costs.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -77,6 +80,7 @@ class SearchResult(BaseModel):
     recipe_held_out_loss: float | None
     chosen: dict[str, Choice]
     judged_mixtures: int
+    rare: dict[str, int]
 
 
 def search(  # noqa: PLR0913, what a search can be recipe_mixture
@@ -142,11 +146,11 @@ def _search(
     samples = _samples(compilation, tokens, mixtures)
     settings = (
         f"{compilation.calibration.model_folder(compilation.model).name} {step.rounding!r} {step.scale} {tokens} "
-        f"{has_level_scales} {sorted(tables)} {' '.join(map(name_of, choices))}"
+        f"{has_level_scales} {step.fewest_tokens} {sorted(tables)} {' '.join(map(name_of, choices))}"
     )
     key = hashlib.sha256(settings.encode()).hexdigest()[:16]
     database = Database(folder / f"search-{key}.jsonl")
-    with _experiment(compilation, matrices, tables, choices, rounder, samples, folder) as experiment:
+    with _experiment(compilation, step, matrices, tables, choices, rounder, samples, folder) as experiment:
         trials = Trials(experiment, compilation.evaluator, executor, on_stage)
         trials.measure(database)
         rows = [database.rows[name] for name in matrices]
@@ -168,7 +172,7 @@ def _search(
                 losses,
                 sizes,
                 room,
-                _roles(graph, matrices),
+                Groups(_roles(graph, matrices), _experts(graph, matrices)),
                 known_mixtures,
                 mixtures,
                 lambda batch, sample: trials.judge(batch, judgements, sample),
@@ -191,6 +195,7 @@ def _search(
         recipe_held_out_loss=None if recipe_mixture is None else held_out_losses.get(recipe_mixture),
         chosen={name: choice_of(choice) for name, choice in choice_names.items()},
         judged_mixtures=len(trials.judged_mixtures),
+        rare={name: experiment.tokens[name] for name in sorted(experiment.rare)},
     )
 
 
@@ -247,6 +252,25 @@ def _roles(graph: ir.Graph, matrices: Mapping[str, ir.Node]) -> list[list[int]]:
     return list(numbers.values())
 
 
+def _units(graph: ir.Graph, matrices: Mapping[str, ir.Node]) -> list[list[str]]:
+    """Return the names of matrices that are measured at once: of each product of a mixture those of all experts."""
+    names_of = {node: name for name, node in matrices.items()}
+    units = [[names_of[node] for node in mixture.products if node in names_of] for mixture in mixtures_of(graph)]
+    of_experts = {name for names in units for name in names}
+    return [*([name] for name in matrices if name not in of_experts), *filter(None, units)]
+
+
+def _experts(graph: ir.Graph, matrices: Mapping[str, ir.Node]) -> list[list[int]]:
+    """Return the numbers of the matrices of each expert: those that multiply the same tokens."""
+    numbers_of = {node: number for number, node in enumerate(matrices.values())}
+    experts = defaultdict[object, list[int]](list)
+    for mixture in mixtures_of(graph):
+        for index, (product, end) in enumerate(zip(mixture.products, mixture.ends, strict=True)):
+            if product in numbers_of:
+                experts[mixture.bounds or end, index].append(numbers_of[product])
+    return list(experts.values())
+
+
 def _samples(compilation: Compilation, tokens: int, mixtures: MixtureSearch) -> dict[Sample, list[IntArray]]:
     """Return pieces of text, each of one token more than is read; what no mixture is judged on is left out."""
     size = min(_WINDOW, tokens)
@@ -273,6 +297,7 @@ def _samples(compilation: Compilation, tokens: int, mixtures: MixtureSearch) -> 
 @contextlib.contextmanager
 def _experiment(
     compilation: Compilation,
+    step: QuantizeWeights,
     matrices: Mapping[str, ir.Node],
     tables: Mapping[str, Sequence[str]],
     choices: Sequence[Choice],
@@ -288,7 +313,8 @@ def _experiment(
         weight = weight_of(node, 1)
         assert weight is not None
         weights[name] = expression_of(weight.const_value)
-    feeds = task_of(model.graph).text_feeds
+    feeds, units = task_of(model.graph).text_feeds, _units(model.graph, matrices)
+    tokens = {name: statistics[node].tokens for name, node in matrices.items()}
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="experiment-", dir=folder) as run_folder:
         file = Path(run_folder, "model.onnx")
@@ -298,7 +324,10 @@ def _experiment(
             model=str(file),
             weights=weights,
             tables=tables,
+            units=units,
             hessians={name: statistics[node].hessian() for name, node in matrices.items()},
+            tokens=tokens,
+            rare=frozenset(name for name, count in tokens.items() if count < max(1, step.fewest_tokens)),
             samples={
                 sample: [(feeds(model.graph, text[None, :-1]), text[1:]) for text in texts]
                 for sample, texts in samples.items()

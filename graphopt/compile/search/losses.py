@@ -7,6 +7,15 @@ For the coarsest choice it is measured. For the others it is taken to grow as th
 on a sample of the columns, rounded to nearest: what a rounding method takes off the loss, it takes off that of every
 format, and it takes its time. Divergence is quadratic in a small error, so the factor is the curvature that the product
 meets.
+
+Of a mixture of experts the matrices that read the same rows are rounded at once, in one run for all experts, and the
+divergence is shared out. H is a mean over the tokens of an expert, and n how many of all tokens reached it:
+
+    KL(expert, choice) = KL(all, coarsest) n loss(choice) / sum over experts of n loss(coarsest)
+
+so an expert counts as often as it is reached, told by the whole calibration text (the frequency of MC-MoE, Huang et
+al., arXiv:2410.06270). An expert alone is seen on too few tokens of a run to be measured. One that few of all tokens
+reached is not known to be cheap: it costs what a mean expert of its mixture costs.
 """
 
 from __future__ import annotations
@@ -57,7 +66,8 @@ class Row(BaseModel):
         rows: its shape.
         columns: its shape.
         bytes: what it takes, by choice.
-        losses: divergence in nats per token of the model in which it alone is rounded so, by choice.
+        losses: divergence in nats per token of the model in which it alone is rounded so, by choice: its share where it
+            was measured with the other experts of a mixture.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,6 +91,25 @@ class Database(Lines[Row]):
 
 
 @dataclass(frozen=True)
+class CalibratedMatrix:
+    """A matrix, and what calibration saw of its inputs.
+
+    Attributes:
+        name: of the weight.
+        matrix: [rows, columns].
+        hessian: X^T X / tokens of its inputs, [rows, rows].
+        tokens: how many reached it.
+        is_rare: whether these are too few to tell what it costs.
+    """
+
+    name: str
+    matrix: Matrix
+    hessian: Array
+    tokens: int
+    is_rare: bool = False
+
+
+@dataclass(frozen=True)
 class Rounder:
     """How a matrix is rounded.
 
@@ -94,8 +123,10 @@ class Rounder:
     scale: Scale
     has_level_scales: bool = False
 
-    def rounded_matrix(self, matrix: Expression, hessian: Expression, choice: Choice) -> Part:
-        """Return the rounded matrix as an expression, which a store keeps."""
+    def rounded_matrix(self, matrix: Expression, hessian: Expression, choice: Choice, *, is_rare: bool = False) -> Part:
+        """Return the rounded matrix as an expression, which a store keeps; to nearest where few tokens reached it."""
+        if is_rare:
+            return dataclasses.replace(self, method=NEAREST).rounded_matrix(matrix, hessian, choice)
         rounding = RoundingWithValues(
             matrix,
             format_of(choice.format),
@@ -115,38 +146,44 @@ class Rounder:
         error = matrix.astype(np.float64) - values
         return float((error * (hessian.astype(np.float64) @ error)).sum())
 
-    def row(
-        self,
-        name: str,
-        matrix: Matrix,
-        hessian: Array,
-        choices: Sequence[Choice],
-        divergence_of: Callable[[Choice], float],
-    ) -> Row:
-        """Return what each choice for a matrix costs.
+    def rows(
+        self, matrices: Sequence[CalibratedMatrix], choices: Sequence[Choice], divergence_of: Callable[[Choice], float]
+    ) -> list[Row]:
+        """Return what each choice for each of some matrices costs.
 
         Args:
-            name: of the matrix.
-            matrix: [rows, columns].
-            hessian: X^T X of its inputs.
+            matrices: one, or those of all experts of a mixture that read the same rows.
             choices: formats.
-            divergence_of: measures a choice; it is called with the coarsest.
+            divergence_of: measures all of them in a format; it is called with the coarsest.
         """
-        sizes = {
-            choice: stored_bytes(choice, *matrix.shape, has_level_scales=self.has_level_scales) for choice in choices
-        }
-        by_size = sorted(choices, key=sizes.__getitem__)
+        sizes = [
+            {
+                choice: stored_bytes(choice, *candidate.matrix.shape, has_level_scales=self.has_level_scales)
+                for choice in choices
+            }
+            for candidate in matrices
+        ]
+        by_size = sorted(choices, key=sizes[0].__getitem__)
         divergence = divergence_of(by_size[0])
-        sample = np.ascontiguousarray(matrix[:, :: max(1, matrix.shape[1] // _COLUMNS)])
-        losses = [self.loss(sample, hessian, choice) for choice in by_size]
-        first = losses[0] or 1.0
-        return Row(
-            weight=name,
-            rows=matrix.shape[0],
-            columns=matrix.shape[1],
-            bytes={name_of(choice): sizes[choice] for choice in by_size},
-            losses={name_of(c): divergence * loss / first for c, loss in zip(by_size, losses, strict=True)},
-        )
+        losses = np.array([[self._loss_of_sample(candidate, choice) for choice in by_size] for candidate in matrices])
+        losses *= np.array([[candidate.tokens] for candidate in matrices])
+        is_rare = np.array([candidate.is_rare for candidate in matrices])
+        losses[is_rare] = losses[~is_rare].mean(0) if not is_rare.all() else losses.mean(0)
+        shares = losses / (losses[:, 0].sum() or 1.0)
+        return [
+            Row(
+                weight=candidate.name,
+                rows=candidate.matrix.shape[0],
+                columns=candidate.matrix.shape[1],
+                bytes={name_of(choice): size[choice] for choice in by_size},
+                losses={name_of(choice): float(divergence * share) for choice, share in zip(by_size, row, strict=True)},
+            )
+            for candidate, size, row in zip(matrices, sizes, shares, strict=True)
+        ]
+
+    def _loss_of_sample(self, candidate: CalibratedMatrix, choice: Choice) -> float:
+        sample = np.ascontiguousarray(candidate.matrix[:, :: max(1, candidate.matrix.shape[1] // _COLUMNS)])
+        return self.loss(sample, candidate.hessian, choice)
 
 
 class Replaceable:

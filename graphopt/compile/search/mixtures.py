@@ -6,8 +6,8 @@ offspring, judges all of them on a little text, the best few of these on all of 
 less than its parent (algorithm 1 of the paper, with the selection in steps of its section 3).
 
 EvoPress moves bits between two matrices of equal size. Here a mutation changes what is believed of the costs, by a
-factor for the matrices of a role, for neighbours, for one matrix or for one format, and the integer program fills the
-bytes anew:
+factor for the matrices of a role, for neighbours, for one matrix, for one format or for one expert, and the integer
+program fills the bytes anew:
 
     costs ~ parent's costs x exp(normal)  ->  mixture = solve(costs, bytes)
 
@@ -18,7 +18,7 @@ all layers at once.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -100,6 +100,18 @@ class Judgements(Lines[Judgement]):
         return f"{sample}: {mixture}"
 
 
+class Groups(NamedTuple):
+    """Matrices whose costs a draw changes together, by number.
+
+    Attributes:
+        roles: the matrices of each role.
+        experts: the matrices of each expert of each mixture of experts.
+    """
+
+    roles: Sequence[Sequence[int]]
+    experts: Sequence[Sequence[int]] = ()
+
+
 class Mutator:
     """Draws mixtures.
 
@@ -107,29 +119,30 @@ class Mutator:
         settings: the settings.
         sizes: the bytes of each choice for each matrix, [matrices, choices].
         room: bytes of a mixture, at most.
-        roles: the matrices of each role, by number.
+        groups: matrices that change together.
     """
 
-    def __init__(
-        self, settings: MixtureSearch, sizes: Sequence[Sequence[int]], room: int, roles: Sequence[Sequence[int]]
-    ) -> None:
-        self._settings, self._sizes, self._room, self._roles = settings, sizes, room, list(roles)
+    def __init__(self, settings: MixtureSearch, sizes: Sequence[Sequence[int]], room: int, groups: Groups) -> None:
+        self._settings, self._sizes, self._room, self._groups = settings, sizes, room, groups
         self._random = random.Random(settings.seed)
 
     def mutate(self, costs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return costs [matrices, choices] in which some were multiplied by a factor each."""
         draw, new_costs = self._random, costs.copy()
         for _ in range(draw.randint(1, self._settings.mutations)):
-            factor, kind = np.exp(draw.gauss(0, self._settings.deviation)), draw.randrange(4)
+            factor = np.exp(draw.gauss(0, self._settings.deviation))
+            kind = draw.randrange(5 if self._groups.experts else 4)
             if kind == 0:
-                new_costs[list(draw.choice(self._roles))] *= factor
+                new_costs[list(draw.choice(self._groups.roles))] *= factor
             elif kind == 1:
                 begin = draw.randrange(len(costs))
                 new_costs[begin : begin + draw.randint(2, max(2, len(costs) // 4))] *= factor
             elif kind == 2:
                 new_costs[draw.randrange(len(costs))] *= factor
-            else:
+            elif kind == 3:
                 new_costs[:, draw.randrange(costs.shape[1])] *= factor
+            else:
+                new_costs[list(draw.choice(self._groups.experts))] *= factor
         return new_costs
 
     def mixture(self, costs: npt.NDArray[np.float64]) -> Mixture:
@@ -141,7 +154,7 @@ def judge_mixtures(
     losses: Sequence[Sequence[float]],
     sizes: Sequence[Sequence[int]],
     room: int,
-    roles: Sequence[Sequence[int]],
+    groups: Groups,
     known_mixtures: Sequence[Mixture],
     settings: MixtureSearch,
     judge: Callable[[Sequence[Mixture], Sample], Sequence[float]],
@@ -156,7 +169,7 @@ def judge_mixtures(
         losses: what each choice for each matrix costs alone, [matrices, choices].
         sizes: its bytes, the same shape.
         room: bytes.
-        roles: the matrices of each role, by number.
+        groups: matrices that change together.
         known_mixtures: mixtures to judge beside those that are drawn.
         settings: the settings.
         judge: returns the divergence of each of some mixtures on some texts.
@@ -165,7 +178,7 @@ def judge_mixtures(
     Raises:
         InputError: even the smallest choices take more.
     """
-    mutator = Mutator(settings, sizes, room, roles)
+    mutator = Mutator(settings, sizes, room, groups)
     costs = np.maximum(np.asarray(losses, float), _NO_COST)
     parent = tuple(solve(costs.tolist(), sizes, room))
     starts = list(dict.fromkeys([parent, *known_mixtures]))

@@ -46,10 +46,13 @@ class Trials:
 
     def measure(self, database: Database) -> None:
         """Measure each matrix that is not in the database."""
-        tasks = [(self._file, name) for name in self._names if name not in database.rows]
-        for _, row in run_tasks(self._executor, measure, tasks):
-            database.add(row)
-            stage = stage_of(f"rounding {row.weight}", self._executor)
+        units = self._experiment.units
+        tasks = [(self._file, number) for number, names in enumerate(units) if not set(names) <= database.rows.keys()]
+        for _, rows in run_tasks(self._executor, measure, tasks):
+            for row in rows:
+                if row.weight not in database.rows:
+                    database.add(row)
+            stage = stage_of(f"rounding {rows[0].weight}", self._executor)
             self._on_stage(stage, len(database.rows), len(self._names))
 
     def judge(self, mixtures: Sequence[Mixture], judgements: Judgements, sample: Sample) -> list[float]:

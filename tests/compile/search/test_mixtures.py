@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from graphopt.compile.search.losses import Sample
-from graphopt.compile.search.mixtures import Judgement, Judgements, Mixture, MixtureSearch, Mutator, judge_mixtures
+from graphopt.compile.search.mixtures import (
+    Groups,
+    Judgement,
+    Judgements,
+    Mixture,
+    MixtureSearch,
+    Mutator,
+    judge_mixtures,
+)
 
 pytest.importorskip("scipy")  # of the extra `search`
 
@@ -42,7 +50,7 @@ def bytes_of(mixture: Mixture) -> int:
 
 def test_what_single_matrices_did_not_tell_is_found() -> None:
     model = Model()
-    judged = judge_mixtures(model.losses, SIZES, ROOM, ROLES, [], MixtureSearch(candidates=40), model.judge)
+    judged = judge_mixtures(model.losses, SIZES, ROOM, Groups(ROLES), [], MixtureSearch(candidates=40), model.judge)
     found = min(judged, key=judged.__getitem__)
     start = model.calls[0][0]
     # every small matrix of 4 bits, 6 x 16 / 16, and large ones for the bytes that are left: the least there is
@@ -56,7 +64,9 @@ def test_what_single_matrices_did_not_tell_is_found() -> None:
 
 def test_mixtures_that_are_known_are_judged_too() -> None:
     model, uniform = Model(), (1,) * len(SIZES)
-    judged = judge_mixtures(model.losses, SIZES, ROOM, ROLES, [uniform], MixtureSearch(candidates=4), model.judge)
+    judged = judge_mixtures(
+        model.losses, SIZES, ROOM, Groups(ROLES), [uniform], MixtureSearch(candidates=4), model.judge
+    )
     assert judged[uniform] == model.judge([uniform], "all")[0]
     # the integer program's, what is known, and the finalists of one generation
     assert len(judged) == 4
@@ -65,21 +75,23 @@ def test_mixtures_that_are_known_are_judged_too() -> None:
 def test_the_same_seed_draws_the_same_mixtures() -> None:
     models = [Model() for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
-        judge_mixtures(model.losses, SIZES, ROOM, ROLES, [], MixtureSearch(candidates=16, seed=seed), model.judge)
+        judge_mixtures(
+            model.losses, SIZES, ROOM, Groups(ROLES), [], MixtureSearch(candidates=16, seed=seed), model.judge
+        )
     assert models[0].calls == models[1].calls != models[2].calls
 
 
 def test_a_search_without_other_mixtures_ends() -> None:
     model = Model()
     # with room for all there is one best mixture, whatever costs are believed
-    judged = judge_mixtures(model.losses, SIZES, 10 * ROOM, ROLES, [], MixtureSearch(candidates=8), model.judge)
+    judged = judge_mixtures(model.losses, SIZES, 10 * ROOM, Groups(ROLES), [], MixtureSearch(candidates=8), model.judge)
     assert list(judged) == [(CHOICES - 1,) * len(SIZES)]
     assert len(model.calls) == 1
 
 
 def test_a_mutation_leaves_what_it_was_given() -> None:
     costs = np.ones((len(SIZES), CHOICES))
-    mutator = Mutator(MixtureSearch(), SIZES, ROOM, ROLES)
+    mutator = Mutator(MixtureSearch(), SIZES, ROOM, Groups(ROLES))
     drawn = [mutator.mutate(costs) for _ in range(20)]
     assert (costs == 1).all()
     assert all((each > 0).all() and not (each == 1).all() for each in drawn)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from pydantic import ValidationError
+from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import ByteLevel
 
 from graphopt.artifact import artifact
 from graphopt.artifact.tokens import texts_of
@@ -16,12 +21,14 @@ from graphopt.cli.commands import COMMANDS
 from graphopt.compile.pipeline import optimize
 from graphopt.compile.search import MixtureSearch, SearchResult, search
 from graphopt.compile.search.choices import choice_of, name_of, stored_bytes
-from graphopt.compile.search.losses import Database, Row
+from graphopt.compile.search.losses import CalibratedMatrix, Database, Rounder, Row
 from graphopt.errors import InputError
 from graphopt.ort.session import Array, open_session
 from graphopt.ort.session import run as run_session
+from graphopt.passes.common.formats import LinearFormat
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quality.figures import Comparison, log_probabilities
+from graphopt.quantization.rounding.methods.nearest import NEAREST
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.tasks import task_of
 from graphopt.tasks.ports import IntArray
@@ -30,6 +37,7 @@ pytest.importorskip("scipy")  # of the extra `search`
 
 SIZES, FORMATS = (2_400_000, 2_650_000), (choice_of("nl3:64"), choice_of("nl4:64"))
 CALIBRATION = CalibrationOptions(windows=2, window=128)
+MATRIX = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
 MIXTURES = MixtureSearch(candidates=4, offspring=2, finalists=1, tokens=256)
 
 
@@ -140,6 +148,67 @@ def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, 
     strange = found[0].recipe.setting("quantize_weights", matrices={"no.weight": {"format": "nl4"}})
     with pytest.raises(InputError, match="weights that no product has, the first to no.weight"):
         optimize(shipped_artifact, strange, run=False, quality_tokens=0, statistics=work)
+
+
+def matrix_of(name: str, tokens: int, *, is_rare: bool = False) -> CalibratedMatrix:
+    return CalibratedMatrix(name, MATRIX, np.eye(64, dtype=np.float32), tokens, is_rare)
+
+
+def test_an_expert_costs_as_much_as_it_is_reached() -> None:
+    """Experts of the same weights and inputs share what all of them cost by their tokens; a rare one is as the mean."""
+    matrices = [matrix_of("often", 300), matrix_of("seldom", 100), matrix_of("rare", 3, is_rare=True)]
+    asked: list[str] = []
+
+    def divergence_of(choice: LinearFormat) -> float:
+        asked.append(name_of(choice))
+        return 1.2
+
+    rows = Rounder(NEAREST, "least_squares").rows(matrices, FORMATS, divergence_of)
+    assert asked == ["nl3:64"]
+    coarsest = [row.losses["nl3:64"] for row in rows]
+    # 300 : 100 : (300 + 100) / 2
+    assert coarsest == pytest.approx([0.6, 0.2, 0.4])
+    finer = [row.losses["nl4:64"] for row in rows]
+    assert finer == pytest.approx([share * finer[0] / 0.6 for share in coarsest])
+    assert finer[0] < 0.5 * coarsest[0]
+
+
+def test_experts_none_of_which_is_known_share_evenly() -> None:
+    rows = Rounder(NEAREST, "least_squares").rows(
+        [matrix_of("one", 9, is_rare=True), matrix_of("none", 0, is_rare=True)], FORMATS, lambda choice: 1.0
+    )
+    assert [row.losses["nl3:64"] for row in rows] == pytest.approx([0.5, 0.5])
+
+
+def test_each_expert_of_a_mixture_gets_a_format(make_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    """Two layers of four experts, which a random router uses unevenly; tokens are bytes."""
+    folder = shutil.copytree(make_artifact("mixtral"), tmp_path / "mixture")
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(ByteLevel.alphabet())}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = recipe("quantize_weights.fewest_tokens=120", "quantize_weights.rounding=nearest")
+    stages: list[str] = []
+    result = search(
+        folder,
+        114_000,
+        tmp_path / "work",
+        recipe=settings,
+        choices=FORMATS,
+        tokens=64,
+        mixtures=MixtureSearch(candidates=2, offspring=2, finalists=1, tokens=64),
+        on_stage=lambda stage, done=0, total=None: stages.append(stage),
+    )
+    assert result.bytes <= 114_000
+    experts = [name for name in result.chosen if "experts" in name]
+    assert len(experts) == 2 * 4 * 2
+    # attention and lm_head one by one, and two products of each layer with all their experts
+    assert (
+        len([stage for stage in stages if stage.startswith("rounding ") and stage != "rounding matrices"])
+        == len(result.chosen) - len(experts) + 4
+    )
+    assert 0 < len(result.rare) < len(experts)
+    assert all(tokens < 120 and name in experts for name, tokens in result.rare.items())
+    assert {name_of(result.chosen[name]) for name in experts} == {"nl3:64", "nl4:64"}
 
 
 def test_bytes_are_those_of_packed_codes_and_scales() -> None:
