@@ -6,8 +6,10 @@ import functools
 from typing import Any
 
 from graphopt.passes.base import Pass
+from graphopt.passes.cache.quantize_kv import QuantizeKV
 from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.passes.recipe import Recipe, load_recipe, presets
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS
 
 STANDARD = ("int4", "uint4", "int8", "uint8")
 
@@ -38,8 +40,13 @@ def distinct() -> dict[str, Recipe]:
 
 
 def _shape(step: Pass) -> dict[str, Any]:
-    """Return the options of a step with each format as whether onnxruntime has a product for it."""
+    """Return the options of a step with each format as whether onnxruntime has a product for it.
+
+    Caches of codes have the same ports, whatever their bits.
+    """
     options = step.model_dump()
+    if isinstance(step, QuantizeKV) and step.storage in LEVELS:
+        options = {**options, "storage": "codes", "value_storage": None}
     options.pop("roles", None)
     for role in ("linear", "lm_head"):
         if options.get(role):

@@ -35,10 +35,15 @@ def unit_of(storage: str) -> int:
     return max(16, STORAGE_OF[storage].unit if storage in LEVELS else 16)
 
 
+PAIRS = (("int8", "int6"), ("int6", "int3"), ("int3", "int4"), ("int4", "int2"), ("int2", "int8"))
+"""Keys and values that are stored in different ways: each storage of codes for either, more bits for keys and fewer."""
+
+
 def attributes_of(**others: Any) -> KVAttributes:
-    """Return attributes with pages of 16 tokens, or of as many more as the storage asks for."""
+    """Return attributes with pages of 16 tokens, or of as many more as the storages ask for."""
     options = {"kv_heads": 2, "scale": 0.25, "page": 16, "storage": "float32", **others}
-    return KVAttributes(**{**options, "page": max(options["page"], unit_of(options["storage"]))})
+    units = [unit_of(options[name]) for name in ("storage", "value_storage") if options.get(name)]
+    return KVAttributes(**{**options, "page": max(options["page"], *units)})
 
 
 def tokens_of(
@@ -53,7 +58,8 @@ def tokens_of(
     seed: int = 0,
 ) -> Arrays:
     """Return query, key, value, sink_logits and sink_query for ``columns`` tokens; heads fit the storage."""
-    head_size = -(-head_size // unit_of(attributes.storage)) * unit_of(attributes.storage)
+    unit = max(16, attributes.unit)
+    head_size = -(-head_size // unit) * unit
     random, width = np.random.default_rng(seed), attributes.kv_heads * head_size
     normal = random.standard_normal
     return {
@@ -75,6 +81,7 @@ def any_calls(
     head_sizes: Sequence[int],
     storages: Sequence[str] = STORAGES,
     has_factors: bool = True,
+    has_pairs: bool = True,
     policies: int = len(POLICIES),
 ) -> tuple[KVAttributes, Arrays, list[int], list[list[int]]]:
     """Draw attributes, of the first ``policies``, and tokens for up to ``most`` calls of up to ``tokens`` columns each.
@@ -86,6 +93,7 @@ def any_calls(
     storage = draw(st.sampled_from(storages))
     attributes = attributes_of(
         storage=storage,
+        value_storage=draw(st.sampled_from(["", *LEVELS])) if has_pairs and storage in LEVELS else "",
         clip=draw(st.sampled_from([1.0, 1.0, 0.7, 0.1])) if storage in LEVELS else 1.0,
         token_factors=draw(st.integers(0, 1)) if has_factors and storage in LEVELS else 0,
         kv_heads=heads,
@@ -204,7 +212,7 @@ def model_of(
     """Return a graph of one node with inputs of these ``shapes``: lengths int64, states by storage, others floats."""
     whole = {"past": ir.DataType.INT64, "new": ir.DataType.INT64}
     whole |= dict.fromkeys(("query", "key", "value", "sink_query"), activations)
-    for name, tensor in attributes.state("batch", "pages", max(unit_of(attributes.storage), attributes.value_size)):
+    for name, tensor in attributes.state("batch", "pages", max(16, attributes.unit, attributes.value_size)):
         whole[name] = ir.DataType.from_numpy(tensor.dtype)
     values = [ir.val(name, whole.get(name, ir.DataType.FLOAT), ir.Shape(shapes[name])) for name in (*INPUTS, *STATE)]
     node = ir.node(

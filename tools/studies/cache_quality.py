@@ -46,6 +46,7 @@ from graphopt.passes.cache.page_kv import PageKV
 from graphopt.passes.cache.quantize_kv import QuantizeKV
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe, Step
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from tools.bench.parts.options import JsonFile
 from tools.studies.caches.attention import RoundedModel
 from tools.studies.caches.methods import TAIL, methods
@@ -54,6 +55,9 @@ from tools.studies.caches.spectral import SpectralMethod, of_text
 from tools.studies.real.models import fetch
 
 PAGE = 64
+
+STORAGES = (("float32",), ("int8",), ("int8", "int6"), ("int6",), ("int4",), ("int3",), ("int2",))
+"""That ``--kernels`` takes: of keys and values, or of keys and of values."""
 
 
 @dataclass(frozen=True)
@@ -128,18 +132,20 @@ def kernel_rows(checkpoint: Path, ids: Tensor, scored: int, only: list[str] | No
             before: list[Step] = [Canonicalize()]
             if rotated:
                 before += [FoldNorms(), Rotate(query_key="hadamard")]
-            for storage in ("float32", "int8", "int6", "int4", "int3", "int2"):
-                name = storage + (", rotated" if rotated else "")
+            for storage, *of_values in STORAGES:
+                name = " keys, ".join([storage, *(f"{values} values" for values in of_values)])
+                name += ", rotated" if rotated else ""
                 if (storage == "float32" and rotated) or (reference is not None and not chosen(name, only)):
                     continue
                 began = time.perf_counter()
-                last = PageKV() if storage == "float32" else QuantizeKV(storage=storage)
+                value_storage = of_values[0] if of_values else None
+                last = PageKV() if storage == "float32" else QuantizeKV(storage=storage, value_storage=value_storage)
                 made = Path(temporary) / "made"
                 recipe = Recipe(name="cache", steps=(*before, last))
                 graphopt.optimize(source, recipe, made, run=False, overwrite=True)
                 found = by_kernels(graphopt.load(made), ids, scored)
                 reference = found if reference is None else reference
-                bits = 32 if storage == "float32" else int(storage.removeprefix("int"))
+                bits = (STORAGE_OF[storage].bits + STORAGE_OF[(of_values or [storage])[0]].bits) / 2
                 rows.append(row(name, "kernels", bits, reference, found, ids, began))
                 print(rows[-1], flush=True)
     return rows

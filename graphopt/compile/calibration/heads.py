@@ -129,7 +129,7 @@ def attributes_of(layer: PagedLayer, options: SparseKV) -> KVAttributes:
     """Return what the operator's attributes would be if all heads of the layer did as ``options`` say."""
     attributes = node_attributes(options.model_copy(update={"compensate": False}), [options.policy])
     page = options.page or layer.attributes.page
-    return replace(layer.attributes, page=page, storage="float32", **attributes)
+    return replace(layer.attributes, page=page, storage="float32", value_storage="", **attributes)
 
 
 def _shares(

@@ -114,8 +114,18 @@ class CodeGroup:
 
     def symbols(self, part: str) -> int:
         """Return how many symbols there are of codes."""
-        levels, divisor = self.first.attributes.levels or 0, self.divisor(part)
+        levels, divisor = self.levels(part), self.divisor(part)
         return (levels + divisor // 2) // divisor + 1
+
+    def levels(self, part: str) -> int:
+        """Return the largest code of keys, or of values."""
+        kv = self.first.attributes
+        return (kv.value_levels if part == "values" else kv.levels) or 0
+
+    def storage(self, part: str) -> str:
+        """Return how keys, or values, are stored."""
+        kv = self.first.attributes
+        return (kv.stored_values if part == "values" else kv.stored).name
 
     def contexts(self, part: str) -> int:
         """Return how many contexts a symbol has."""
@@ -273,7 +283,7 @@ def _read_codes(group: CodeGroup, part: str, arrays: Mapping[str, Array], rows: 
     """Return the symbols of pages, uint8 [T, n, L H D]: token by token, all channels of all layers and heads."""
     layer = group.first
     unpack = unpack_keys if part == "keys" else unpack_values
-    sizes = (layer.attributes.page, layer.head_size, layer.attributes.storage)
+    sizes = (layer.attributes.page, layer.head_size, group.storage(part))
     divisor = group.divisor(part)
     # of shape n, L, H, T, D
     codes = np.stack([unpack(arrays[name][rows, :, pages], *sizes) for name in group.names(part)], axis=1)
@@ -322,7 +332,7 @@ def _decompress_codes(group: CodeGroup, part: str, get: Callable[[str], Bytes], 
         codes = symbols * np.uint8(group.divisor(part))
         codes = np.moveaxis(codes.reshape(kv.page, len(rows), len(group.layers), kv.kv_heads, -1), 0, 3)
         for number, name in enumerate(group.names(part)):
-            arrays[name][rows, :, pages] = pack(codes[:, number], kv.storage)
+            arrays[name][rows, :, pages] = pack(codes[:, number], group.storage(part))
 
 
 def _classes(group: CodeGroup, part: str, arrays: Mapping[str, Array]) -> Bytes:
@@ -412,7 +422,7 @@ def _unpack_scales(group: CodeGroup, kind: str, content: Bytes, shape: tuple[int
         return np.stack([first, second], axis=-2)
     exponents, middles = _sum_deltas(kind, _from_zigzag(first), _from_zigzag(second))
     step = np.exp2(exponents / _OCTAVE)
-    low = step * (middles / _STEP - (group.first.attributes.levels or 0) / 2)
+    low = step * (middles / _STEP - _levels_of_scales(group, kind) / 2)
     return np.stack([low, step], axis=-2).astype(np.float32)
 
 
@@ -422,7 +432,8 @@ def _round_scales(group: CodeGroup, kind: str, numbers: Singles) -> list[Array] 
     if not (np.isfinite(low).all() and (step > 0).all() and np.isfinite(step).all()):
         return None
     exponents = np.rint(np.log2(step) * _OCTAVE)
-    middles = np.rint((low + step * (group.first.attributes.levels or 0) / 2) / np.exp2(exponents / _OCTAVE) * _STEP)
+    levels = _levels_of_scales(group, kind)
+    middles = np.rint((low + step * levels / 2) / np.exp2(exponents / _OCTAVE) * _STEP)
     if np.abs(middles).max() > np.iinfo(np.int16).max // 2:
         return None
     # the scales of a channel are near those of the page before, the steps of values near those of the token before
@@ -431,6 +442,10 @@ def _round_scales(group: CodeGroup, kind: str, numbers: Singles) -> list[Array] 
     if kind == "key_scales":
         middles = np.diff(middles, axis=axis, prepend=0)
     return [_to_zigzag(exponents.astype(np.int32)), _to_zigzag(middles.astype(np.int32))]
+
+
+def _levels_of_scales(group: CodeGroup, kind: str) -> int:
+    return group.levels("keys" if kind == "key_scales" else "values")
 
 
 def _sum_deltas(kind: str, exponents: Array, middles: Array) -> tuple[Array, Array]:

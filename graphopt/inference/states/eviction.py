@@ -161,7 +161,7 @@ def paged_state(kv: KVAttributes, keys: Singles, values: Singles, pages: int) ->
     token_rows = np.zeros((2, heads, pages * kv.page, size), np.float32)
     token_rows[0, :, :count], token_rows[1, :, :count] = keys, values
     key_pages, value_pages = (numbers.reshape(shape) for numbers in token_rows)
-    if kv.levels is None:
+    if kv.levels is None or kv.value_levels is None:
         return {"keys": pack_keys(key_pages, kv.storage), "values": pack_values(value_pages, kv.storage)}
     recent = np.zeros((heads, kv.slots, 2, kv.page, size), np.float32)
     for page in range(max(1, -(-count // kv.page))):
@@ -169,11 +169,11 @@ def paged_state(kv: KVAttributes, keys: Singles, values: Singles, pages: int) ->
             recent[:, int(kv.slot(page))] = np.stack([key_pages[:, page], value_pages[:, page]], axis=1)
     factors = factors_of_tokens(key_pages) if kv.token_factors else np.ones((1, 1, 1, 1), np.float32)
     key_codes, *key_scales = round_page(key_pages / factors, -2, kv.levels, kv.clip)
-    value_codes, *value_scales = round_page(value_pages, -1, kv.levels, kv.clip)
+    value_codes, *value_scales = round_page(value_pages, -1, kv.value_levels, kv.clip)
     of_tokens = [factors.squeeze(-1)] if kv.token_factors else []
     return {
         "keys": pack_keys(key_codes, kv.storage),
-        "values": pack_values(value_codes, kv.storage),
+        "values": pack_values(value_codes, kv.stored_values.name),
         "scales": np.concatenate([*key_scales, *value_scales, *of_tokens], axis=-1),
         "recent": recent.reshape(heads, kv.slots, -1),
     }

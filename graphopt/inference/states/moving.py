@@ -162,7 +162,8 @@ def _numbers_of_codes(layer: PagedLayer, state: Mapping[str, Row], pages: Array)
     keys: Array = unpack_keys(_pages_of(layer, state, "keys", pages), kv.page, size, kv.storage).astype(np.float32)
     values: Array = np.zeros((*keys.shape[:-1], 0), np.float32)
     if kv.parts > 1:
-        values = unpack_values(_pages_of(layer, state, "values", pages), kv.page, size, kv.storage).astype(np.float32)
+        of_values = _pages_of(layer, state, "values", pages)
+        values = unpack_values(of_values, kv.page, size, kv.stored_values.name).astype(np.float32)
     if kv.levels is None:
         return keys, values
     scales = _pages_of(layer, state, "scales", pages)
@@ -180,6 +181,7 @@ def _numbers_of_codes(layer: PagedLayer, state: Mapping[str, Row], pages: Array)
 def _codes_of(kv: KVAttributes, keys: Singles, values: Singles, is_rounded: Array) -> dict[str, Array]:
     """Return the codes and scales of pages of keys and values [Hk, n, T, D], of which tokens [n, T] were rounded."""
     assert kv.levels is not None
+    assert kv.value_levels is not None
     factors = []
     if kv.token_factors:
         factors = [factors_of_tokens(keys)]
@@ -188,11 +190,11 @@ def _codes_of(kv: KVAttributes, keys: Singles, values: Singles, is_rounded: Arra
     content = {"keys": pack_keys(key_codes, kv.storage)}
     if kv.parts > 1:
         # what was cut off once is not cut off again
-        parts = [round_page(values, -1, kv.levels, clip) for clip in (1.0, kv.clip)]
+        parts = [round_page(values, -1, kv.value_levels, clip) for clip in (1.0, kv.clip)]
         was_rounded = np.broadcast_to(is_rounded, values.shape[:-1])
         value_codes = np.where(was_rounded[..., None], parts[0][0], parts[1][0])
         scales += [np.where(was_rounded, *pair) for pair in zip(parts[0][1:], parts[1][1:], strict=True)]
-        content["values"] = pack_values(value_codes, kv.storage)
+        content["values"] = pack_values(value_codes, kv.stored_values.name)
     content["scales"] = np.concatenate([*scales, *(part.squeeze(-1) for part in factors)], axis=-1)
     return content
 

@@ -106,7 +106,7 @@ def _decode(layer: PagedLayer, state: Mapping[str, Row], page: int) -> Array:
         floats[0] *= of_tokens[:, -kv.page :, None]
     if not kv.value_size:
         value_low, value_step = of_tokens[:, : kv.page, None], of_tokens[:, kv.page : 2 * kv.page, None]
-        values = unpack_values(state["values"].get(physical), kv.page, size, kv.storage)
+        values = unpack_values(state["values"].get(physical), kv.page, size, kv.stored_values.name)
         floats.append(value_low + value_step * values.astype(np.float32))
     return np.concatenate([part.reshape(len(part), -1) for part in floats], axis=-1)
 
@@ -141,7 +141,7 @@ def _floats(layer: PagedLayer, state: Mapping[str, Row], page: int, tokens: int)
         return slot[:, 0, :tokens], slot[:, 1, :tokens]
     physical = int(kv.physical_page(page, state["keys"].pages))
     keys = unpack_keys(state["keys"].get(physical), kv.page, size, kv.storage)
-    values = unpack_values(state["values"].get(physical), kv.page, size, kv.storage)
+    values = unpack_values(state["values"].get(physical), kv.page, size, kv.stored_values.name)
     return keys[:, :tokens].astype(np.float32), values[:, :tokens].astype(np.float32)
 
 

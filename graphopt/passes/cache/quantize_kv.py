@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
@@ -12,7 +13,7 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass
 from graphopt.passes.common.paging.paged_attention import Page, page_attention
 from graphopt.passes.common.paging.states import change
-from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, PAGES, STORAGES
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ def _check_storage(storage: str) -> str:
     return storage
 
 
+def _check_codes(storage: str | None) -> str | None:
+    if storage is not None and storage not in LEVELS:
+        raise ValueError(f"values that are stored in another way than keys are {', '.join(LEVELS)}, not {storage!r}")
+    return storage
+
+
 class QuantizeKV(Pass):
     """Store the pages of caches as float16, bfloat16, float8, or integers of 8, 6, 4, 3 or 2 bits.
 
@@ -80,9 +87,16 @@ class QuantizeKV(Pass):
 
     Standard attention is rewritten as by ``page_kv`` first. What rotates keys and values comes before this step.
 
+    Keys ask for more bits than values: what a key errs by goes through the exponential of the softmax, what a value
+    errs by is averaged over the tokens that are read. So values may have codes of their own, with ``value_storage``
+    (KVTuner, Li et al. 2025, chooses such pairs per layer).
+
     Attributes:
-        storage: float16, bfloat16, float8, int8, int6, int4, int3 or int2; keys and values alike. GPUs have no kernels
-            for int6, int3 and int2. int3 packs 32 numbers at a time: pages and heads are multiples of 32.
+        storage: float16, bfloat16, float8, int8, int6, int4, int3 or int2; of keys and values alike, or of keys where
+            there is a ``value_storage``. GPUs have no kernels for int6, int3 and int2. int3 packs 32 numbers at a time:
+            pages and heads are multiples of 32.
+        value_storage: int8, int6, int4, int3 or int2, of values, where ``storage`` is one of these too; latents have no
+            values of their own. For CPUs only.
         page: tokens of a page, which share the scales of keys; ``None`` keeps it, or is 64 without pages.
         sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
         recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
@@ -97,6 +111,7 @@ class QuantizeKV(Pass):
     after: ClassVar[tuple[str, ...]] = ("page_kv",)
 
     storage: Annotated[str, AfterValidator(_check_storage)] = "int8"
+    value_storage: Annotated[str | None, AfterValidator(_check_codes)] = None
     page: Page | None = None
     sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
     recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
@@ -124,6 +139,18 @@ class QuantizeKV(Pass):
         options = self
         page_attention(model, context, options.page or _PAGE)
         integer = options.storage in LEVELS
+        if options.value_storage is not None and not integer:
+            raise InputError(
+                f"quantize_kv stores keys as {options.storage} and values as {options.value_storage}: pages of both "
+                "have one type",
+                remedy=f"choose storage of quantize_kv among {', '.join(LEVELS)}, or leave value_storage out",
+            )
+        if options.value_storage not in (None, options.storage) and context.target == "ort-cuda":
+            raise InputError(
+                f"quantize_kv stores keys as {options.storage} and values as {options.value_storage}, and kernels on "
+                "GPUs store both alike",
+                remedy="leave value_storage of quantize_kv out, or choose --target ort-cpu",
+            )
         if context.target == "ort-cuda" and not STORAGE_OF[options.storage].on_gpus:
             raise InputError(
                 f"quantize_kv stores caches as {options.storage}, and kernels on GPUs know no such codes",
@@ -145,24 +172,28 @@ class QuantizeKV(Pass):
                 "quantize_kv gives keys a factor per token, and kernels on GPUs know none",
                 remedy="leave token_factors of quantize_kv out, or choose --target ort-cpu",
             )
-        unit = STORAGE_OF[options.storage].unit if integer else 1
         for node in kv_nodes(model.graph):
             layer = layer_of(node)
             attributes, page = layer.attributes, options.page or layer.attributes.page
             if attributes.storage != "float32":
-                ledger.skipped(node, STORED_ALREADY(storage=attributes.storage))
+                ledger.skipped(node, STORED_ALREADY(storage=attributes.storage_name))
                 continue
+            # latents have no values of their own
+            of_values = "" if attributes.value_size else options.value_storage or ""
+            new_attributes = replace(attributes, page=PAGES[-1], storage=options.storage, value_storage=of_values)
+            unit, storage_name = new_attributes.unit, new_attributes.storage_name
             if page % unit:
                 raise InputError(
-                    f"{options.storage} packs {unit} numbers at a time, and pages of {page} tokens are no multiple",
+                    f"{storage_name} packs {unit} numbers at a time, and pages of {page} tokens are no multiple",
                     node=node.name,
                     remedy=f"set page of quantize_kv to a multiple of {unit}",
                 )
             if layer.head_size % unit:
-                ledger.skipped(node, UNEVEN_HEADS(storage=options.storage, unit=unit, head_size=layer.head_size))
+                ledger.skipped(node, UNEVEN_HEADS(storage=storage_name, unit=unit, head_size=layer.head_size))
                 continue
             update = {
                 "storage": options.storage,
+                "value_storage": of_values,
                 "page": page,
                 "sink_pages": options.sink_pages if integer else 0,
                 "recent_pages": options.recent_pages if integer else 0,
@@ -173,6 +204,6 @@ class QuantizeKV(Pass):
             floats = FLOATS(first=options.sink_pages, newest=options.recent_pages) if integer else None
             clip = CLIP_SHARE(share=f"{options.share_of_codes:.0%}") if options.share_of_codes < 1 else None
             factors = TOKEN_FACTORS() if has_factors else None
-            fact = CACHE_STORED(storage=options.storage, page=page, factors=factors, clip=clip, floats=floats)
+            fact = CACHE_STORED(storage=storage_name, page=page, factors=factors, clip=clip, floats=floats)
             ledger.changed(node, fact, [node])
         describe(model)

@@ -275,7 +275,7 @@ class SparseKV(_PolicyOptions):
         attributes = layer.attributes
         page: int = self.page or attributes.page
         if attributes.storage != "float32" and page != attributes.page:
-            ledger.skipped(node, PAGE_STAYS(page=attributes.page, storage=attributes.storage))
+            ledger.skipped(node, PAGE_STAYS(page=attributes.page, storage=attributes.storage_name))
             return attributes.page
         return page
 

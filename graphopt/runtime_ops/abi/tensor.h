@@ -94,7 +94,17 @@ struct Node {
       *value = given;
       return nullptr;
     }
-    // onnxruntime has one error code for every cause
+    return present(failure, attribute);
+  }
+  OrtStatus* read_optional(const OrtKernelInfo* info, const char* attribute, char* text, size_t size) const {
+    if (OrtStatus* const failure = KernelInfoGetAttributeString::call(api, info, attribute, text, &size)) {
+      text[0] = 0;
+      return present(failure, attribute);
+    }
+    return std::strlen(text) + 1 == size ? nullptr : error("its attribute %s must be a short string", attribute);
+  }
+  // An error if an attribute that was not read is there all the same: onnxruntime has one error code for every cause.
+  OrtStatus* present(OrtStatus* failure, const char* attribute) const {
     const bool absent = std::strstr(GetErrorMessage::call(api, failure), "No attribute with name");
     ReleaseStatus::call(api, failure);
     return absent ? nullptr : error("its attribute %s is of another type than it must be", attribute);

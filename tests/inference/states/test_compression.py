@@ -34,13 +34,13 @@ def filled(layers: tuple[PagedLayer, ...]) -> dict[str, Array]:
         tensors = layer.states(3, PAGES)
         for name, tensor in tensors.items():
             states[layer.port(name)] = random.normal(size=tensor.shape).astype(tensor.dtype)
-        levels = layer.attributes.levels or 0
-        steps = random.normal(size=(3, 2, PAGES, 32, SIZE)).cumsum(axis=3) * levels / 15
-        codes = np.clip(levels / 2 + random.normal(size=SIZE) * levels / 8 + steps, 0, levels).astype(np.uint8)
-        storage = layer.attributes.storage
-        states[layer.port("keys")] = pack_keys(codes, storage)
-        if layer.attributes.parts > 1:
-            states[layer.port("values")] = pack_values(codes[..., ::-1], storage)
+        kv = layer.attributes
+        steps, middles = random.normal(size=(3, 2, PAGES, 32, SIZE)).cumsum(axis=3) / 15, random.normal(size=SIZE) / 8
+        for name, stored, pack in (("keys", kv.stored, pack_keys), ("values", kv.stored_values, pack_values)):
+            levels = stored.levels or 0
+            codes = np.clip((0.5 + middles + steps) * levels, 0, levels).astype(np.uint8)
+            if name == "keys" or kv.parts > 1:
+                states[layer.port(name)] = pack(codes if name == "keys" else codes[..., ::-1], stored.name)
         scales = states[layer.port("scales")]
         scales[..., SIZE : 2 * SIZE] = np.exp(random.normal(size=(*scales.shape[:-1], SIZE)))
         scales[..., 2 * SIZE + 32 :] = np.exp(random.normal(size=scales[..., 2 * SIZE + 32 :].shape))
@@ -58,8 +58,8 @@ def pages_of(array: Array) -> Array:
 
 
 @pytest.mark.parametrize("storage", ["int8", "int6", "int4", "int3", "int2"])
-@pytest.mark.parametrize("attributes", [{}, {"token_factors": 1}, {"value_size": 16}])
-def test_pages_of_codes_come_back(storage: str, attributes: dict[str, int]) -> None:
+@pytest.mark.parametrize("attributes", [{}, {"token_factors": 1}, {"value_size": 16}, {"value_storage": "int6"}])
+def test_pages_of_codes_come_back(storage: str, attributes: dict[str, Any]) -> None:
     layers = (layer_with(0, storage, **attributes), layer_with(3, storage, **attributes))
     states = filled(layers)
     found, size = through(states, layers, "none")
@@ -79,21 +79,23 @@ def test_pages_of_codes_come_back(storage: str, attributes: dict[str, int]) -> N
         assert len(content["codes.0.keys.0"]) < 0.8 * codes
 
 
-@pytest.mark.parametrize("storage", ["int6", "int4", "int3"])
-def test_what_is_lost_is_within_its_bounds(storage: str) -> None:
-    layers = (layer_with(0, storage, token_factors=1), layer_with(1, "float16"))
-    states, levels = filled(layers[:1]), layers[0].attributes.levels or 0
+@pytest.mark.parametrize(("storage", "values"), [("int6", ""), ("int4", ""), ("int3", ""), ("int8", "int6")])
+def test_what_is_lost_is_within_its_bounds(storage: str, values: str) -> None:
+    layers = (layer_with(0, storage, token_factors=1, value_storage=values), layer_with(1, "float16"))
+    states, kv = filled(layers[:1]), layers[0].attributes
     states |= {layers[1].port(name): np.ones(each.shape, each.dtype) for name, each in layers[1].states(3, 4).items()}
     names = [layers[0].port(name) for name in ("keys", "values", "scales")]
     for loss in ("scales", "values"):
         found, _ = through(states, layers, loss)
         before, after = ([pages_of(each[name]) for name in names] for each in (states, found))
         assert np.array_equal(before[0], after[0])
-        codes = [unpack_values(each[1], 32, SIZE, storage).astype(int) for each in (before, after)]
+        codes = [unpack_values(each[1], 32, SIZE, kv.stored_values.name).astype(int) for each in (before, after)]
         # the nearest multiple of 3 that is a code
-        expected = np.minimum((codes[0] + 1) // 3 * 3, levels // 3 * 3) if loss == "values" else codes[0]
+        expected = (
+            np.minimum((codes[0] + 1) // 3 * 3, (kv.value_levels or 0) // 3 * 3) if loss == "values" else codes[0]
+        )
         assert np.array_equal(codes[1], expected)
-        for first, second in ((0, SIZE), (2 * SIZE, 2 * SIZE + 32)):
+        for first, second, levels in ((0, SIZE, kv.levels or 0), (2 * SIZE, 2 * SIZE + 32, kv.value_levels or 0)):
             low, step = (slice(first, second), slice(second, 2 * second - first))
             ends = [[each[2][..., low], each[2][..., low] + levels * each[2][..., step]] for each in (before, after)]
             # half an 8th of a step, and half a 32nd of an octave at the ends; twice the former is room for float32

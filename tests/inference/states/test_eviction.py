@@ -29,13 +29,15 @@ def paged(source: Path, folder: Path) -> graphopt.Session:
     return load(folder)
 
 
-@pytest.mark.parametrize("factors", [0, 1])
-@pytest.mark.parametrize("storage", STORAGES)
-def test_the_state_is_that_of_the_tokens_that_stay(storage: str, factors: int) -> None:
+ALIKE = [(storage, "", factors) for storage in STORAGES for factors in (0, 1)]
+
+
+@pytest.mark.parametrize(("storage", "values", "factors"), [*ALIKE, ("int8", "int6", 0), ("int4", "int2", 1)])
+def test_the_state_is_that_of_the_tokens_that_stay(storage: str, values: str, factors: int) -> None:
     codes = storage.startswith("int")
     if factors and not codes:
         pytest.skip("floats have no factors")
-    kv = attributes_of(storage=storage, sink_pages=1, recent_pages=1, token_factors=factors)
+    kv = attributes_of(storage=storage, value_storage=values, sink_pages=1, recent_pages=1, token_factors=factors)
     tokens = tokens_of(kv, COUNT, batch=2, head_size=32)
     pages = -(-COUNT // kv.page)
     fed = Fed(kv, tokens, pages)

@@ -13,7 +13,7 @@ from graphopt.inference.states.moving import append_tokens, move_tokens, read_to
 from graphopt.runtime_ops.kv_attention.spec.append import State, append, row_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.stored import stored_tokens
-from tests.runtime_ops.kv_cases import unit_of
+from tests.runtime_ops.kv_cases import PAIRS, unit_of
 
 HEADS, SIZE = 2, 32  # a head of every storage
 CAPACITY = 8
@@ -44,7 +44,7 @@ def drawn(seed: int, count: int) -> np.ndarray:
 
 
 @given(
-    storage=st.sampled_from(STORAGES),
+    storages=st.sampled_from([*((storage, "") for storage in STORAGES), *PAIRS]),
     options=st.fixed_dictionaries({"clip": st.sampled_from([1.0, 0.8]), "token_factors": st.integers(0, 1)}),
     policy=st.sampled_from([{}, {"policies": (2, 1), "summary": "mean", "budget": 1}, {"policies": (2, 0)}]),
     sinks=st.integers(0, 40),
@@ -53,7 +53,7 @@ def drawn(seed: int, count: int) -> np.ndarray:
     data=st.data(),
 )
 def test_a_row_goes_on_with_the_numbers_of_another(
-    storage: str,
+    storages: tuple[str, str],
     options: dict[str, float],
     policy: dict[str, object],
     sinks: int,
@@ -61,9 +61,12 @@ def test_a_row_goes_on_with_the_numbers_of_another(
     counts: tuple[int, int],
     data: st.DataObject,
 ) -> None:
+    storage, of_values = storages
     integers = {"sink_pages": pages[0], "recent_pages": pages[1], **options} if storage.startswith("int") else {}
     means = {"sinks": sinks, "compensate": 1} if 1 in policy.get("policies", ()) else {}  # type: ignore[operator]
-    kv = KVAttributes(HEADS, 1.0, page=unit_of(storage), storage=storage, **integers, **policy, **means)  # type: ignore[arg-type]
+    page = max(unit_of(name) for name in storages if name)
+    integers |= {"value_storage": of_values} if of_values else {}
+    kv = KVAttributes(HEADS, 1.0, page=page, storage=storage, **integers, **policy, **means)  # type: ignore[arg-type]
     layer, (tokens, count) = PagedLayer(0, SIZE, kv), counts
     first = data.draw(st.integers(0, tokens - 1))
     end = data.draw(st.integers(first + 1, tokens))
@@ -80,7 +83,7 @@ def test_a_row_goes_on_with_the_numbers_of_another(
     total = count + end - first
     expected, result = numbers_of(layer, wanted, total), numbers_of(layer, target, total)
     # a number of codes may go the other way where it lies halfway between two: they were computed in another order
-    step = 0.0 if kv.levels is None else 12 / kv.levels
+    step = 0.0 if kv.levels is None else 12 / min(kv.levels, kv.value_levels or kv.levels)
     assert (np.abs(expected - result) > 1e-4).mean() < 0.01 or options["clip"] < 1 or turn is None
     assert np.abs(expected - result).max() <= step + 1e-4 or options["clip"] < 1 or turn is None
     if kv.levels is None:

@@ -15,7 +15,7 @@ from graphopt.inference.states.rewinding import check_length, first_length, rewi
 from graphopt.runtime_ops.kv_attention.spec.append import State, append, row_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.stored import stored_tokens
-from tests.runtime_ops.kv_cases import Fed, tokens_of, unit_of
+from tests.runtime_ops.kv_cases import PAIRS, Fed, tokens_of, unit_of
 
 HEADS, SIZE, PAGE = 2, 32, 16  # a head of every storage; a page of most, see unit_of
 EACH_STORAGE = st.sampled_from(STORAGES)
@@ -51,7 +51,7 @@ def drawn(seed: int, count: int) -> np.ndarray:
 
 
 @given(
-    storage=EACH_STORAGE,
+    storages=st.sampled_from([*((storage, "") for storage in STORAGES), *PAIRS]),
     summary=st.sampled_from(["bounds", "mean"]),
     sink_pages=st.integers(0, 2),
     recent_pages=st.integers(0, 2),
@@ -60,7 +60,7 @@ def drawn(seed: int, count: int) -> np.ndarray:
     data=st.data(),
 )
 def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
-    storage: str,
+    storages: tuple[str, str],
     summary: str,
     sink_pages: int,
     recent_pages: int,
@@ -68,10 +68,21 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
     tokens: int,
     data: st.DataObject,
 ) -> None:
+    storage, of_values = storages
     integers = {"sink_pages": sink_pages, "recent_pages": recent_pages} if storage.startswith("int") else {}
     means = {"sinks": data.draw(st.integers(0, 40)), "compensate": 1} if compensate else {}
-    of_page = unit_of(storage)
-    kv = KVAttributes(HEADS, 1.0, page=of_page, storage=storage, policies=(2, 1), summary=summary, **integers, **means)
+    of_page = max(unit_of(name) for name in storages if name)
+    kv = KVAttributes(
+        HEADS,
+        1.0,
+        page=of_page,
+        storage=storage,
+        value_storage=of_values,
+        policies=(2, 1),
+        summary=summary,
+        **integers,
+        **means,
+    )
     layer = PagedLayer(0, SIZE, kv)
     kept = data.draw(st.integers(1, tokens))
     first, second = drawn(0, tokens), drawn(1, 40)
@@ -86,7 +97,8 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
         # are rounded once more: half a step of numbers up to 4 in 15 levels, twice
         summaries = [state["summaries"][0, :, page] for state in (after, straight)]
         narrow = {"float16": 2**-9, "bfloat16": 2**-6, "float8": 2**-2}
-        rounding = 8 / kv.levels if kv.levels else {"float32": 1e-6, **narrow}[storage]
+        levels = min(kv.levels or 0, kv.value_levels or 0)
+        rounding = 8 / levels if levels else {"float32": 1e-6, **narrow}[storage]
         assert np.abs(summaries[0] - summaries[1]).max() <= rounding
         if not kv.levels:
             for name in ("keys", "values"):

@@ -57,6 +57,39 @@ def test_ports_follow_the_storage(
         assert list(shape)[1:] == [2, 2 + 3 + 1, 2 * 32 * 16]
 
 
+def test_values_may_have_codes_of_their_own(llama: ir.Model) -> None:
+    report = run_pass(llama, "quantize_kv", storage="int8", value_storage="int6", page=32)
+    assert "its cache is stored as int8 keys and int6 values in pages of 32" in str(report.changes[-1].what)
+    shapes = {value.name: value.shape for value in llama.graph.inputs}
+    keys, values = (shapes[f"past_key_values.0.{part}"] for part in ("keys", "values"))
+    assert keys is not None
+    assert values is not None
+    assert (keys[3], values[3]) == (32 * 16, 32 * 12)
+
+
+def test_values_that_are_stored_as_keys_are_need_no_name(llama: ir.Model) -> None:
+    run_pass(llama, "quantize_kv", storage="int4", value_storage="int4")
+    assert {layer.attributes.value_storage for layer in layers_of(llama.graph)} == {""}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"storage": "float16", "value_storage": "int6"},
+            "keys as float16 and values as int6: .* have one type",
+        ),
+        (
+            {"storage": "int8", "value_storage": "int3", "page": 16},
+            "int8 keys and int3 values packs 32 numbers",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_keys_are_refused(options: dict[str, Any], message: str, llama: ir.Model) -> None:
+    with pytest.raises(InputError, match=message):
+        run_pass(llama, "quantize_kv", **options)
+
+
 @pytest.mark.parametrize(
     ("options", "clip", "says"),
     [
@@ -153,6 +186,9 @@ def test_the_loss_is_measured_behind_enough_context(llama_artifact: Path, tmp_pa
 
 
 def test_codes_that_gpus_do_not_know_are_refused_for_them(llama_artifact: Path, tmp_path: Path) -> None:
+    steps = recipe({"step": "quantize_kv", "storage": "int8", "value_storage": "int4"})
+    with pytest.raises(InputError, match="kernels on GPUs store both alike.*leave value_storage"):
+        optimize(llama_artifact, steps, tmp_path / "pairs", target="ort-cuda")
     steps = recipe({"step": "quantize_kv", "storage": "int3"})
     with pytest.raises(InputError, match="as int3, and kernels on GPUs know no such codes.*choose int8 or int4"):
         optimize(llama_artifact, steps, tmp_path / "int3", target="ort-cuda")

@@ -223,6 +223,12 @@ def test_blocks_may_be_float16(llama: ir.Model) -> None:
         ),
         (
             "quantize_kv",
+            {"storage": "int8", "value_storage": "int6"},
+            "its cache cannot be stored so in blocks that requests share: blocks store keys and values alike, not int8 "
+            "keys and int6 values: leave value_storage out",
+        ),
+        (
+            "quantize_kv",
             {"storage": "int4"},
             "its cache cannot be stored so in blocks that requests share: a head of int4 has a multiple of 32 "
             "channels up to 256, not 16",

@@ -186,6 +186,7 @@ def test_what_is_chosen_of_many_pages(kernels: ctypes.CDLL, mass: float) -> None
         head_sizes=[16, 48, 144],
         storages=GPU_STORAGES,
         has_factors=False,
+        has_pairs=False,
         policies=3,
     ),
     seed=st.integers(0, 99),

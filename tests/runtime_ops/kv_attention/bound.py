@@ -260,7 +260,8 @@ def _storage_error(attrs: KVAttributes, stored: StoredNumbers) -> Doubles:
         known: Doubles = np.maximum(np.abs(stored.numbers), 2.0**attrs.stored.exponent)
         return known * 2.0**-attrs.stored.significant
     divided = UNIT * np.abs(stored.numbers) if attrs.token_factors else 0
-    return stored.step * (0.5 + 5 * UNIT * (attrs.levels or 0)) + divided
+    levels = max(attrs.levels or 0, attrs.value_levels or 0)
+    return stored.step * (0.5 + 5 * UNIT * levels) + divided
 
 
 def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:

@@ -18,6 +18,7 @@ from graphopt.runtime_ops.kv_attention.spec.op import KV_ATTENTION
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from tests.runtime_ops.kv_cases import (
     INPUTS,
+    PAIRS,
     STATE,
     Body,
     Fed,
@@ -106,6 +107,13 @@ def test_long_calls(storage: str, page: int) -> None:
     attributes = attributes_of(storage=storage, page=page, policies=(0, 2), budget=1, recent=9)
     tokens = tokens_of(attributes, 210, batch=2)
     compare(attributes, tokens, -(-210 // page), [(5,), (120, 120, 77), (84,), (1,)], Body())
+
+
+@pytest.mark.parametrize(("keys", "values"), PAIRS)
+def test_keys_and_values_of_different_bits(keys: str, values: str) -> None:
+    attributes = attributes_of(storage=keys, value_storage=values, recent_pages=1, token_factors=int(values == "int2"))
+    tokens = tokens_of(attributes, 100, batch=2)
+    compare(attributes, tokens, -(-100 // attributes.page), [(80, 80, 30), (19,), (1,)], Body())
 
 
 @pytest.mark.parametrize("storage", ["float32", "float8", "int4"])

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper
 
 from graphopt.ort.session import array_of, ort_value
 from graphopt.runtime_ops import DOMAIN, library_path
-from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, PAGES, STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import SUMMARIES
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from tests.native import needs_library
@@ -206,7 +206,9 @@ def honest(draw: st.DrawFn) -> Case:
     storage = draw(st.sampled_from(STORAGES))
     page, heads = draw(st.sampled_from([16, 16, *PAGES])), draw(st.integers(1, 3))
     size = draw(st.sampled_from([16, 16, 32, 48, 256]))
-    page, size = (-(-count // unit_of(storage)) * unit_of(storage) for count in (page, size))
+    of_values = draw(st.sampled_from([storage, *LEVELS])) if storage in LEVELS else ""
+    unit = max(map(unit_of, filter(None, (storage, of_values))))
+    page, size = (-(-count // unit) * unit for count in (page, size))
     policies = draw(st.one_of(st.just([1]), st.just([0]), st.lists(st.integers(0, 2), min_size=heads, max_size=heads)))
     compensate = draw(st.integers(0, 1))
     attributes = KVAttributes(
@@ -216,6 +218,7 @@ def honest(draw: st.DrawFn) -> Case:
         window=0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 40])),
         page=page,
         storage=storage,
+        value_storage=of_values,
         sink_pages=draw(st.integers(0, 2)),
         recent_pages=draw(st.integers(0, 2)),
         policies=tuple(policies),

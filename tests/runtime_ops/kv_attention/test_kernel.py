@@ -14,6 +14,7 @@ from tests.native import needs_library
 from tests.pairwise import pairwise
 from tests.runtime_ops.kv_cases import (
     INPUTS,
+    PAIRS,
     STATE,
     Arrays,
     Bounded,
@@ -80,6 +81,15 @@ def test_the_kernel_is_the_reference(
                 attributes, sum(calls), batch=2, group=group, head_size=size, sink_logits=True, sink_query=group == 3
             )
             compare(attributes, tokens, 10, calls)
+
+
+@pytest.mark.parametrize(("keys", "values"), PAIRS)
+def test_keys_and_values_of_different_bits(instructions: str, keys: str, values: str) -> None:
+    policies, factors = POLICIES[int(keys[3]) % len(POLICIES)], int(values == "int2")
+    attributes = attributes_of(storage=keys, value_storage=values, policies=policies, token_factors=factors, **SOME)
+    for group, size, calls in ((2, 32, (50,)), (3, 96, (70, 1, 1, 40))):
+        tokens = tokens_of(attributes, sum(calls), batch=2, group=group, head_size=size, sink_logits=True)
+        compare(attributes, tokens, 10, calls)
 
 
 SELECTIONS: tuple[dict[str, Any], ...] = (

@@ -30,6 +30,7 @@ FILES = (
     "version1_clip.json",
     "version1_factors.json",
     "version1_blocks.json",
+    "version1_pairs.json",
 )
 
 

@@ -21,8 +21,8 @@ TOKENS, CHANNELS, GROUP = 230, 32, 3
 
 @pytest.mark.parametrize(
     ("bits", "options"),
-    [(8, {}), (4, {}), (3, {"clip": 0.9}), (2, {"clip": 0.7, "factors": True})],
-    ids=["int8", "int4", "int3", "int2"],
+    [(8, {}), (4, {}), (3, {"clip": 0.9}), (2, {"clip": 0.7, "factors": True}), (8, {"value_bits": 6})],
+    ids=["int8", "int4", "int3", "int2", "int8-int6"],
 )
 def test_emulated_pages_are_those_of_the_operator(bits: int, options: dict[str, Any]) -> None:
     random = np.random.default_rng(bits)
@@ -30,7 +30,8 @@ def test_emulated_pages_are_those_of_the_operator(bits: int, options: dict[str, 
     attributes = KVAttributes(
         1, 0.3, page=32, storage=f"int{bits}", sink_pages=1, recent_pages=1, clip=options.get("clip", 1)
     )
-    attributes = replace(attributes, token_factors=int("factors" in options))
+    of_values = f"int{options.get('value_bits', bits)}"
+    attributes = replace(attributes, token_factors=int("factors" in options), value_storage=of_values)
     nothing = np.zeros(0, np.float32)
     tokens = {"query": query, "key": key, "value": value, "sink_logits": nothing, "sink_query": nothing}
     cache = Fed(attributes, tokens, 8)

@@ -38,6 +38,7 @@ def of_pages(
     *,
     rotated: bool = True,
     clip: float = 1.0,
+    value_clip: float | None = None,
     factors: bool = False,
     tail: Tail = TAIL,
     name: str = "",
@@ -49,19 +50,21 @@ def of_pages(
         value_bits: of a value.
         rotated: heads are rotated first.
         clip: see ``quantize_kv``.
+        value_clip: of values, where it is another one.
         factors: whether keys are divided by a factor per token first.
         tail: which pages stay floats.
         name: instead of the bits.
     """
-    value_bits = value_bits or bits
+    value_bits, value_clip = value_bits or bits, clip if value_clip is None else value_clip
     keys: Round = partial(asymmetric, axis=TOKENS, bits=bits, clip=clip)
     if factors:
         keys = with_factors(keys)
-    values = partial(asymmetric, axis=CHANNELS, bits=value_bits, clip=clip)
+    values = partial(asymmetric, axis=CHANNELS, bits=value_bits, clip=value_clip)
     shown = (name or f"int{bits}") + ("" if value_bits == bits else f" keys, int{value_bits} values")
     shown += (
         (", factors" if factors else "") + (", rotated" if rotated else "") + (f", clip {clip}" if clip < 1 else "")
     )
+    shown += f", values' clip {value_clip}" if value_clip != clip else ""
     return Method(shown, (keys, values), (bits + value_bits) / 2, tail, rotated)
 
 
@@ -97,7 +100,18 @@ def methods() -> list[Method]:
         of_pages(4, 2, clip=CLIPS[2], factors=True),
         of_pages(3, 2, clip=CLIPS[2], factors=True),
     ]
-    return found + of_papers() + of_blocks()
+    return found + of_pairs() + of_papers() + of_blocks()
+
+
+def of_pairs() -> list[Method]:
+    """Return pages whose keys have more bits than their values, beside those of as many bytes."""
+    pairs = ((8, 5), (8, 3), (6, 4), (6, 3), (5, 5), (5, 4), (5, 3), (4, 3))
+    found = [of_pages(keys, values) for keys, values in pairs]
+    for keys in (8, 6, 5, 4, 3):
+        found += [of_pages(keys, 2), of_pages(keys, 2, value_clip=CLIPS[2])]
+    for keys, values in ((4, 3), (4, 2), (3, 2)):
+        found.append(of_pages(keys, values, value_clip=CLIPS.get(values, 1.0), factors=True))
+    return found
 
 
 def of_papers() -> list[Method]:

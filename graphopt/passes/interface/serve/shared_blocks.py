@@ -36,6 +36,8 @@ def why_not_shared(node: ir.Node, block: int) -> Fact | None:
         return READS_LESS()
     if kv.clip < 1:
         return STORED_AS(why="tokens are rounded one by one, and their codes are not clipped: leave clip out")
+    if kv.value_storage:
+        return STORED_AS(why=f"blocks store keys and values alike, not {kv.storage_name}: leave value_storage out")
     try:
         _width(layer_of(node), block)
     except ValueError as error:

@@ -58,15 +58,12 @@ inline void divide_keys(const float* keys, size_t size, size_t page, float* larg
   }
 }
 
-// Rounds a page of floats, keys [page, size] and then values [page, size], which latents do not have.
+// Rounds the keys of a page of floats, [page, size].
 template <unsigned Bits>
-inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uint8_t* keys, uint8_t* values, float* scales,
-                       float* scratch) {
+inline void round_keys(Codes<Bits>, const Layout& layout, const float* slot, uint8_t* keys, float* scales, float* scratch) {
   const size_t size = layout.size, page = layout.page;
   const float levels = static_cast<float>(layout.levels);
-  float *const key_low = scales, *const key_step = key_low + size;
-  float *const value_low = key_step + size, *const value_step = value_low + page;
-  float* const inverse = scratch;
+  float *const key_low = scales, *const key_step = key_low + size, *const inverse = scratch;
   const float* from = slot;
   if (layout.token_factors) {
     float* const divided = scratch + 4 * size + 2 * page;
@@ -83,7 +80,7 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
     store_line(key_low + c, steps.low), store_line(key_step + c, steps.step), store_line(inverse + c, steps.inverse);
   }
   uint8_t codes[kColumns];
-  __builtin_memset(keys, 0, layout.page_bytes());
+  __builtin_memset(keys, 0, layout.key_bytes());
   for (size_t t = 0; t < page; ++t) {
     uint8_t* const block = keys + t / kColumns * kColumns * size * Bits / 8;
     for (size_t c = 0; c < size; c += kColumns) {
@@ -92,9 +89,16 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
       for (size_t i = 0; i < kColumns; ++i) put_code<Bits>(block, (c + i) / 4, t % kColumns, i % 4, codes[i]);
     }
   }
-  if (layout.latent()) return;
-  __builtin_memset(values, 0, layout.page_bytes());
-  slot += page * size;
+}
+
+// Rounds the values of a page of floats, [page, size].
+template <unsigned Bits>
+inline void round_values(Codes<Bits>, const Layout& layout, const float* slot, uint8_t* values, float* scales) {
+  const size_t size = layout.size, page = layout.page;
+  const float levels = static_cast<float>(layout.value_levels);
+  float *const value_low = scales + 2 * size, *const value_step = value_low + page;
+  uint8_t codes[kColumns];
+  __builtin_memset(values, 0, layout.value_bytes());
   for (size_t t = 0; t < page; ++t) {
     const float* const token = slot + t * size;
     Floats least = load_line<Floats>(token), most = least, spoiled = least - least;
@@ -114,8 +118,24 @@ inline void round_page(Codes<Bits>, const Layout& layout, const float* slot, uin
     }
   }
 }
+// Floats stay.
 template <typename Stored>
-inline void round_page(Numbers<Stored>, const Layout&, const float*, uint8_t*, uint8_t*, float*, float*) {}  // stays
+inline void round_keys(Numbers<Stored>, const Layout&, const float*, uint8_t*, float*, float*) {}
+template <typename Stored>
+inline void round_values(Numbers<Stored>, const Layout&, const float*, uint8_t*, float*) {}
+
+// Rounds a page of floats: keys and then values, which latents do not have.
+inline void round_page(const Layout& layout, const float* slot, const HeadState& state, size_t to, float* scratch) {
+  float* const scales = state.scales + to * layout.scales();
+  with_any_storage(layout.storage, [&](auto holds) {
+    round_keys(holds, layout, slot, reinterpret_cast<uint8_t*>(state.keys + to * layout.key_bytes()), scales, scratch);
+  });
+  if (layout.latent()) return;
+  const float* const values = slot + layout.page * layout.size;
+  with_any_storage(layout.value_storage, [&](auto holds) {
+    round_values(holds, layout, values, reinterpret_cast<uint8_t*>(state.values + to * layout.value_bytes()), scales);
+  });
+}
 
 inline void summarize(const Layout& layout, const float* key, size_t count_before, float* summary) {
   const size_t size = layout.size;
@@ -174,7 +194,7 @@ inline void put_token(const Attention& call, const float* key, const float* valu
 
 void append(const Attention& call, size_t row, size_t head, float* scratch) {
   const Layout& layout = call.layout;
-  const size_t size = layout.size, bytes = layout.page_bytes();
+  const size_t size = layout.size;
   const HeadState state(layout, call.state, row, head);
   for (size_t column = call.first_column(row); column < call.end_column(row); ++column) {
     const int64_t position = call.position(row, column), page = layout.page_of(position);
@@ -190,11 +210,7 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     float* const slot = state.recent + layout.slot(page) * layout.slot_floats();
     const int64_t leaves = page - layout.recent_pages - 1;
     if (offset == 0 && page >= layout.sink_pages && leaves >= layout.sink_pages) {
-      const size_t to = layout.physical(leaves);
-      with_any_storage(layout.storage, [&](auto holds) {
-        round_page(holds, layout, slot, reinterpret_cast<uint8_t*>(state.keys + to * bytes),
-                   reinterpret_cast<uint8_t*>(state.values + to * bytes), state.scales + to * layout.scales(), scratch);
-      });
+      round_page(layout, slot, state, layout.physical(leaves), scratch);
     }
     put(key, slot + offset * size, size);
     if (value) put(value, slot + (layout.page + offset) * size, size);

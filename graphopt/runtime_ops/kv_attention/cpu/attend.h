@@ -244,17 +244,16 @@ struct Reader : Lookahead {
       const Stretch<float, float> floats = {buffers.keys, slot + layout.page * layout.size, nullptr, nullptr, 0};
       return read(logical, alike, lines, layout.page, &floats);
     }
-    const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
+    const size_t physical = layout.physical(logical);
+    const auto* const keys = reinterpret_cast<const uint8_t*>(state.keys + physical * layout.key_bytes());
     if (layout.latent()) {
       const float* const scales = state.scales + physical * layout.scales();
       const float* const factors = layout.token_factors ? scales + layout.factors_at() : nullptr;
-      decode_keys<Bits>(reinterpret_cast<const uint8_t*>(state.keys + physical * bytes), ahead, scales, layout.size,
-                        lines * kColumns, buffers.keys);
+      decode_keys<Bits>(keys, ahead, scales, layout.size, lines * kColumns, buffers.keys);
       return read_latent(logical, alike, lines, static_cast<const float*>(buffers.keys), 0, factors);
     }
-    read_codes<Bits>(*this, logical, alike, reinterpret_cast<const uint8_t*>(state.keys + physical * bytes),
-                     reinterpret_cast<const uint8_t*>(state.values + physical * bytes),
-                     state.scales + physical * layout.scales(), ahead);
+    const auto* const values = reinterpret_cast<const uint8_t*>(state.values + physical * layout.value_bytes());
+    read_codes<Bits>(*this, logical, alike, keys, values, state.scales + physical * layout.scales(), ahead);
   }
 };
 

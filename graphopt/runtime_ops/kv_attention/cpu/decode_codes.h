@@ -21,13 +21,16 @@ void decode_values(const uint8_t* codes, Ahead& ahead, const float* scales, size
   }
 }
 
-// Reads a page of codes: they become floats first.
+// Reads a page of codes, of keys that have so many bits: they become floats first.
 template <unsigned Bits, typename Reader>
 inline void read_codes(const Reader& reader, int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values,
                        const float* scales, Ahead ahead) {
   const size_t size = reader.layout.size, page = reader.layout.page, lines = page / kColumns;
   decode_keys<Bits>(keys, ahead, scales, size, page, reader.buffers.keys);
-  if (!reader.asked) decode_values<Bits>(values, ahead, scales + 2 * size, size, page, reader.buffers.values);
+  with_codes(reader.layout.value_storage, [&](auto holds) {
+    if (reader.asked) return;
+    decode_values<bits_of(holds)>(values, ahead, scales + 2 * size, size, page, reader.buffers.values);
+  });
   const float* const factors = reader.layout.token_factors ? scales + reader.layout.factors_at() : nullptr;
   const Stretch<float, float> decoded = {reader.buffers.keys, reader.buffers.values, factors, nullptr, 0};
   reader.read(logical, alike, lines, page, &decoded);

@@ -54,11 +54,11 @@ struct Lookahead {
       if (!layout.latent()) ahead->add(slot + layout.page * layout.size, bytes);
       return;
     }
-    const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
+    const size_t physical = layout.physical(logical), bytes = layout.key_bytes(), of_values = layout.value_bytes();
     // in the order in which they are needed
     ahead->add(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
     ahead->add(state.keys + physical * bytes, bytes);
-    if (!layout.latent()) ahead->add(state.values + physical * bytes, bytes);
+    if (!layout.latent()) ahead->add(state.values + physical * of_values, of_values);
   }
 
   // Prefetches a line of each 4 KB of a page well before the others. Pages lie far apart, so each address needs a walk
@@ -72,9 +72,9 @@ struct Lookahead {
         prefetch(run.key_scales, run.key_scales ? 1 : 0), prefetch(run.value_scales, run.value_scales ? 1 : 0);
       });
     }
-    const size_t physical = layout.physical(entry >> 1), of_page = layout.page_bytes();
-    prefetch(state.keys + physical * of_page, of_page, kPageOfMemory);
-    prefetch(state.values + physical * of_page, layout.latent() ? 0 : of_page, kPageOfMemory);
+    const size_t physical = layout.physical(entry >> 1), of_keys = layout.key_bytes(), of_values = layout.value_bytes();
+    prefetch(state.keys + physical * of_keys, of_keys, kPageOfMemory);
+    prefetch(state.values + physical * of_values, of_values, kPageOfMemory);
     prefetch(state.scales + physical * layout.scales(), layout.scales() * sizeof(float), kPageOfMemory);
   }
 

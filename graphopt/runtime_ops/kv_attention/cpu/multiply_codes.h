@@ -98,7 +98,19 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
   });
 }
 
-// Reads a page of codes: the products are of integers.
+// The products of weights with the values of a page, whose codes may have other bits than those of keys.
+template <typename Reader>
+__attribute__((noinline)) void read_value_codes(const Reader& reader, bool alike, const uint8_t* values, const float* scales, Ahead ahead) {
+  const size_t size = reader.layout.size, page = reader.layout.page;
+  with_codes(reader.layout.value_storage, [&](auto holds) {
+    reader.by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
+      multiply_value_codes<bits_of(holds)>(reader.buffers.scores + row * page, reader.buffers.factors + row, count, values,
+                                           ahead, scales, seen, size, page, reader.partial.values + row * size);
+    });
+  });
+}
+
+// Reads a page of codes, of keys that have so many bits: the products are of integers.
 template <unsigned Bits, typename Reader>
 inline void read_codes(const Reader& reader, int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values,
                        const float* scales, Ahead ahead) {
@@ -109,10 +121,7 @@ inline void read_codes(const Reader& reader, int64_t logical, bool alike, const 
   });
   if (reader.takes_scores(logical, lines)) return;
   reader.weigh_rows(alike, lines);
-  reader.by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
-    multiply_value_codes<Bits>(reader.buffers.scores + row * page, reader.buffers.factors + row, count, values, ahead,
-                                 scales + 2 * size, seen, size, page, reader.partial.values + row * size);
-  });
+  read_value_codes(reader, alike, values, scales + 2 * size, ahead);
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ Plan::Plan(const Attention& call) {
     ++queries, lists = lists || block.has_list;
     most_runs = of_block > most_runs ? of_block : most_runs, runs += of_block;
     // a page waits for memory where few queries share it
-    const size_t of_page = rows * layout.page * layout.size / 8, bytes = (layout.latent() ? 1 : 2) * layout.page_bytes();
+    const size_t of_page = rows * layout.page * layout.size / 8, bytes = layout.key_bytes() + layout.value_bytes();
     const size_t read = bytes / kBytesOfCycle;
     cycles += static_cast<double>(of_page > read ? of_page : read) * static_cast<double>(block.pages);
     if (makes_lists(call.policies[block.head])) {

@@ -66,7 +66,7 @@ struct CodePages : CodePlaces {
       const size_t of_page = place_of(layout, buffers.reading->head, tile.page);
       const int words = static_cast<int>(layout.size) / (kNarrow ? 8 : 4);
       const int line = ((tile.offset / 16 + g / 4) * words * 16 + 4 * (g % 4)) * 4;
-      const char* const from = state.keys + of_page * layout.page_bytes() + line;
+      const char* const from = state.keys + of_page * layout.key_bytes() + line;
       Word4* const to = keys + lane();
       GRAPHOPT_UNROLL
       for (int step = 0; step < kSteps; ++step) {
@@ -92,7 +92,7 @@ struct CodePages : CodePlaces {
       const int page = static_cast<int>(layout.page), size = static_cast<int>(layout.size);
       const int words = page / (kNarrow ? 8 : 4), word = tile.offset / (kNarrow ? 8 : 4) + (kNarrow ? t : 2 * t);
       const char* const from =
-          state.values + of_page * layout.page_bytes() + (g / 4 * words * 16 + word * 16 + 4 * (g % 4)) * 4;
+          state.values + of_page * layout.value_bytes() + (g / 4 * words * 16 + word * 16 + 4 * (g % 4)) * 4;
       Word4* const to = values + lane();
       GRAPHOPT_UNROLL
       for (int step = 0; step < kSteps; ++step) {

@@ -29,6 +29,9 @@ struct Kernel : KVTypes<Activations> {
       return node.error("GPUs have no kernels for blocks of queries that choose pages together: make the model for CPUs");
     }
     if (attributes.layout.latent()) return node.error("GPUs have no kernels for latents: value_size must be 0");
+    if (attributes.layout.value_storage != attributes.layout.storage) {
+      return node.error("kernels on GPUs store keys and values alike; store the cache without value_storage");
+    }
     if (known_to_gpus(attributes.layout.storage)) return nullptr;
     return node.error("kernels on GPUs know no codes of %lld bits; store the cache as int8 or int4",
                       static_cast<long long>(attributes.layout.bits));

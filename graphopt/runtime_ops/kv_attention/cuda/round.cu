@@ -80,7 +80,7 @@ void round_page(CudaCall call) {
   const bool narrow = layout.bits == 4;
   const float levels = static_cast<float>(layout.levels);
   const HeadState state = call.head_state(row, head);
-  const size_t physical = layout.physical(page), bytes = layout.page_bytes();
+  const size_t physical = layout.physical(page), bytes = layout.key_bytes();
   const float* const slot = state.recent + slot_of(layout, page);
   const int64_t base = page * static_cast<int64_t>(tokens);
   const PageTokens keys{call, slot, call.key, row, head, base};

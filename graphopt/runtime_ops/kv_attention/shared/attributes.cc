@@ -20,6 +20,14 @@ constexpr int kTypes[] = {GRAPHOPT_STORAGES(GRAPHOPT_TYPE_OF) GRAPHOPT_CPU_STORA
 #define GRAPHOPT_LISTED_POLICY(id, name, States) ", " name
 constexpr const char* kAllPolicies = GRAPHOPT_POLICIES(GRAPHOPT_LISTED_POLICY);
 
+constexpr int kKnown = static_cast<int>(Storage::kCount);
+// The storage of pages of that name; kKnown if there is none.
+int storage_named(const char* name) {
+  int which = 0;
+  while (which < kKnown && std::strcmp(name, kNames[which])) ++which;
+  return which;
+}
+
 // Checks the range of a count. What is beyond all positions counts as the last of them.
 OrtStatus* check_count(const Node& node, const char* name, int64_t* count, int64_t least, int64_t most) {
   if (*count < least || *count > most) {
@@ -76,7 +84,7 @@ struct ParameterReader {
 
 OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int type) {
   int64_t heads = 0, page = 0;
-  char storage[16] = {};
+  char storage[16] = {}, value_storage[16] = {};
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "kv_heads", &heads));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "page", &page));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "scale", &layout.scale));
@@ -127,12 +135,20 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   if (!std::isfinite(layout.scale) || !std::isfinite(layout.softcap) || layout.softcap < 0) {
     return node.error("its attributes scale and softcap must be finite, and softcap not below 0");
   }
-  constexpr int kKnown = static_cast<int>(Storage::kCount);
-  int which = 0;
-  while (which < kKnown && std::strcmp(storage, kNames[which])) ++which;
+  const int which = storage_named(storage);
   if (which == kKnown) return node.error("its attribute storage must be one of %s, not '%s'", kAllNames + 2, storage);
   if (type != kTypes[which]) return node.error("keys and values have another type than %s is stored in", storage);
   layout.store_as(static_cast<Storage>(which));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "value_storage", value_storage, sizeof value_storage));
+  if (value_storage[0]) {
+    const int of_values = storage_named(value_storage);
+    if (of_values != kKnown) layout.store_values_as(static_cast<Storage>(of_values));
+    if (of_values != which && (of_values == kKnown || !layout.levels || !layout.value_levels || layout.latent())) {
+      return node.error("its attributes storage and value_storage must name codes, of values that are no channels of "
+                        "keys, where they differ; they are '%s' and '%s'",
+                        storage, value_storage);
+    }
+  }
   if (!(layout.clip > 0 && layout.clip <= 1) || (layout.clip < 1 && !layout.integers())) {
     return node.error("its attribute clip must be above 0 and at most 1, and 1 for floats; it is %g for %s",
                       static_cast<double>(layout.clip), storage);

@@ -122,7 +122,8 @@ OrtStatus* KVInputs::check_state(const Node& node, const Attention& call) const 
   const Layout& layout = call.layout;
   const auto batch = static_cast<int64_t>(call.rows), heads = static_cast<int64_t>(layout.kv_heads);
   const auto pages = static_cast<int64_t>(layout.pages);
-  const auto of_page = static_cast<int64_t>(layout.page_bytes() / tensors[kKeys].width());
+  const auto of_page = static_cast<int64_t>(layout.key_bytes() / tensors[kKeys].width());
+  const auto values_of_page = static_cast<int64_t>(layout.value_bytes() / tensors[kKeys].width());
   const bool integers = layout.integers();
   struct Wanted {
     KVInput index;
@@ -130,7 +131,7 @@ OrtStatus* KVInputs::check_state(const Node& node, const Attention& call) const 
     bool used;
   };
   const Wanted all[kStates] = {{kKeys, pages, of_page, true},
-                               {kValues, pages, of_page, !layout.latent()},
+                               {kValues, pages, values_of_page, !layout.latent()},
                                {kScales, pages, static_cast<int64_t>(layout.scales()), integers},
                                {kRecent, static_cast<int64_t>(layout.slots()), static_cast<int64_t>(layout.slot_floats()), integers},
                                {kSummaries, pages, static_cast<int64_t>(layout.summary), layout.summary > 0}};

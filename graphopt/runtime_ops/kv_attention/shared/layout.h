@@ -12,8 +12,9 @@ namespace graphopt {
 // The shape of pages, with the parameters of policies. Every attribute that counts tokens is at most 2^62, as positions
 // are, so that a sum of two does not overflow.
 struct Layout : PolicyParameters {
-  Storage storage = Storage::kFloat32;
-  unsigned bits = 32, levels = 0;            // of the storage: of a number, and the largest code; 0 for floats
+  Storage storage = Storage::kFloat32, value_storage = Storage::kFloat32;  // both floats, or both codes
+  unsigned bits = 32, levels = 0;              // of keys: of a number, and the largest code; 0 for floats
+  unsigned value_bits = 32, value_levels = 0;  // the same of values
   size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
   size_t value_size = 0;                     // values are the first so many channels of keys; 0: they are stored too
   size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
@@ -26,6 +27,10 @@ struct Layout : PolicyParameters {
 
   inline __attribute__((always_inline)) void store_as(Storage how) {
     storage = how, bits = bits_of_storage(how), levels = levels_of_storage(how);
+    store_values_as(how);
+  }
+  inline __attribute__((always_inline)) void store_values_as(Storage how) {
+    value_storage = how, value_bits = bits_of_storage(how), value_levels = levels_of_storage(how);
   }
   // Fills in what follows from the parameters of policies and the sizes; `uses` says which policies heads have.
   template <typename Uses>
@@ -45,10 +50,14 @@ struct Layout : PolicyParameters {
   // Whether a token is one row, of which values are a part: a latent that all query heads share.
   GRAPHOPT_INLINE bool latent() const { return value_size > 0; }
   GRAPHOPT_INLINE size_t value_channels() const { return latent() ? value_size : size; }
-  // Bytes of the keys of a page, or of its values.
-  GRAPHOPT_INLINE size_t page_bytes() const { return page * size * bits / 8; }
+  // Bytes of the keys of a page, and of its values.
+  GRAPHOPT_INLINE size_t key_bytes() const { return page * size * bits / 8; }
+  GRAPHOPT_INLINE size_t value_bytes() const { return latent() ? 0 : page * size * value_bits / 8; }
   // Neighbouring codes that are packed together, see spec/layout.py.
-  GRAPHOPT_INLINE size_t unit() const { return bits == 3 ? 32 : bits == 6 || bits == 2 ? 16 : bits == 4 ? 8 : 4; }
+  GRAPHOPT_INLINE size_t unit() const {
+    const size_t of_keys = unit_of_bits(bits), of_values = unit_of_bits(value_bits);
+    return of_keys > of_values ? of_keys : of_values;
+  }
   // Numbers of a page of codes: low and step of each channel of keys, of each token of values, and factors of tokens.
   GRAPHOPT_INLINE size_t factors_at() const { return 2 * size + (latent() ? 0 : 2 * page); }
   GRAPHOPT_INLINE size_t scales() const { return integers() ? factors_at() + (token_factors ? page : 0) : 0; }
@@ -88,8 +97,8 @@ struct HeadState {
 
   GRAPHOPT_INLINE HeadState(const Layout& layout, const State& state, size_t row, size_t head) {
     const size_t index = row * layout.kv_heads + head, pages = index * layout.pages;
-    keys = state.keys + pages * layout.page_bytes();
-    values = layout.latent() ? nullptr : state.values + pages * layout.page_bytes();
+    keys = state.keys + pages * layout.key_bytes();
+    values = layout.latent() ? nullptr : state.values + pages * layout.value_bytes();
     scales = state.scales + pages * layout.scales();
     recent = state.recent + index * layout.slots() * layout.slot_floats();
     summaries = state.summaries + pages * layout.summary;

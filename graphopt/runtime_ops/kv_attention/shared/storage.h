@@ -3,6 +3,7 @@
 #pragma once
 
 #include "abi/half.h"
+#include "kv_attention/shared/inline.h"
 
 namespace graphopt {
 
@@ -19,6 +20,10 @@ struct Numbers {
 template <unsigned Bits>
 struct Codes {};
 
+template <unsigned Bits>
+constexpr unsigned bits_of(Codes<Bits>) {
+  return Bits;
+}
 template <typename T>
 constexpr bool is_codes(Numbers<T>) {
   return false;
@@ -79,6 +84,14 @@ inline __attribute__((always_inline)) auto with_any_storage(Storage storage, con
 }
 #undef GRAPHOPT_STORAGE_CASE
 
+// Calls visit() with the Codes of a storage of codes.
+template <typename Visit>
+inline __attribute__((always_inline)) void with_codes(Storage storage, const Visit& visit) {
+  with_any_storage(storage, [&](auto holds) __attribute__((always_inline)) {
+    if constexpr (is_codes(holds)) visit(holds);
+  });
+}
+
 // Whether GPUs have kernels for a storage of pages.
 inline bool known_to_gpus(Storage storage) {
 #define GRAPHOPT_STORAGE_KNOWN(id, name, type, bits, levels, holds) storage == Storage::id ||
@@ -100,6 +113,11 @@ inline __attribute__((always_inline)) unsigned levels_of_storage(Storage storage
                                   GRAPHOPT_TOKEN_STORAGES(GRAPHOPT_STORAGE_LEVELS)};
 #undef GRAPHOPT_STORAGE_LEVELS
   return kLevels[static_cast<int>(storage)];
+}
+
+// Neighbouring codes of so many bits that are packed together.
+GRAPHOPT_INLINE size_t unit_of_bits(unsigned bits) {
+  return bits == 3 ? 32 : bits == 6 || bits == 2 ? 16 : bits == 4 ? 8 : 4;
 }
 
 }  // namespace graphopt

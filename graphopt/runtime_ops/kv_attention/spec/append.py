@@ -77,6 +77,7 @@ def _append_token(attributes: KVAttributes, state: State, key: Array, value: Arr
 def _round_page(attributes: KVAttributes, state: State, page: int, channels: int) -> None:
     """Round a page that leaves `recent` to its codes."""
     assert attributes.levels is not None
+    assert attributes.value_levels is not None
     physical = int(attributes.physical_page(page, state["keys"].shape[1]))
     slot = state["recent"][:, int(attributes.slot(page))]
     keys, *values = np.moveaxis(slot.reshape(len(slot), attributes.parts, attributes.page, channels), 1, 0)
@@ -87,8 +88,8 @@ def _round_page(attributes: KVAttributes, state: State, page: int, channels: int
     key_codes, *scales = round_page(keys, -2, attributes.levels, attributes.clip)
     state["keys"][:, physical] = pack_keys(key_codes, attributes.storage)
     for part in values:
-        value_codes, *of_values = round_page(part, -1, attributes.levels, attributes.clip)
-        state["values"][:, physical] = pack_values(value_codes, attributes.storage)
+        value_codes, *of_values = round_page(part, -1, attributes.value_levels, attributes.clip)
+        state["values"][:, physical] = pack_values(value_codes, attributes.stored_values.name)
         scales += of_values
     state["scales"][:, physical] = np.concatenate([*scales, *(of_tokens.squeeze(-1) for of_tokens in factors)], axis=-1)
 

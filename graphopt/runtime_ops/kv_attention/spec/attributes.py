@@ -67,9 +67,9 @@ def _with_parameters(cls: type[T]) -> type[T]:
 class KVAttributes:
     """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.spec.schema`.
 
-    Every node states those that are listed here, but for a ``clip`` of 1 and ``token_factors`` of 0. A parameter of a
-    later policy is a field too, which only nodes state that have a head of that policy. Floats are rounded to
-    float32, as a node holds them.
+    Every node states those that are listed here, but for a ``clip`` of 1, ``token_factors`` of 0 and a
+    ``value_storage`` like ``storage``, which is "". A parameter of a later policy is a field too, which only nodes
+    state that have a head of that policy. Floats are rounded to float32, as a node holds them.
 
     Raises:
         ValueError: an attribute is out of its range, or two do not fit one another.
@@ -94,9 +94,12 @@ class KVAttributes:
     clip: float = 1.0
     token_factors: int = 0
     value_size: int = 0
+    value_storage: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
+        if self.value_storage == self.storage:
+            object.__setattr__(self, "value_storage", "")
         parameters = [parameter for policy in POLICIES.values() for parameter in policy.parameters()]
         floats = [parameter.name for parameter in parameters if isinstance(parameter.absent, float)]
         with np.errstate(over="ignore"):  # what float32 cannot hold is refused below, as infinite
@@ -113,9 +116,17 @@ class KVAttributes:
         for name, choices in (("page", PAGES), ("storage", STORAGES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"KVAttention: {name} is one of {choices}, not {getattr(self, name)!r}")
-        if self.levels is not None and self.page % self.stored.unit:
+        if self.value_storage and (
+            self.value_storage not in LEVELS or self.storage not in LEVELS or self.value_size != 0
+        ):
             raise ValueError(
-                f"KVAttention: with {self.storage} a page has a multiple of {self.stored.unit} tokens, not {self.page}"
+                f"KVAttention: keys and values are stored in different ways only where both are codes of their own, "
+                f"{', '.join(LEVELS)}; they are {self.storage} and {self.value_storage!r}"
+                + (f", and values are {self.value_size} channels of keys" if self.value_size else "")
+            )
+        if self.page % self.unit:
+            raise ValueError(
+                f"KVAttention: with {self.storage_name} a page has a multiple of {self.unit} tokens, not {self.page}"
             )
         if not 0 < self.clip <= 1 or (self.clip < 1 and self.levels is None):
             raise ValueError(
@@ -169,19 +180,41 @@ class KVAttributes:
             absent.add("token_factors")
         if not self.value_size:
             absent.add("value_size")
+        if not self.value_storage:
+            absent.add("value_storage")
         return {name: value for name, value in asdict(self).items() if name not in absent} | {
             "policies": list(self.policies)
         }
 
     @property
     def stored(self) -> Storage:
-        """What the storage states about itself."""
+        """What the storage of keys states about itself."""
         return STORAGE_OF[self.storage]
 
     @property
+    def stored_values(self) -> Storage:
+        """What the storage of values states about itself: that of keys, unless they have one of their own."""
+        return STORAGE_OF[self.value_storage or self.storage]
+
+    @property
+    def storage_name(self) -> str:
+        """What messages call the storage: of keys and values, or of both by turns."""
+        return f"{self.storage} keys and {self.value_storage} values" if self.value_storage else self.storage
+
+    @property
+    def unit(self) -> int:
+        """Neighbouring codes that are packed together: pages and heads are multiples of it; 1 for floats."""
+        return 1 if self.levels is None else max(self.stored.unit, self.stored_values.unit)
+
+    @property
     def levels(self) -> int | None:
-        """The largest code of the storage; ``None`` where it is floats."""
+        """The largest code of keys; ``None`` where they, and so values too, are floats."""
         return self.stored.levels
+
+    @property
+    def value_levels(self) -> int | None:
+        """The largest code of values; ``None`` where they are floats."""
+        return self.stored_values.levels
 
     @property
     def parts(self) -> int:
@@ -298,17 +331,17 @@ class KVAttributes:
             raise ValueError(
                 f"KVAttention: a head size is a multiple of {LANES}{bound} up to {most_channels}, not {head_size}"
             )
-        if self.levels is not None and head_size % self.stored.unit:
+        if head_size % self.unit:
             raise ValueError(
-                f"KVAttention: with {self.storage} a head size is a multiple of {self.stored.unit}, not {head_size}"
+                f"KVAttention: with {self.storage_name} a head size is a multiple of {self.unit}, not {head_size}"
             )
         numbers = self.page * head_size
-        elements, dtype = self.stored.elements(numbers), self.stored.dtype
+        of_values = 0 if self.value_size else self.stored_values.elements(numbers)
         summaries = self.summary_floats(head_size) + 2 * head_size * self.compensate
         leading = (batch, self.kv_heads, pages)
         return StateShapes(
-            keys=StateTensor((*leading, elements), dtype),
-            values=StateTensor((*leading, 0 if self.value_size else elements), dtype),
+            keys=StateTensor((*leading, self.stored.elements(numbers)), self.stored.dtype),
+            values=StateTensor((*leading, of_values), self.stored_values.dtype),
             scales=StateTensor((*leading, self.scale_floats(head_size))),
             recent=StateTensor((batch, self.kv_heads, self.slots, numbers * self.parts)),
             summaries=StateTensor((*leading, summaries)),

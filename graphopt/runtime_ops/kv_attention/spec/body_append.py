@@ -236,6 +236,7 @@ def _round_pages(
     """
     op, attrs = call.op, call.attrs
     assert attrs.levels is not None
+    assert attrs.value_levels is not None
     slots = attrs.recent_pages + 1
     first = op.Sub(op.Add(call.before(call.past), 1), slots)
     count = op.Div(op.Add(call.columns, attrs.page - 1), attrs.page)
@@ -244,8 +245,9 @@ def _round_pages(
     tensors = []
     scales = []
     last_scales: list[ir.Value] = []
-    roundings = zip(sources, (-2, -1), (packed_keys, packed_values), strict=False)
-    for index, (source, axis, pack) in enumerate(roundings):
+    levels = (attrs.levels, attrs.value_levels)
+    roundings = zip(sources, (-2, -1), levels, (packed_keys, packed_values), strict=False)
+    for index, (source, axis, largest, pack) in enumerate(roundings):
         tokens, is_new = call.new_tokens(source, positions)
         old = call.pick(op.Gather(before, index, axis=3), _slot(call, leaving))
         page = op.Where(is_new, tokens, old)
@@ -253,7 +255,7 @@ def _round_pages(
             factors = factors_of_tokens(op, page, call.channels)
             page = op.Div(page, factors)
             last_scales.append(op.Squeeze(factors, [-1]))
-        codes, low, step = round_numbers(op, page, axis, attrs.levels, attrs.clip)
+        codes, low, step = round_numbers(op, page, axis, largest, attrs.clip)
         tensors.append(pack(op, codes, attrs))
         scales += [op.Squeeze(low, [axis]), op.Squeeze(step, [axis])]
     tensors.append(op.Concat(*scales, *last_scales, axis=-1))

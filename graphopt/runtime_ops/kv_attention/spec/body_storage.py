@@ -20,11 +20,13 @@ from graphopt.runtime_ops.kv_attention.spec.layout import SQUARE_STEPS, TINY
 if TYPE_CHECKING:
     from onnxscript import OpBuilder
 
+    from graphopt.runtime_ops.kv_attention.spec.storages import Storage
+
 
 def packed_keys(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Value:
     """Return pages [.., .., .., T, D], floats or codes, as they are stored, [.., .., .., numbers or bytes]."""
     if attrs.levels is not None:
-        return _packed_codes(op, page, attrs.page // LANES, -1, attrs)
+        return _packed_codes(op, page, attrs.page // LANES, -1, attrs.stored)
     blocks = op.Reshape(page, [0, 0, 0, attrs.page // LANES, LANES, -1])
     return _stored_floats(op, op.Transpose(blocks, perm=[0, 1, 2, 3, 5, 4]), attrs)
 
@@ -33,14 +35,15 @@ def packed_values(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Valu
     """Return pages as they are stored, see :func:`packed_keys`."""
     if attrs.levels is not None:
         transposed = op.Transpose(page, perm=[0, 1, 2, 4, 3])
-        return _packed_codes(op, transposed, -1, attrs.page // attrs.stored.unit, attrs)
+        storage = attrs.stored_values
+        return _packed_codes(op, transposed, -1, attrs.page // storage.unit, storage)
     return _stored_floats(op, page, attrs)
 
 
 def unpacked_keys(op: OpBuilder, packed: ir.Value, attrs: KVAttributes) -> ir.Value:
     """Return stored keys as float [.., .., .., T, D]: the numbers, or codes."""
     if attrs.levels is not None:
-        blocks = _unpacked_codes(op, packed, attrs.page // LANES, -1, attrs)
+        blocks = _unpacked_codes(op, packed, attrs.page // LANES, -1, attrs.stored)
         codes = op.Reshape(blocks, [0, 0, 0, attrs.page, -1])
         return op.Cast(codes, to=ir.DataType.FLOAT)
     numbers = op.Cast(packed, to=ir.DataType.FLOAT)
@@ -51,7 +54,8 @@ def unpacked_keys(op: OpBuilder, packed: ir.Value, attrs: KVAttributes) -> ir.Va
 def unpacked_values(op: OpBuilder, packed: ir.Value, attrs: KVAttributes) -> ir.Value:
     """Return stored values as float [.., .., .., T, D]: the numbers, or codes."""
     if attrs.levels is not None:
-        blocks = _unpacked_codes(op, packed, -1, attrs.page // attrs.stored.unit, attrs)
+        storage = attrs.stored_values
+        blocks = _unpacked_codes(op, packed, -1, attrs.page // storage.unit, storage)
         codes = op.Transpose(op.Reshape(blocks, [0, 0, 0, -1, attrs.page]), perm=[0, 1, 2, 4, 3])
         return op.Cast(codes, to=ir.DataType.FLOAT)
     return op.Reshape(op.Cast(packed, to=ir.DataType.FLOAT), [0, 0, 0, attrs.page, -1])
@@ -126,14 +130,14 @@ def _type(attrs: KVAttributes) -> ir.DataType:
     return ir.DataType.from_numpy(attrs.stored.dtype)
 
 
-def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, units: int, attrs: KVAttributes) -> ir.Value:
+def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, units: int, storage: Storage) -> ir.Value:
     """Pack codes [.., lanes, summed]: ``blocks`` of 16 lanes and ``units`` of what is summed over, one of them -1."""
-    unit = attrs.stored.unit
+    unit = storage.unit
     split = op.Reshape(codes, [0, 0, 0, blocks, LANES, units, unit // 4, 4])
     fours = op.Transpose(split, perm=[0, 1, 2, 3, 5, 6, 4, 7])
     planes, shift = [], 0
-    for bits in attrs.stored.planes:
-        plane = op.BitwiseAnd(_shifted_right(op, fours, shift), 2**bits - 1) if bits < attrs.stored.bits else fours
+    for bits in storage.planes:
+        plane = op.BitwiseAnd(_shifted_right(op, fours, shift), 2**bits - 1) if bits < storage.bits else fours
         if bits < 8:
             # [.., units, lines, fours of a byte, 16, 4]
             parts = op.Reshape(plane, [0, 0, 0, blocks, units, unit // 4 * bits // 8, 8 // bits, LANES, 4])
@@ -146,9 +150,9 @@ def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, units: int, attrs
     return op.Reshape(planes[0] if len(planes) == 1 else op.Concat(*planes, axis=5), [0, 0, 0, -1])
 
 
-def _unpacked_codes(op: OpBuilder, codes: ir.Value, blocks: int, units: int, attrs: KVAttributes) -> ir.Value:
+def _unpacked_codes(op: OpBuilder, codes: ir.Value, blocks: int, units: int, storage: Storage) -> ir.Value:
     """Return codes as blocks [.., lanes / 16, 16, units, fours, 4]; arguments of :func:`_packed_codes`."""
-    unit, planes = attrs.stored.unit, attrs.stored.planes
+    unit, planes = storage.unit, storage.planes
     counts = [unit // 4 * bits // 8 for bits in planes]
     lines = op.Reshape(codes, [0, 0, 0, blocks, units, sum(counts), LANES, 4])
     parts = [lines] if len(planes) == 1 else op.Split(lines, counts, axis=5, _outputs=len(planes))

@@ -12,6 +12,7 @@ as int2; of each 32 the lower 2 bits as int2 and then the upper one of eight fou
 Keys are rounded with a scale per channel and page, values with a scale per token, after KIVI (Liu et al. 2024): a
 few channels of keys are large throughout, while values have no such channels. Keys may be divided by a factor per token
 before, so that the scale of a channel fits large and small keys (KVarN, arXiv 2606.03458, normalizes rows and columns).
+Codes of values may have other bits than those of keys.
 
 This layout is part of the operator's meaning.
 """

@@ -50,6 +50,8 @@ Attributes:
         DeepSeek-AI 2024); y is [B, S, Hq V], `values` has no elements, `scales` 2 D numbers of a page, and T with
         ``token_factors``, `recent` T D of a slot. Policies are dense or streaming, without ``compensate``. GPUs have
         no kernels for it.
+    value_storage: string, optional, of values, where they and keys are codes of different bits; where it is "" or
+        absent they are stored as keys are. Not with a ``value_size``. CPUs only.
     The kernel takes nodes without ``mass``, ``channels`` and ``compensate``, as 0.
 
 Outputs:
@@ -114,6 +116,7 @@ KV_ATTENTION = Operator(
     overload,
     without_kernel=(
         *(f"{name}=1" for name, policy in POLICIES.items() if not policy.has_kernel),
+        # also as the end of value_storage=name
         *(f"storage={name}" for name, storage in STORAGE_OF.items() if not storage.has_kernel),
     ),
 )

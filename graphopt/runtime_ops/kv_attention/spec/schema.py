@@ -96,6 +96,7 @@ SCHEMA = Schema(
         "clip": ir.AttributeType.FLOAT,
         "token_factors": ir.AttributeType.INT,
         "value_size": ir.AttributeType.INT,
+        "value_storage": ir.AttributeType.STRING,
         **{
             each.name: _TYPES[type(each.absent)]
             for policy in POLICIES.values()

@@ -188,7 +188,9 @@ def _stored_page(
     keys = unpack_keys(state["keys"][head, physical], *shape, attrs.storage).astype(np.float64)
     parts = [keys]
     if not attrs.value_size:
-        parts.append(unpack_values(state["values"][head, physical], *shape, attrs.storage).astype(np.float64))
+        parts.append(
+            unpack_values(state["values"][head, physical], *shape, attrs.stored_values.name).astype(np.float64)
+        )
     if attrs.levels is None:
         return tuple(StoredNumbers(numbers, _ZERO, _ZERO, _ZERO) for numbers in parts)
     scales = state["scales"][head, physical].astype(np.float64)
