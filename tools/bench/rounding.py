@@ -2,16 +2,18 @@
 
     python tools/bench/rounding.py gptq                  # a layer, beside its Cholesky factorization and products
     python tools/bench/rounding.py wide --rows 8192      # a Hessian factored whole, and in panels as wide ones are
+    python tools/bench/rounding.py integers              # products and sums of integers of 11 bits, beside floats
     python tools/bench/rounding.py calibration FOLDER    # statistics of a model, beside a prefill of the same text
 
-Times of ``gptq`` and ``wide`` are processor time on one core, those of ``calibration`` seconds on all cores, and of
-processors: onnxruntime's threads choose their cores themselves. Each part of it, and of ``wide``, runs in a process of
-its own, whose peak of resident memory the system reports; it counts pages of mapped files too.
+Times of ``gptq``, ``wide`` and ``integers`` are processor time on one core, those of ``calibration`` seconds on all
+cores, and of processors: onnxruntime's threads choose their cores themselves. Each part of it, and of ``wide``, runs in
+a process of its own, whose peak of resident memory the system reports; it counts pages of mapped files too.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +41,7 @@ from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.rounding import factors
 from graphopt.quantization.rounding.methods.gptq import GPTQ
 from graphopt.quantization.rounding.single_thread import one_thread
+from graphopt.quantization.statistics.integers import Matrix, add_products, integers_of, multiply
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.tasks import task_of
 
@@ -129,6 +133,37 @@ def wide(
         print(f"| {kind} | {costs['seconds']:.1f} | {costs['peak'] / 1e6:.0f} | {loss:.6f} |", flush=True)
     if len(codes) > 1:
         print(f"\n{np.mean(codes['whole'] != codes['panels']):.4%} of the weights differ")
+
+
+@app.command("integers")
+def integers(
+    rows: int = 576,
+    columns: int = 1536,
+    tokens: int = 1024,
+    rounds: Annotated[int, typer.Option(help="the least of so many times counts")] = 20,
+) -> None:
+    """Multiply inputs [tokens, rows] by a matrix [rows, columns], and sum up their products, as a calibration does."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((tokens, rows), np.float32)
+    matrix = Matrix(random.standard_normal((rows, columns), np.float32))
+    others, sums, product = x + 1, np.zeros((rows, rows)), x @ matrix.numbers
+
+    def add() -> None:
+        vectors = integers_of(x, 0)
+        add_products(vectors, vectors, sums)
+
+    with one_thread(), mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+        error = float(np.linalg.norm(multiply(x, matrix) - product) / np.linalg.norm(product))
+        cases: list[tuple[str, int, Callable[[], object]]] = [
+            ("a product of floats", columns, lambda: np.matmul(x, matrix.numbers, out=product)),
+            ("a product of integers", columns, lambda: multiply(x, matrix)),
+            ("sums of floats", rows, lambda: x.T @ others),
+            ("sums of integers", rows, add),
+        ]
+        for name, width, call in cases:
+            seconds = seconds_of(call, rounds)
+            print(f"{name}: {1e3 * seconds:.2f} ms, {2e-9 * tokens * rows * width / seconds:.0f} GFLOP/s")
+    print(f"error of the product: {error:.5f}")
 
 
 @app.command("wide-part", hidden=True)

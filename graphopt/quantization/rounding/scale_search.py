@@ -27,7 +27,7 @@ Singles = npt.NDArray[np.float32]
 
 # Where scales of paths begin: shares of the extreme, softened by what 64 normal numbers have: their largest is about
 # this many times the root of their mean square.
-_PATH_SHARES, _PEAK, _SOFTNESS = (1.0, 0.9, 0.8), 2.5, 0.25
+_PATH_SHARES, _PEAK, _SOFTNESS = (0.95, 0.85), 2.5, 0.3
 # How far a scale goes towards the best one for its codes, which change with it.
 _STRIDE = 1.6
 
@@ -38,8 +38,8 @@ class Search(BaseModel):
     Attributes:
         least: the smallest share of the extreme.
         steps: how many shares, from 1 down to it.
-        fits: how often the scale is fitted to the codes that the last one gave; twice as often where codes look at
-            their neighbours. There only three shares are tried, as scale and path follow one another.
+        fits: how often the scale is fitted to the codes that the last one gave; once more where codes look at
+            their neighbours. There only two shares are tried, as scale and path follow one another.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,7 +71,7 @@ class Search(BaseModel):
         # Relative to the largest number float32 has room for squares, however large or small weights are.
         numbers, weights = (groups / size).astype(np.float32), _relative(importance)
         if format.joint_columns != 1:
-            return _follow_paths(numbers, size, format, first, kind, weights, 2 * self.fits)
+            return _follow_paths(numbers, size, format, first, kind, weights, self.fits + 1)
         best = _State(first.scales, first.zero_points, np.full(first.scales.shape, np.inf))
         for share in np.linspace(1.0, self.least, self.steps):
             trial = scaling_at(extremes, format, float(share), kind)

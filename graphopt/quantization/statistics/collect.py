@@ -54,7 +54,7 @@ PIECE_BYTES = 1 << 30
 """Bytes that the sums of one piece may take; its weights, and the inputs of its products for one text, come on top."""
 
 # What would make other numbers of the same model and text.
-_VERSION = 5
+_VERSION = 6
 
 # Tokens of texts that are run at once; a longer text is run alone.
 _BATCH_TOKENS = 1024

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import InputError
+from graphopt.quantization.statistics.integers import has_noise, integers_of
 from graphopt.quantization.statistics.squares import Doubles, Product, Squares, products_of
 from graphopt.runtime_ops.library import library_path
 
@@ -96,6 +97,18 @@ class Moments:
     def add_terms(self, terms: Terms) -> None:
         """Add what :func:`terms_of` gives, one after the other: it adds up as if the inputs had been added here."""
         self.squares.add_products(terms.products)
+        self._add_vectors(terms)
+
+    def add_rounded(self, x: npt.NDArray[np.float32]) -> None:
+        """Add x [tokens, rows], contiguous, up to 1024 tokens, as integers of 11 bits, or as floats if they need it."""
+        integers = integers_of(x, 0)
+        if has_noise(integers, x, 0):
+            self.add(x)
+        else:
+            self._add_vectors(Terms(len(x), [], *sums_of(x)))
+            self.squares.add_integers(integers)
+
+    def _add_vectors(self, terms: Terms) -> None:
         self.total += terms.total
         np.maximum(self.largest, terms.largest, out=self.largest)
         self.fourth += terms.fourth

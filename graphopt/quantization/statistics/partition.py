@@ -35,10 +35,15 @@ class Piece:
     boundary: tuple[ir.Value, ...]
     before: tuple[ir.Value, ...]
 
-    def part(self, model: ir.Model) -> ir.Model:
-        """Return the piece as a model of its own; its outputs are the taps, then what is computed of the boundary."""
-        outputs = [*self.taps, *self.boundary_outputs]
-        graph = ir.convenience.extract(model.graph, [*model.graph.inputs, *self.before], outputs)
+    def part(self, model: ir.Model, extra_inputs: Sequence[ir.Value] = ()) -> ir.Model:
+        """Return the piece as a model of its own; its outputs are the taps, then what is computed of the boundary.
+
+        Args:
+            model: whose piece it is.
+            extra_inputs: values of the piece that are inputs, too; what only they need is left out.
+        """
+        outputs = [*self.taps, *(value for value in self.boundary_outputs if value not in extra_inputs)]
+        graph = ir.convenience.extract(model.graph, [*model.graph.inputs, *self.before, *extra_inputs], outputs)
         for port in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
             graph.inputs.remove(port)
         # Shapes that were inferred may name dimensions that this part does not know.

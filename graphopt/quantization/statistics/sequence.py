@@ -23,10 +23,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
 from graphopt.errors import InputError
 from graphopt.graph.weights import weight_of
 from graphopt.quantization.rounding.single_thread import one_thread
+from graphopt.quantization.statistics.integers import Matrix, add_products, has_noise, integers_of, multiply
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.part_runs import boundary_folder, open_part
 from graphopt.quantization.statistics.partition import Piece, columns_of, pieces_of
@@ -41,17 +43,16 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Self
 
-    import onnx_ir as ir
-
     from graphopt.ort.runner import Runner
     from graphopt.ort.session import Array
+    from graphopt.quantization.statistics.integers import Singles
     from graphopt.quantization.statistics.squares import Doubles
     from graphopt.tasks.ports import IntArray
 
     RoundProduct = Callable[[ir.Node, InputStatistics], ir.TensorProtocol | None]
     """Returns what a product will multiply by, given what its inputs look like; ``None`` where it stays as it is."""
 
-# Tokens whose products are summed in float32 before they are added up in float64.
+# Tokens whose integers have a scale of their own.
 _TOKENS = 1024
 
 # Bytes that each of both models may hand on in memory, and how often all of it goes to the disk, too: what a run that
@@ -87,6 +88,19 @@ class _Stream:
         folder = boundary_folder(self.folder, number)
         return not self.pieces[number].boundary or all((folder / str(text)).is_dir() for text in range(texts))
 
+    def products(self, number: int) -> list[ir.Node]:
+        """Return the products that a piece begins with: those of float32 that read what the piece before ends with.
+
+        They are computed outside of onnxruntime, see :mod:`graphopt.quantization.statistics.integers`.
+        """
+        if not number:
+            return []
+        return [
+            use.node
+            for use in self.pieces[number - 1].taps[0].uses()
+            if use.idx == 0 and use.node.graph is self.model.graph and _is_float32(use.node)
+        ]
+
     def take(self, number: int, text: str) -> dict[str, Array]:
         """Return what the piece before ``number`` hands on for a text, which memory forgets."""
         names = [value.name or "" for value in self.pieces[number].before]
@@ -116,6 +130,15 @@ class _Stream:
             shutil.rmtree(boundary_folder(self.folder, number - _CHECKPOINT), ignore_errors=True)
 
 
+def _is_float32(node: ir.Node) -> bool:
+    """Return whether a node is a product of float32 with a matrix, whose result nobody outside of the graph reads."""
+    weight = weight_of(node, 1) if node.op_type == "MatMul" and not node.domain else None
+    if weight is None or weight.dtype != ir.DataType.FLOAT or len(weight.shape or ()) != 2:
+        return False
+    output = node.outputs[0]
+    return not output.is_graph_output() and all(use.node.graph is node.graph for use in output.uses())
+
+
 def _end_piece(streams: Sequence[_Stream], number: int) -> None:
     for stream in streams:
         stream.end_piece(number)
@@ -133,15 +156,23 @@ class _Sums:
     shift: Doubles
 
     def add(self, original_inputs: Array, inputs: Array, *, threads: Executor) -> list[Future[None]]:
-        """Let threads add a text; each of the two sums, which are about as much work as one another, has one."""
-        return [threads.submit(self.moments.add, inputs), threads.submit(self._add_shift, original_inputs, inputs)]
-
-    def _add_shift(self, original_inputs: Array, inputs: Array) -> None:
+        """Let threads add a text; each of the two sums has one."""
         rows = self.moments.rows
         x, y = (np.ascontiguousarray(array.reshape(-1, rows), np.float32) for array in (original_inputs, inputs))
+        return [threads.submit(self._add_squares, y), threads.submit(self._add_shift, x, y)]
+
+    def _add_squares(self, y: Singles) -> None:
         for start in range(0, len(y), _TOKENS):
-            part = slice(start, start + _TOKENS)
-            self.shift += y[part].T @ (x[part] - y[part])
+            self.moments.add_rounded(y[start : start + _TOKENS])
+
+    def _add_shift(self, x: Singles, y: Singles) -> None:
+        for start in range(0, len(y), _TOKENS):
+            inputs, change = y[start : start + _TOKENS], x[start : start + _TOKENS] - y[start : start + _TOKENS]
+            input_integers, change_integers = integers_of(inputs, 0), integers_of(change, 0)
+            if has_noise(input_integers, inputs, 0) or has_noise(change_integers, change, 0):
+                self.shift += inputs.T @ change
+            else:
+                add_products(input_integers, change_integers, self.shift)
 
 
 def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
@@ -250,17 +281,33 @@ def _taps(
     stream: _Stream, number: int, runner: Runner, feeds_of_batches: Sequence[Mapping[str, Array]]
 ) -> Iterator[Iterator[Array]]:
     """Open a piece, and give what its products read, text after text; what later pieces read is handed on."""
+    piece, products = stream.pieces[number], stream.products(number)
+    matrices = [(_name(product.inputs[0]), _name(product.outputs[0]), _matrix(product)) for product in products]
 
     def run_texts() -> Iterator[Array]:
         for row, feeds in enumerate(feeds_of_batches):
             text = str(row)
-            values = pass_through(session, f"text {row + 1}", {**feeds, **stream.take(number, text)})
+            values = {**feeds, **stream.take(number, text)}
+            for source, name, matrix in matrices:
+                values[name] = multiply(values[source], matrix)
+            values = pass_through(session, f"text {row + 1}", values)
             stream.hand_on(number, text, values)
-            yield values[stream.pieces[number].taps[0].name or ""]
+            yield values[_name(piece.taps[0])]
 
     stream.folder.mkdir(exist_ok=True)
-    with open_part(runner, stream.pieces[number].part(stream.model), stream.folder / "part") as session:
+    part = piece.part(stream.model, [product.outputs[0] for product in products])
+    with open_part(runner, part, stream.folder / "part") as session:
         yield run_texts()
+
+
+def _name(value: ir.Value | None) -> str:
+    return "" if value is None else value.name or ""
+
+
+def _matrix(product: ir.Node) -> Matrix:
+    weight = weight_of(product, 1)
+    assert weight is not None and weight.const_value is not None
+    return Matrix(weight.const_value.numpy())
 
 
 class _Ahead:

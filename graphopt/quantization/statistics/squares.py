@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.quantization.statistics.integers import add_products
 from graphopt.quantization.statistics.symmetric import PANEL, panels
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from graphopt.quantization.statistics.integers import Integers
 
 Doubles = npt.NDArray[np.float64]
 
@@ -33,6 +36,7 @@ class Squares:
     def __init__(self, rows: int, spare: list[Doubles] | None = None) -> None:
         self._rows, self._spare = rows, [] if spare is None else spare
         self._blocks: dict[tuple[int, int], Doubles] = {}
+        self._is_half = False
 
     def add(self, x: npt.NDArray[np.float32]) -> None:
         """Add x^T x, computed in float32; call it in one thread of linear algebra for the same bits on any machine."""
@@ -46,6 +50,16 @@ class Squares:
             else:
                 self._blocks[key] = self._allocate(product.shape)
                 self._blocks[key][...] = product
+
+    def add_integers(self, vectors: Integers) -> None:
+        """Add x^T x for the columns of x as integers."""
+        self._is_half = True
+        for rows, columns in itertools.combinations_with_replacement(panels(self._rows), 2):
+            key = rows.start, columns.start
+            if key not in self._blocks:
+                self._blocks[key] = self._allocate((rows.stop - rows.start, columns.stop - columns.start))
+                self._blocks[key][...] = 0
+            add_products(vectors[rows], vectors[columns], self._blocks[key], half=rows == columns)
 
     def diagonal(self) -> Doubles:
         """Return the sum of x^2 for each row."""
@@ -62,6 +76,8 @@ class Squares:
             for column in range(panel.start, self._rows, PANEL):
                 block = self._blocks.get((panel.start, column))
                 if block is not None:
+                    if self._is_half and column == panel.start:
+                        block = np.triu(block) + np.triu(block, 1).T
                     columns = slice(column - panel.start, column - panel.start + block.shape[1])
                     np.divide(block, tokens, out=mean[:, columns], casting="same_kind")
             yield mean

@@ -47,9 +47,10 @@ def test_inputs_are_those_behind_rounded_products(tmp_path: Path) -> None:
         assert value is not None
         assert shift is not None
         X, Y = expected(model, value, rows), expected(after, value, rows)
-        # products of 20 tokens in float32, of numbers that are off by float32's step
+        # integers are off by half a step, 1/2046 of the largest number of a vector; so are inputs behind six products
+        bound = (1 + 6) * 2 / 2046 * np.abs(Y).max() ** 2
         for one, other in ((each.hessian(), Y.T @ Y), (shift, Y.T @ (X - Y))):
-            assert np.abs(one.numpy() - other / len(Y)).max() < 1e-5 * np.abs(Y.T @ Y / len(Y)).max()
+            assert np.abs(one.numpy() - other / len(Y)).max() <= bound
     assert np.abs(found[nodes[0]].shift().numpy()).max() == 0  # type: ignore[union-attr], nothing is in front of it
     assert np.abs(found[nodes[-1]].shift().numpy()).max() > 0  # type: ignore[union-attr]
     (folder,) = tmp_path.iterdir()
@@ -79,7 +80,8 @@ def test_what_was_cut_off_goes_on_and_what_is_kept_needs_no_run(
     with pytest.raises(KeyboardInterrupt):
         calibration(tmp_path / "cut", Runner()).inputs_in_sequence(model, nodes, "a", stop)
     # behind what lies on the disk, or the first piece: nothing was handed on there
-    boundaries = {folder.name for folder in tmp_path.rglob("boundary-*")}
+    # (the original model may be a piece ahead)
+    boundaries = {folder.name for folder in tmp_path.rglob("rounded/boundary-*")}
     assert boundaries == ({"boundary-1"} if checkpoint == 2 else set() if in_memory else {"boundary-2"})
     again = calibration(tmp_path / "cut", Runner()).inputs_in_sequence(model, nodes, "a", go_on)
     digests = [[(each.digest, each.shift_digest) for each in found.values()] for found in (whole, again)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graphopt.quantization.rounding import factors
-from tools.bench.rounding import calibration, gptq, wide_part
+from tools.bench.rounding import calibration, gptq, integers, wide_part
 
 
 def cells(line: str) -> list[str]:
@@ -38,6 +38,16 @@ def test_a_factor_in_panels_is_timed_beside_a_whole_one(
     whole, panels = (np.load(tmp_path / f"{kind}.npy") for kind in ("whole", "panels"))
     # see test_factors.py
     assert np.mean(whole != panels) < 0.02
+
+
+def test_integers_are_timed_beside_floats(capsys: pytest.CaptureFixture[str]) -> None:
+    integers(rows=64, columns=32, tokens=48, rounds=2)
+    *rows, error = capsys.readouterr().out.splitlines()
+    assert [row.split(":")[0] for row in rows] == [
+        f"{what} of {kind}" for what in ("a product", "sums") for kind in ("floats", "integers")
+    ]
+    # normal numbers: 2.5 of 1023 / 12 ** 0.5 of a step on both sides
+    assert 1e-4 < float(error.split()[-1]) < 2e-3
 
 
 def test_a_model_is_timed_beside_a_prefill(

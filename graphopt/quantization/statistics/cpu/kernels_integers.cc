@@ -1,0 +1,179 @@
+// Compiled once for each set of instructions. Integers are exact, so all of them give the same bits.
+#include "cpu/integers.h"
+
+#include "abi/instructions.h"
+#include "arch/line.h"
+#include GRAPHOPT_FAMILY_HEADER(cpu/arch, pairs.h)
+
+namespace graphopt {
+namespace {
+
+constexpr size_t kPanel = kIntegerPanel;
+constexpr size_t kPairs = 64;  // of both panels, which stay in the first cache
+
+// Scales of vectors from their largest magnitudes, which become what a number is multiplied by.
+void set_scales(float* largest, float* scales, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    const bool is_finite = largest[i] <= 3.4028234e38f, is_seen = largest[i] >= 1e-30f;
+    scales[i] = is_finite ? (is_seen ? largest[i] / kLargestInteger : 0.0f) : __builtin_nanf("");
+    largest[i] = is_finite && is_seen ? kLargestInteger / largest[i] : 0.0f;
+  }
+}
+
+// Keeps a NaN, and makes one greater than all else.
+inline float larger(float most, float number) {
+  const float size = __builtin_fabsf(number);
+  const float finite = size <= 3.4028234e38f ? size : __builtin_inff();
+  return finite > most ? finite : most;
+}
+
+// The nearest integer; that in the middle becomes even. Where a factor is 0 the number may be anything.
+inline int16_t round_to_even(float number, float factor) {
+  constexpr float kMagic = 12582912.0f;  // 1.5 x 2^23
+  const float product = factor == 0.0f ? 0.0f : number * factor;
+  return static_cast<int16_t>((product + kMagic) - kMagic);
+}
+
+// Vectors side by side: numbers of a pair of tokens, say, for 64 inputs.
+void convert_columns(const IntegersWork& work, size_t begin, size_t width) {
+  float factors[kPanel] = {};
+  for (size_t j = 0; j < work.length; ++j) {
+    const float* row = work.x + j * work.number_stride + begin;
+    for (size_t i = 0; i < width; ++i) factors[i] = larger(factors[i], row[i]);
+  }
+  set_scales(factors, work.scales + begin, width);
+  const size_t pairs = (work.length + 1) / 2;
+  int16_t* to = work.integers + begin * pairs * 2;
+  for (size_t pair = 0; pair < pairs; ++pair, to += 2 * kPanel) {
+    int16_t rows[2][kPanel] = {};
+    for (size_t half = 0; half < 2 && 2 * pair + half < work.length; ++half) {
+      const float* row = work.x + (2 * pair + half) * work.number_stride + begin;
+      for (size_t i = 0; i < width; ++i) rows[half][i] = round_to_even(row[i], factors[i]);
+    }
+    for (size_t i = 0; i < kPanel; ++i) {
+      to[2 * i] = rows[0][i];
+      to[2 * i + 1] = rows[1][i];
+    }
+  }
+}
+
+// Vectors whose numbers lie side by side.
+void convert_rows(const IntegersWork& work, size_t begin, size_t width) {
+  constexpr size_t kStrip = 64;  // numbers of a vector that are converted together
+  const size_t pairs = (work.length + 1) / 2;
+  float factors[kPanel] = {};
+  for (size_t i = 0; i < width; ++i) {
+    const float* row = work.x + (begin + i) * work.vector_stride;
+    float lanes[kColumns] = {};
+    size_t j = 0;
+    for (; j + kColumns <= work.length; j += kColumns) {
+      for (size_t lane = 0; lane < kColumns; ++lane) lanes[lane] = larger(lanes[lane], row[j + lane]);
+    }
+    for (; j < work.length; ++j) lanes[0] = larger(lanes[0], row[j]);
+    for (size_t lane = 0; lane < kColumns; ++lane) factors[i] = lanes[lane] > factors[i] ? lanes[lane] : factors[i];
+  }
+  set_scales(factors, work.scales + begin, width);
+  int16_t* to = work.integers + begin * pairs * 2;
+  for (size_t first = 0; first < pairs; first += kStrip / 2) {
+    const size_t count = pairs - first < kStrip / 2 ? pairs - first : kStrip / 2;
+    for (size_t i = 0; i < kPanel; ++i) {
+      int16_t strip[kStrip] = {};
+      if (i < width) {
+        const float* row = work.x + (begin + i) * work.vector_stride + 2 * first;
+        const size_t numbers = work.length - 2 * first < kStrip ? work.length - 2 * first : kStrip;
+        for (size_t j = 0; j < numbers; ++j) strip[j] = round_to_even(row[j], factors[i]);
+      }
+      for (size_t pair = 0; pair < count; ++pair) {
+        __builtin_memcpy(to + 2 * ((first + pair) * kPanel + i), strip + 2 * pair, 2 * sizeof(int16_t));
+      }
+    }
+  }
+}
+
+void convert(const IntegersWork& work) {
+  for (size_t begin = 0; begin < work.vectors; begin += kPanel) {
+    const size_t width = work.vectors - begin < kPanel ? work.vectors - begin : kPanel;
+    (work.vector_stride == 1 ? convert_columns : convert_rows)(work, begin, width);
+  }
+}
+
+// Adds the products of kRows vectors and kPlaces lines of others.
+GRAPHOPT_FORCE_INLINE void add_products(const int16_t* left, const int16_t* right, size_t pairs, int32_t* tile) {
+  Lanes sums[kRows][kPlaces];
+#pragma GCC unroll 8
+  for (size_t row = 0; row < kRows; ++row) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < kPlaces; ++i) {
+      __builtin_memcpy(&sums[row][i], tile + row * kPanel + i * kLanesOf, sizeof(Lanes));
+    }
+  }
+  for (size_t pair = 0; pair < pairs; ++pair, left += 2 * kPanel, right += 2 * kPanel) {
+    Pairs numbers[kPlaces];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < kPlaces; ++i) numbers[i] = load_pairs(right + 2 * i * kLanesOf);
+#pragma GCC unroll 8
+    for (size_t row = 0; row < kRows; ++row) {
+      const Pairs factor = spread_pair(left + 2 * row);
+#pragma GCC unroll 8
+      for (size_t i = 0; i < kPlaces; ++i) sums[row][i] = add_pairs(sums[row][i], factor, numbers[i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (size_t row = 0; row < kRows; ++row) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < kPlaces; ++i) {
+      __builtin_memcpy(tile + row * kPanel + i * kLanesOf, &sums[row][i], sizeof(Lanes));
+    }
+  }
+}
+
+// The sums of a panel with another.
+void multiply_panels(const int16_t* left, const int16_t* right, size_t pairs, double* totals) {
+  alignas(kLine) int32_t tile[kPanel * kPanel];
+  for (size_t i = 0; i < kPanel * kPanel; ++i) totals[i] = 0;
+  for (size_t segment = 0; segment < pairs; segment += kIntegerSegment) {
+    const size_t end = pairs - segment < kIntegerSegment ? pairs : segment + kIntegerSegment;
+    for (size_t i = 0; i < kPanel * kPanel; ++i) tile[i] = 0;
+    for (size_t begin = segment; begin < end; begin += kPairs) {
+      const size_t count = end - begin < kPairs ? end - begin : kPairs;
+      for (size_t column = 0; column < kPanel; column += kPlaces * kLanesOf) {
+        for (size_t row = 0; row < kPanel; row += kRows) {
+          add_products(left + 2 * (begin * kPanel + row), right + 2 * (begin * kPanel + column), count,
+                       tile + row * kPanel + column);
+        }
+      }
+    }
+    for (size_t i = 0; i < kPanel * kPanel; ++i) totals[i] += static_cast<double>(tile[i]);
+  }
+}
+
+void multiply(const IntegerProductsWork& work) {
+  alignas(kLine) double totals[kPanel * kPanel];
+  for (size_t row = 0; row < work.rows; row += kPanel) {
+    const size_t height = work.rows - row < kPanel ? work.rows - row : kPanel;
+    for (size_t column = work.half ? row : 0; column < work.columns; column += kPanel) {
+      const size_t width = work.columns - column < kPanel ? work.columns - column : kPanel;
+      multiply_panels(work.left + 2 * row * work.pairs, work.right + 2 * column * work.pairs, work.pairs, totals);
+      for (size_t i = 0; i < height; ++i) {
+        const double scale = static_cast<double>(work.left_scales[row + i]);
+        const size_t place = (row + i) * work.stride + column;
+        for (size_t j = 0; j < width; ++j) {
+          const double product =
+              scale * static_cast<double>(work.right_scales[column + j]) * totals[i * kPanel + j];
+          if (work.sums) work.sums[place + j] += product;
+          else work.products[place + j] = static_cast<float>(product);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+extern const IntegersKernel GRAPHOPT_NAME(kIntegers);
+const IntegersKernel GRAPHOPT_NAME(kIntegers) = convert;
+
+extern const IntegerProductsKernel GRAPHOPT_NAME(kIntegerProducts);
+const IntegerProductsKernel GRAPHOPT_NAME(kIntegerProducts) = multiply;
+
+}  // namespace graphopt
