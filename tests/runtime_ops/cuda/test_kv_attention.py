@@ -30,11 +30,14 @@ from tests.runtime_ops.kv_cases import (
     tokens_of,
 )
 
-# GPUs refuse blocks of queries that choose pages together, see test_what_a_gpu_does_not_take_is_refused
+# GPUs refuse blocks of queries that choose pages together, see test_what_a_gpu_does_not_take_is_refused, and values of
+# other bits than keys
 FROZEN = [
     case
     for case in load()
-    if case["attributes"]["storage"] in GPU_STORAGES and SparsePrefill.number not in case["attributes"]["policies"]
+    if case["attributes"]["storage"] in GPU_STORAGES
+    and SparsePrefill.number not in case["attributes"]["policies"]
+    and "value_storage" not in case["attributes"]
 ]
 
 
