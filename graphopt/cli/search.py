@@ -4,22 +4,41 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Jobs, Json, OnCluster, bytes_of, chosen_workers, out, print_json, progress
+from graphopt.cli.console import Inputs, Jobs, Json, OnCluster, bytes_of, chosen_workers, out, print_json, progress
+from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from graphopt.compile.search import FloatWeights
 
 
 @command("search")
 def search(
-    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file with a tokenizer beside it")],
+    model: Annotated[
+        Path,
+        typer.Argument(help="an exported folder or an .onnx file; of one that makes text, with a tokenizer beside it"),
+    ],
     output: Annotated[Path, typer.Option("-o", "--output", help="the recipe to write, a YAML file")],
     size: Annotated[
         str | None, typer.Option("--bytes", help="what all weights may take, such as 80MB; by default as in the recipe")
     ] = None,
-    recipe: Annotated[str, typer.Option("-r", "--recipe", help="what to do besides: preset or YAML file")] = "small",
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            "-r",
+            "--recipe",
+            help="what to do besides: preset or YAML file; by default small, or int8 for a model that makes no text",
+        ),
+    ] = None,
+    require: Annotated[
+        str | None,
+        typer.Option(help="of a model that makes no text: what its outputs must be like; by default cosine>=0.99"),
+    ] = None,
+    inputs: Inputs = None,
     formats: Annotated[
         list[str] | None, typer.Option("--format", help="to choose from, such as nl4:64: a format and its group")
     ] = None,
@@ -41,20 +60,38 @@ def search(
     Each matrix is rounded alone and the model run with it; of a mixture of experts those of all experts at once, and
     each expert counts as often as the calibration text reaches it. Then mixtures of formats are drawn and judged by
     what the whole model loses. What is measured is kept: a search that was cut off goes on where it was.
+
+    Of a model that makes no text it finds the weights that have to stay in floats, as few as meet --require.
     """
+    from graphopt.artifact.artifact import read
     from graphopt.compile.search import CHOICES, MixtureSearch
     from graphopt.compile.search import search as find
     from graphopt.compile.search.choices import choice_of, name_of
     from graphopt.report.console_table import ConsoleTable, figure_columns
+    from graphopt.tasks import TASKS
 
     room, folder = bytes_of(size), work or output.parent / f".{output.name}-search"
+    if not TASKS[read(model).manifest.task].generates:
+        if formats:
+            raise InputError(
+                "formats are chosen for models that make text; of others weights may stay in floats",
+                file=model,
+                remedy="leave --format out, and choose a recipe by -r",
+            )
+        return _search_float_weights(model, output, folder, recipe, require, room, inputs, as_json=as_json)
+    if require is not None or inputs is not None:
+        raise InputError(
+            "--require and --inputs are for models that make no text; of this one divergence is searched on text",
+            file=model,
+            remedy="leave them out, and say how many bytes there are by --bytes",
+        )
     choices = [choice_of(text) for text in formats] if formats else CHOICES
     with progress() as say, chosen_workers(jobs, cluster) as workers:
         result = find(
             model,
             room,
             folder,
-            recipe=recipe,
+            recipe=recipe or "small",
             choices=choices,
             tokens=tokens,
             mixtures=MixtureSearch(candidates=candidates, tokens=mixture_tokens, seed=seed),
@@ -88,6 +125,67 @@ def search(
             soft_wrap=True,
         )
     return None
+
+
+def _search_float_weights(
+    model: Path,
+    output: Path,
+    folder: Path,
+    recipe: str | None,
+    require: str | None,
+    size: int | None,
+    inputs: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Find the weights of a model that stay in floats, write the recipe, and print what it makes.
+
+    Raises:
+        typer.Exit: with 1, where no choice within the bytes meets what is required.
+    """
+    from graphopt.compile.search import search_float_weights
+    from graphopt.compile.search.float_weights import RECIPE, REQUIREMENT
+    from graphopt.quality.verdict import Requirement
+
+    requirement = REQUIREMENT if require is None else Requirement.parse(require)
+    with progress() as say:
+        result = search_float_weights(
+            model,
+            folder,
+            recipe=recipe or RECIPE,
+            requirement=requirement,
+            size=size,
+            inputs=inputs,
+            on_stage=say,
+        )
+    output.write_text(result.recipe.to_yaml(), encoding="utf-8")
+    if as_json:
+        print_json(result)
+    else:
+        _print_float_weights(output, result)
+    if result.unmet:
+        raise typer.Exit(1)
+
+
+def _print_float_weights(output: Path, result: FloatWeights) -> None:
+    """Print what weights cost, those that stay in floats, and what the outputs are like."""
+    from graphopt.report.console_table import ConsoleTable, figure_columns
+
+    table = ConsoleTable(["weight", "", *figure_columns("error alone")])
+    for name, cost in result.costs.items():
+        if name in result.best_trial.floats:
+            table.add_row(name, "in floats", f"{cost:.2g}")
+    if result.best_trial.floats:
+        out.print(table)
+    before, after = result.recipe_trial, result.best_trial
+    out.print(
+        f"{output}: {len(after.floats)} of {len(result.costs)} weights in floats, {after.bytes / 1e6:.2f} MB instead "
+        f"of {before.bytes / 1e6:.2f}: cosine {after.figures['cosine_mean']:.4f} instead of "
+        f"{before.figures['cosine_mean']:.4f}, on {result.samples} samples",
+        soft_wrap=True,
+    )
+    for reason in result.unmet:
+        out.print(f"not met: {reason}; more bytes, or another recipe, may", soft_wrap=True)
 
 
 @command("search-rope")

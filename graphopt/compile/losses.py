@@ -14,6 +14,7 @@ from graphopt.errors import InputError
 from graphopt.quality.losses import Losses, ProductLoss, losses_of, product_losses
 from graphopt.quality.products import Pair
 from graphopt.quality.texts import held_out_texts
+from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _pair(before: Path, after: Path, on_stage: Progress) -> Iterator[Pair]:
     """Give a model and what the exact steps of its recipe make of the model before, while files of both are there.
 
     Raises:
-        InputError: there is no recipe, or one of the steps cannot be run.
+        InputError: there is no recipe, the model reads no text, or one of the steps cannot be run.
     """
     on_stage("running the exact steps of the recipe again")
     artifact = artifacts.read(after)
@@ -106,6 +107,13 @@ def _pair(before: Path, after: Path, on_stage: Progress) -> Iterator[Pair]:
             "there is no recipe in its manifest, so its losses cannot be located",
             file=after,
             remedy="give first what it was made from, then the folder that `graphopt optimize` wrote",
+        )
+    task = TASKS[artifact.manifest.task]
+    if not task.reads_text:
+        raise InputError(
+            f"losses are located on text, and {task.noun} reads none",
+            file=after,
+            remedy="`graphopt search` finds which weights cost its outputs most, and leaves them in floats",
         )
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         compilation = Compilation(before, artifact.manifest.recipe, work=Path(folder), on_stage=on_stage)

@@ -7,6 +7,7 @@ mixtures.py      mixtures of choices, judged by the model as a whole: an evoluti
 experiment.py    a matrix or a mixture, measured by any process, from a file
 trials.py        the tasks of an experiment, what was measured before left out
 formats.py       from a model and a number of bytes to a recipe
+float_weights.py from a model that makes no text to a recipe: weights that stay in floats
 evolution.py     populations of rotary factors: mutation, crossover, selection
 rotary_inputs.py what a model makes of rotary factors: they are inputs of its graph
 rotary.py        from a model and a factor of its trained length to a recipe
@@ -15,6 +16,7 @@ jsonl.py         what was measured, in a file: a search that was cut off goes on
 
 from graphopt.compile.search.choices import CHOICES, Choice
 from graphopt.compile.search.evolution import Evolution
+from graphopt.compile.search.float_weights import FloatWeights, search_float_weights
 from graphopt.compile.search.formats import SearchResult, search
 from graphopt.compile.search.mixtures import MixtureSearch
 from graphopt.compile.search.rotary import FoundFactors, search_rope
@@ -23,9 +25,11 @@ __all__ = [
     "CHOICES",
     "Choice",
     "Evolution",
+    "FloatWeights",
     "FoundFactors",
     "MixtureSearch",
     "SearchResult",
     "search",
+    "search_float_weights",
     "search_rope",
 ]

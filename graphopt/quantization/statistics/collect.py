@@ -108,6 +108,7 @@ class Calibration:
         self._limit, self._on_stage, self._feeds = limit, on_stage, feeds
         self._spare: list[Doubles] = []
         self.statistics: dict[str, InputStatistics] = {}
+        self._ranges: dict[tuple[str, RangeMethod, float], dict[str, tuple[float, float]]] = {}
 
     @cached_property
     def texts(self) -> list[IntArray | Mapping[str, Array]]:
@@ -176,7 +177,7 @@ class Calibration:
     def ranges(
         self, model: ir.Model, values: Iterable[ir.Value], method: RangeMethod, percentile: float, *, is_random: bool
     ) -> TensorRanges:
-        """Return how far some tensors reach on the texts or samples; nothing is kept.
+        """Return how far some tensors reach on the texts or samples; this process remembers it, and no file does.
 
         Args:
             model: run as a whole, with the tensors as outputs.
@@ -193,7 +194,18 @@ class Calibration:
                 "the recipe needs ranges of tensors of the model, and it may not be run",
                 remedy="let the model run, or store weights alone: --set quantize_convolutions.activations=none",
             )
-        observers = {value.name or "": Observer() for value in values}
+        names = [value.name or "" for value in values]
+        known_ranges = self._ranges.setdefault((self.model_folder(model).name, method, percentile), {})
+        observers = {name: Observer() for name in names if name not in known_ranges}
+        if observers:
+            self._observe(model, observers)
+            known_ranges |= {name: observer.range(method, percentile) for name, observer in observers.items()}
+        ranges = {name: known_ranges[name] for name in names}
+        return TensorRanges(samples=len(self.texts), digest=self.text_digest, is_random=is_random, ranges=ranges)
+
+    def _observe(self, model: ir.Model, observers: Mapping[str, Observer]) -> None:
+        """Let observers see the tensors of their names in each run of a model."""
+        assert self._runner is not None
         tapped_model = model.clone()
         graph, inputs = tapped_model.graph, {port.name for port in model.graph.inputs}
         outputs = [value for node in graph for value in node.outputs if value.name in observers]
@@ -214,8 +226,6 @@ class Calibration:
                         observer.add(arrays[name])
                     except ValueError as error:
                         raise InputError(f"{error}, on sample {row + 1}", tensor=name) from error
-        ranges = {name: observer.range(method, percentile) for name, observer in observers.items()}
-        return TensorRanges(samples=len(self.texts), digest=self.text_digest, is_random=is_random, ranges=ranges)
 
     def inputs_in_sequence(
         self,
