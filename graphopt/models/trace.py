@@ -16,6 +16,7 @@ from graphopt.analysis.structure.ports import (
 )
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of, task_of_config
+from graphopt.models.lowering import lowered_by_node
 from graphopt.models.naming import name_parts
 from graphopt.models.ports import name_ports
 from graphopt.models.recurrence import confirm_convolved, recurrences_as_nodes, simplify
@@ -102,7 +103,10 @@ def export_graph(model: Any, source: str, task: Task) -> ir.Model:
         try:
             # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.
             no_fake_cache = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-            with recurrences_as_nodes() as calls, no_fake_cache, _without_stack_traces(), _without_other_families():
+            quicker = no_fake_cache, _without_stack_traces(), _without_other_families(), lowered_by_node()
+            with recurrences_as_nodes() as calls, contextlib.ExitStack() as stack:
+                for context in quicker:
+                    stack.enter_context(context)
                 part, inputs = task.export_parts(model, source)
                 if calls.know_tails():
                     part, inputs = task.export_parts(model, source)
