@@ -207,6 +207,7 @@ SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 1,
             "interleave_moe_layer_step": 2,
             "attention_chunk_size": 8,
+            "floor_scale": 8,
             "no_rope_layers": [1, 0],
             "layer_types": ["chunked_attention", "full_attention"],
             "pad_token_id": 0,

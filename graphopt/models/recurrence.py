@@ -340,5 +340,6 @@ _METHODS: dict[tuple[str, str], Callable[[Calls, Callable[..., Any]], Callable[.
     **{(indexer, "forward"): substitutes.minimum_as_node for indexer in _INDEXERS},
     ("Llama4TextRotaryEmbedding", "forward"): substitutes.angles,
     ("modeling_llama4", "apply_rotary_emb"): substitutes.rotate_pairs,
+    ("Llama4TextDecoderLayer", "forward"): substitutes.tempered_by_positions,
 }
 """Methods that keep states in attributes, or that cannot be written: what stands in their place, made of themselves."""

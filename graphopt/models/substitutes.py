@@ -62,6 +62,33 @@ def angles(calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def tempered_by_positions(calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` of a layer of Llama 4 whose temperature of attention grows with the positions of tokens.
+
+    Transformers counts the columns of the cache, padding too: a query at position p of a layer without rotary embedding
+    is multiplied by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1 (Nakanishi, arXiv:2501.19399). Without padding
+    both are the same.
+    """
+    del calls
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        attention = self.self_attn
+        if attention.use_rope or not attention.attn_temperature_tuning:
+            return original(self, hidden_states, *args, **kwargs)
+        ratio = (kwargs["position_ids"].float() + 1.0) / attention.floor_scale
+        temperature = (ratio.floor().log1p() * attention.attn_scale + 1.0)[..., None].to(hidden_states.dtype)
+        hook = attention.q_proj.register_forward_hook(lambda _module, _inputs, queries: queries * temperature)
+        attention.attn_temperature_tuning = False
+        try:
+            return original(self, hidden_states, *args, **kwargs)
+        finally:
+            hook.remove()
+            attention.attn_temperature_tuning = True
+
+    return forward
+
+
 def rotate_pairs(calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``apply_rotary_emb`` of Llama 4 for :func:`angles`: complex products are ``RotaryEmbedding``."""
     del calls

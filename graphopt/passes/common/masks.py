@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +39,25 @@ Bools = npt.NDArray[np.bool_]
 _MASK, _PAST_KEY = 3, 4
 _MEANINGS = ("causal and padding", "causal", "padding", "everything")
 # (batch, new tokens, past): prefill, one step, several tokens onto a cache.
-_INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40)]
+_INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40), (3, 9, 20)]
 # A window or a chunk shows only in sequences longer than itself, and its size is a constant of the arithmetic. Beyond
 # _LONGEST it takes too long to try. Constants from _ENDLESS on are no lengths: exporters write "to the end" so.
 _LONGEST, _ENDLESS = 1 << 22, 1 << 31
 # Any score added to a hidden key is at least this far below; exporters use the lowest float or -inf.
 _HIDDEN = -1e4
+
+
+class Window(NamedTuple):
+    """What a query sees of the tokens up to its own.
+
+    Attributes:
+        tokens: so many of the newest, or 0: all.
+        is_chunk: only those of its own chunk of so many tokens (Llama 4). Chunks begin with the first token that is no
+            padding.
+    """
+
+    tokens: int
+    is_chunk: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,18 @@ class _Instance:
         lengths: npt.NDArray[np.int64] = (np.arange(new)[:, None] + keys - new - np.arange(keys)[None, :])[None, None]
         return lengths
 
+    def in_window(self, window: Window) -> Bools:
+        """[batch or 1, 1, new tokens, keys]: which key each query sees by order and a window."""
+        if not window.tokens:
+            return self.causal
+        if not window.is_chunk:
+            return self.causal & (self.distance < window.tokens)
+        new, keys = self.causal.shape[2:]
+        positions = np.arange(keys) - self.padding[:, 0, 0].argmax(-1)[:, None]
+        chunks = positions // window.tokens
+        is_alike: Bools = chunks[:, None, keys - new :, None] == chunks[:, None, None, :]
+        return self.causal & is_alike
+
 
 GUARD_REMOVED = Rule("canonicalize.guard-removed", "guard for queries that see no key removed")
 GUARD_NOT_RUN = Rule("canonicalize.guard-not-run", "the condition of the guard cannot be evaluated on its own")
@@ -80,7 +105,7 @@ NOT_CAUSAL = Rule(
     "mask.not-causal",
     "it is neither causal nor causal with padding, nor padding alone (a sliding window, perhaps)",
 )
-NO_WINDOW = Rule("mask.no-window", "it is neither causal nor a sliding window, with padding or without")
+NO_WINDOW = Rule("mask.no-window", "it is neither causal, nor a sliding window, nor chunks, with padding or without")
 NOT_TRIED = Rule("mask.not-tried", "it could not be run on a single sequence")
 NO_CALLS = Rule("mask.no-calls", "nothing tells how {noun} is fed in sizes that would show what the mask means")
 SHOWS_PADDING = Rule("mask.shows-padding", "it lets queries see padding, which a cache in pages does not store")
@@ -127,7 +152,9 @@ class MaskEvaluator:
                 port.shape = ir.Shape(["batch", "heads", "past", "size"])
             if port.name == INPUTS_EMBEDS:
                 port.shape = ir.Shape(["batch", "length", "width"])  # likewise, fed as [batch, length, 1]
+        # Of rows with padding only longer ones tell chunks of columns from chunks of tokens.
         lengths_around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
+        lengths_around += [(2, 2, length + length // 2) for length in lengths]
         calls = list(task.calls(graph, _INSTANCES + lengths_around))
         if not calls:  # every meaning would agree with nothing
             return NO_CALLS(noun=task.noun)
@@ -155,8 +182,8 @@ class MaskEvaluator:
             meanings = [meaning for meaning in meanings if _is_equal(visible, instance.seen(meaning))]
         return meanings[0] if meanings else NOT_CAUSAL()
 
-    def window(self, mask: ir.Value, *, is_causal: bool) -> int | Fact:
-        """Return the sliding window of ``mask`` in tokens, 0 for none, if it means causal and not padding, or why not.
+    def window(self, mask: ir.Value, *, is_causal: bool) -> Window | Fact:
+        """Return the window of ``mask`` if it means causal and not padding, or why not.
 
         Args:
             mask: the mask.
@@ -178,21 +205,26 @@ class MaskEvaluator:
             return NOT_TRIED()
         keys = longest.padding.shape[-1]
         meanings = int(np.broadcast_to(visible, (*visible.shape[:3], keys))[0, 0, -1].sum())
-        window = 0 if meanings == keys else meanings
-        hides = shows = True
-        for instance, visible, _ in views:
-            in_window = instance.causal & (instance.distance < window) if window else instance.causal
-            hides &= _is_equal(visible, in_window & instance.padding)
-            shows &= _is_equal(visible, in_window & np.ones_like(instance.padding))
-        if hides:
-            return window
-        if shows:
-            return SHOWS_PADDING()
-        return NO_WINDOW()
+        windows = [Window(0 if meanings == keys else meanings)]
+        # The first key that a query sees is the first one of its chunk.
+        first_keys = [
+            np.broadcast_to(rows, (*rows.shape[:3], instance.padding.shape[-1])).argmax(-1)
+            for instance, rows in singles
+        ]
+        chunk = int(np.gcd.reduce(np.concatenate([first.ravel() for first in first_keys])))
+        if chunk:
+            windows.append(Window(chunk, is_chunk=True))
+        shows = False
+        for window in windows:
+            pairs = [(instance.in_window(window), instance.padding, rows) for instance, rows, _ in views]
+            if all(_is_equal(rows, in_window & padding) for in_window, padding, rows in pairs):
+                return window
+            shows |= all(_is_equal(rows, in_window) for in_window, _, rows in pairs)
+        return SHOWS_PADDING() if shows else NO_WINDOW()
 
-    def without_mask(self) -> int | Fact:
-        """Return the window of causal attention without a mask: 0, or why it does not hide padding."""
-        return SHOWS_PADDING() if self._has_padding else 0
+    def without_mask(self) -> Window | Fact:
+        """Return the window of causal attention without a mask: none, or why it does not hide padding."""
+        return SHOWS_PADDING() if self._has_padding else Window(0)
 
 
 def _numbers(part: ir.Graph) -> set[int]:

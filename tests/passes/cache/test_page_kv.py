@@ -33,6 +33,8 @@ WINDOWS = dict.fromkeys(("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "mixtral"
 WINDOWS |= {"gpt_oss": (6,), "gemma3": (6, 0), "mistral_window": (6,), "qwen3": (0,), "falcon_new": (0,)}
 # of two layers the second reads the keys and values of the first
 WINDOWS |= {"gemma3n": (0, 0)}
+# chunks in the first
+WINDOWS |= {"llama4": (8, 0)}
 
 
 def logits_by_calls(opened: onnxruntime.InferenceSession, calls: list[int], paddings: list[int]) -> np.ndarray:
@@ -61,6 +63,7 @@ def test_logits_stay_in_prefill_and_decode_and_ragged_batches(
     report = run_pass(model, "page_kv", page=16)
     assert not report.skips
     assert tuple(layer.attributes.window for layer in layers_of(model.graph)) == WINDOWS[family]
+    assert [layer.attributes.chunks for layer in layers_of(model.graph)].count(1) == (family == "llama4")
     assert "attention_mask" not in [value.name for value in model.graph.inputs]
     after = session(model, tmp_path / "after")
     # a prefill; single tokens across the end of a page; pieces; rows that are mostly padding
@@ -333,7 +336,7 @@ def _cache_read_elsewhere(model: ir.Model) -> None:
     ("spoil", "reason"),
     [
         (_bias, "it adds a bias to visible scores"),
-        (_not_causal, "neither causal nor a sliding window"),
+        (_not_causal, "neither causal, nor a sliding window, nor chunks"),
         (_without_mask, "it lets queries see padding"),
         (_mask_read_elsewhere, "ReduceSum count reads attention_mask too"),
         (_cache_read_elsewhere, "its cache is read elsewhere"),
@@ -385,9 +388,9 @@ def test_a_second_time_changes_nothing(make_artifact: MakeArtifact) -> None:
     assert {layer_of(node).attributes.page for node in kv_nodes(model.graph)} == {64}
 
 
-def test_chunks_are_no_window(make_artifact: MakeArtifact) -> None:
+def test_chunks_of_columns_are_none_of_tokens(make_artifact: MakeArtifact) -> None:
     model = canonical(make_artifact("llama"))
-    # a query sees only keys of its own eight columns
+    # a query sees only keys of its own eight columns, padding counted
     tape = ir.tape.Tape()
     one, eight = (new_weight(model.graph, f"n{n}", ir.tensor(np.array(n, np.int64))) for n in (1, 8))
     zero = new_weight(model.graph, "n0", ir.tensor(np.array(0, np.int64)))
@@ -403,9 +406,9 @@ def test_chunks_are_no_window(make_artifact: MakeArtifact) -> None:
     for node in tape.nodes:
         node.name = node.outputs[0].name = f"chunks.{len(model.graph)}.{id(node)}"
     attention = _attention(model)
-    mask = ir.node("And", [attention.inputs[3], same], name="chunked")
-    mask.outputs[0].name, mask.outputs[0].dtype = "chunked.out", ir.DataType.BOOL
+    mask = ir.node("And", [attention.inputs[3], same], name="chunks")
+    mask.outputs[0].name, mask.outputs[0].dtype = "chunks.out", ir.DataType.BOOL
     model.graph.insert_before(attention, [*tape.nodes, mask])
     attention.replace_input_with(3, mask.outputs[0])
     reasons = [str(skip.reason) for skip in run_pass(model, "page_kv").skips]
-    assert "neither causal nor a sliding window" in reasons[0]
+    assert "neither causal, nor a sliding window, nor chunks" in reasons[0]

@@ -25,7 +25,7 @@ class Call(ctypes.Structure):
         ("storage", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in (*_COUNTS, *_TOKENS)),
         *((name, ctypes.c_float) for name in ("mass", "scale", "softcap", "clip")),
-        *((name, ctypes.c_int32) for name in ("mean", "compensate")),
+        *((name, ctypes.c_int32) for name in ("mean", "compensate", "chunks")),
         *((name, ctypes.c_void_p) for name in (*_POINTERS, *_STATE, "y", "scratch")),
         ("list_bytes", ctypes.c_size_t),
     ]
@@ -51,7 +51,7 @@ class Kernels:
         call = Call(type=TYPES[self.dtype], storage=STORAGES.index(attrs.storage), list_bytes=self.list_bytes)
         call.rows, call.columns, call.group, call.size = rows, columns, query.shape[2] // width, width // attrs.kv_heads
         call.page, call.pages, call.mean = attrs.page, state[0].shape[2], attrs.summary == "mean"
-        for name in ("kv_heads", *_TOKENS, "mass", "scale", "softcap", "clip", "compensate"):
+        for name in ("kv_heads", *_TOKENS, "mass", "scale", "softcap", "clip", "compensate", "chunks"):
             setattr(call, name, getattr(attrs, name))
         on_host: dict[str, np.ndarray] = {
             "policies": np.array([attrs.policy(head) for head in range(attrs.kv_heads)], np.uint8),

@@ -99,6 +99,7 @@ def test_windows_softcaps_and_rows_of_different_lengths(kernels: ctypes.CDLL, st
         sinks=5,
         recent=30,
         budget=1,
+        chunks=GPU_STORAGES.index(storage) % 2,
     )
     new = ((30, 7, 0), (0, 0, 0), (0, 2, 1), (1, 20, 2))
     results = compare(attributes, tokens_of(attributes, 56, batch=3), 5, (30, 4, 2, 20), new=new, run=Kernels(kernels))

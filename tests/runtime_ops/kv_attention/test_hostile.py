@@ -211,11 +211,13 @@ def honest(draw: st.DrawFn) -> Case:
     page, size = (-(-count // unit) * unit for count in (page, size))
     policies = draw(st.one_of(st.just([1]), st.just([0]), st.lists(st.integers(0, 2), min_size=heads, max_size=heads)))
     compensate = draw(st.integers(0, 1))
+    window = 0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 40]))
     attributes = KVAttributes(
         kv_heads=heads,
         scale=draw(st.sampled_from([0.25, 1.0])),
         softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
-        window=0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 40])),
+        window=window,
+        chunks=draw(st.integers(0, 1)) if window else 0,
         page=page,
         storage=storage,
         value_storage=of_values,

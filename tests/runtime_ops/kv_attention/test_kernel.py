@@ -174,7 +174,7 @@ FEW_OF_BOTH = SOME_OF_BOTH[::2]
 def test_windows_and_softcaps(instructions: str, storage: str, policies: list[int]) -> None:
     attributes = attributes_of(storage=storage, policies=policies, window=20, softcap=3.0, sinks=5, recent=30, budget=1)
     compare(attributes, tokens_of(attributes, 55, batch=2), 5, (50, 3, 1, 1))
-    attributes = attributes_of(storage=storage, policies=policies, window=50, sinks=20, recent=7, budget=2)
+    attributes = attributes_of(storage=storage, policies=policies, window=50, sinks=20, recent=7, budget=2, chunks=1)
     compare(attributes, tokens_of(attributes, 125, sink_query=True), 8, (90, 1, 33, 1))
 
 
@@ -371,6 +371,8 @@ def test_a_cache_that_is_too_small_to_wrap() -> None:
         ({"channels": -1}, "channels must be from 0"),
         ({"compensate": 2}, "compensate must be from 0 to 1, it is 2"),
         ({"compensate": 1, "window": 7}, "with a window of the model's own, 7"),
+        ({"chunks": 1}, "chunks must be 0, or 1 with a window above 0; they are 1 and 0"),
+        ({"chunks": 2, "window": 7}, "they are 2 and 7"),
         ({"mass": -0.5}, "mass must be a share from 0 to 1, it is -0.5"),
         ({"mass": float("nan")}, "mass must be a share from 0 to 1, it is nan"),
         ({"mass": 1}, "mass is of another type"),

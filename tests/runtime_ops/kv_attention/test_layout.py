@@ -266,6 +266,7 @@ def test_dimensions_may_be_names() -> None:
         ({"kv_heads": 0}, "kv_heads is at least 1, not 0"),
         ({"recent": 0}, "recent is at least 1, not 0"),
         ({"window": -1}, "window is at least 0, not -1"),
+        ({"chunks": 1}, "chunks is 0, or 1 with a window above 0; it is 1 with 0"),
         ({"softcap": float("nan")}, "softcap is at least 0, not nan"),
         ({"scale": float("inf")}, "must be finite"),
         ({"scale": 1e39}, "scale inf and softcap 0.0 must be finite"),

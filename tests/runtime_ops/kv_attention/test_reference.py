@@ -39,17 +39,28 @@ def standard(attributes: KVAttributes, tokens: Arrays, mask: np.ndarray) -> np.n
     return session.run(None, inputs)[0]
 
 
-def causal(columns: int, window: int = 0) -> np.ndarray:
+def causal(columns: int, window: int = 0, chunks: int = 0) -> np.ndarray:
     query, key = np.arange(columns)[:, None], np.arange(columns)[None]
+    if chunks:
+        return (key <= query) & (key // window == query // window)
     return (key <= query) & ((key > query - window) if window else True)
 
 
-@pytest.mark.parametrize("others", [{}, {"softcap": 2.0}, {"window": 20}, {"scale": 1.5, "softcap": 5.0, "window": 3}])
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"softcap": 2.0},
+        {"window": 20},
+        {"window": 12, "chunks": 1},
+        {"scale": 1.5, "softcap": 5.0, "window": 3},
+    ],
+)
 @pytest.mark.parametrize("calls", [(50,), (17, 1, 1, 31)])
 def test_dense_is_attention(others: dict[str, Any], calls: tuple[int, ...]) -> None:
     attributes = attributes_of(**others)
     tokens = tokens_of(attributes, 50, batch=2, group=3, head_size=32)
-    mask = np.broadcast_to(causal(50, attributes.window), (2, 6, 50, 50))
+    mask = np.broadcast_to(causal(50, attributes.window, attributes.chunks), (2, 6, 50, 50))
     assert np.abs(Fed(attributes, tokens, 4).calls(*calls) - standard(attributes, tokens, mask)).max() < CLOSE
 
 

@@ -92,4 +92,6 @@ def honest(
     }
     if value_size:
         attributes["value_size"] = value_size
+    if attributes["window"] and draw(st.booleans()):
+        attributes["chunks"] = 1
     return Case("PagedAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes)

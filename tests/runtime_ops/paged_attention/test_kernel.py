@@ -99,15 +99,15 @@ def random_case(
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("size", [64, 192, 256])
-def test_larger_heads_over_many_blocks(size: int, storage: str) -> None:
+@pytest.mark.parametrize(("size", "chunks"), [(64, 0), (192, 0), (256, 0), (64, 1)])
+def test_larger_heads_over_many_blocks(size: int, chunks: int, storage: str) -> None:
     new, past = [1, 70, 1, 3], [200, 0, 37, 5]
     order = iter(np.random.default_rng(0).permutation(40))
     table = np.full((4, 16), -1)
     for row in range(4):
         for column in range(-(-(past[row] + new[row]) // 16)):
             table[row, column] = next(order)
-    case = random_case(new, past, table, size, storage, window=50)
+    case = random_case(new, past, table, size, storage, window=50, chunks=chunks)
     y, *after = reference(*arrays(case), **case.attributes)
     found, *stored = by_kernel(case)
     for expected, made in zip(after, stored, strict=True):

@@ -88,19 +88,33 @@ def test_requests_together_are_requests_alone() -> None:
     np.testing.assert_array_equal(values[[2, 4, 6]], inputs["values"][[2, 4, 6]])
 
 
-def test_a_prompt_in_pieces_is_a_prompt_at_once() -> None:
-    whole = requests([40], [0], [[5, 1, 2]])
-    expected, *after = reference(*whole.values(), **{**SIZES, "window": 6, "softcap": 3.0})
+@pytest.mark.parametrize("reach", [{"window": 6}, {"window": 6, "chunks": 1}])
+def test_a_prompt_in_pieces_is_a_prompt_at_once(reach: dict[str, int]) -> None:
+    whole, attributes = requests([40], [0], [[5, 1, 2]]), {**SIZES, **reach, "softcap": 3.0}
+    expected, *after = reference(*whole.values(), **attributes)
     state, found = [whole["keys"], whole["values"]], []
     for begin, end in ((0, 12), (12, 13), (13, 40)):
         piece = {name: whole[name][begin:end] for name in ("query", "key", "value")}
         piece |= {"starts": np.array([0, end - begin], np.int32), "past": np.array([begin], np.int32)}
         piece |= {"keys": state[0], "values": state[1]}
-        y, *state = reference(*{**whole, **piece}.values(), **{**SIZES, "window": 6, "softcap": 3.0})
+        y, *state = reference(*{**whole, **piece}.values(), **attributes)
         found.append(y)
     # the same sums in float64
     np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-12)
     np.testing.assert_array_equal(state[:2], after[:2])
+
+
+def test_a_chunk_is_a_prompt_of_its_own() -> None:
+    """The second chunk, of 6 tokens, sees what it would see without a past; the body says the same."""
+    whole, attributes = requests([12], [0], [[5]]), {**SIZES, "window": 6, "chunks": 1}
+    expected, *_ = reference(*whole.values(), **attributes)
+    second = {name: whole[name][6:] for name in ("query", "key", "value")}
+    alone, *_ = reference(*{**whole, **second, "starts": np.array([0, 6], np.int32)}.values(), **SIZES)
+    np.testing.assert_allclose(expected[6:], alone, rtol=1e-12)
+    # sums of 64 products of normal numbers in float32, and of at most 6 weights
+    assert np.abs(by_body(whole, window=6, chunks=1)[0] - expected).max() < 1e-5
+    with pytest.raises(ValueError, match="chunks is 0, or 1 with a window above 0; they are 1 and 0"):
+        reference(*whole.values(), **{**SIZES, "chunks": 1})
 
 
 def test_a_shared_prefix_is_read_by_both() -> None:

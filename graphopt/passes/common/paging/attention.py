@@ -14,7 +14,7 @@ from graphopt.passes.common.sinks import SCORES, sinks_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT
 
 if TYPE_CHECKING:
-    from graphopt.passes.common.masks import MaskEvaluator
+    from graphopt.passes.common.masks import MaskEvaluator, Window
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _VALID = range(7)
 _SIZES = range(16, 257, 16)
@@ -52,7 +52,8 @@ class Meaning:
         head_size: numbers of a query, key or value.
         scale: what scores are multiplied by.
         softcap: the soft cap of scores; 0: none.
-        window: the query at position p sees positions > p - window; 0: all.
+        window: the query at position p sees positions > p - window; 0: all. If it is a chunk, positions from the
+            last multiple of it on.
         sinks: logits that join the softmax, float32 [1, query heads, 1, 1]; ``None`` without.
         latent: what it reads where values are a part of keys.
         source: the node whose keys and values it reads, see :func:`source_of`; ``None`` where it has its own.
@@ -64,7 +65,7 @@ class Meaning:
     head_size: int
     scale: float
     softcap: float
-    window: int
+    window: Window
     sinks: ir.Value | None = None
     latent: Latent | None = None
     source: ir.Node | None = None
@@ -228,7 +229,7 @@ def _width(value: ir.Value) -> int | None:
     return width if isinstance(width, int) else None
 
 
-def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> int | Fact:
+def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> Window | Fact:
     is_causal = node.attributes.get_int("is_causal", 0) == 1
     if mask is None:
         if not is_causal:

@@ -37,6 +37,7 @@ OWNS_CACHE = Rule(
     "page_kv.owns-cache",
     "owns its cache, in pages of {page} tokens",
     window=", a window of {window} tokens",
+    chunk=", chunks of {chunk} tokens",
     sinks=", with logits of sinks",
     source=", and stores the keys and values of {source} once more",
 )
@@ -139,10 +140,11 @@ def _rewrite(
             meaning.kv_heads,
             meaning.scale,
             softcap=meaning.softcap,
-            window=meaning.window,
+            window=meaning.window.tokens,
+            chunks=int(meaning.window.is_chunk),
             page=page,
-            policies=(STREAMING,) if meaning.window else (DENSE,),
-            recent=max(1, meaning.window),
+            policies=(STREAMING,) if meaning.window.tokens else (DENSE,),
+            recent=max(1, meaning.window.tokens),
             value_size=meaning.value_size,
         ),
     )
@@ -175,7 +177,9 @@ def _rewrite(
             graph.inputs.remove(past)
     connect(graph, attention, layer)
     figures = {"sinks": meaning.sinks is not None, "source": None if source is None else source.name}
-    ledger.changed(attention, OWNS_CACHE(page=page, window=meaning.window, **figures), sources)
+    tokens, is_chunk = meaning.window
+    sizes = {"window": 0 if is_chunk else tokens, "chunk": tokens if is_chunk else 0}
+    ledger.changed(attention, OWNS_CACHE(page=page, **sizes, **figures), sources)
     return attention
 
 

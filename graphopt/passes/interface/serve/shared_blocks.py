@@ -68,8 +68,7 @@ def share_blocks(graph: ir.Graph, node: ir.Node, layer: PagedLayer, tokens: Pack
     kv = layer.attributes
     names = ("kv_heads", "window", "scale", "softcap", "storage")
     attributes = {name: getattr(kv, name) for name in names}
-    if kv.value_size:
-        attributes["value_size"] = kv.value_size
+    attributes |= {name: getattr(kv, name) for name in ("value_size", "chunks") if getattr(kv, name)}
     shape: list[int | str | None] = ["num_blocks", block, kv.kv_heads, _width(layer, block)]
     dtype = ir.DataType.from_numpy(kv.stored.dtype)
     pools = {part: ir.val(CachePort(layer.number, part).past, dtype, shape) for part in GROWING}

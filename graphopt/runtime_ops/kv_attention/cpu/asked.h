@@ -81,7 +81,7 @@ class AskedScores {
 inline Visible seen_besides(const Layout& layout, int64_t position, int64_t logical) {
   const int64_t page = static_cast<int64_t>(layout.page), base = logical * page;
   int64_t begin = layout.sinks;
-  if (layout.window && position - layout.window + 1 > begin) begin = position - layout.window + 1;
+  if (layout.first_seen(position) > begin) begin = layout.first_seen(position);
   const auto offset = [&](int64_t token) {
     return static_cast<int>(token < base ? 0 : token > base + page ? page : token - base);
   };

@@ -20,7 +20,7 @@ struct GraphoptKVAttention {
   // attributes of the operator
   int64_t sink_pages, recent_pages, window, sinks, recent, budget, channels;
   float mass, scale, softcap, clip;  // clip above 0 and at most 1
-  int32_t mean, compensate;
+  int32_t mean, compensate, chunked;
   const uint8_t* policies;                // host: [Hk], numbers in GRAPHOPT_POLICIES, see kv_attention/shared/policy.h
   const int64_t *past, *fresh;            // host: [B], tokens that a row has, and that it gets
   const void *query, *key, *value;        // [B, S, Hk G D], [B, S, Hk D] twice

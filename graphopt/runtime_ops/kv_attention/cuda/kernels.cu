@@ -79,7 +79,7 @@ CudaCall some_rows(const GraphoptKVAttention& from, int64_t first) {
   layout.window = tokens(from.window), layout.sinks = tokens(from.sinks), layout.recent = tokens(from.recent);
   layout.budget = tokens(from.budget), layout.channels = from.channels, layout.mass = from.mass;
   layout.scale = from.scale, layout.softcap = from.softcap, layout.clip = from.clip;
-  layout.mean = from.mean, layout.compensate = from.compensate;
+  layout.mean = from.mean, layout.compensate = from.compensate, layout.chunked = from.chunked;
   bool uses[kPolicies] = {};
   for (int64_t head = 0; head < from.kv_heads; ++head) {
     call.policies[head] = static_cast<Policy>(from.policies[head]);

@@ -73,6 +73,7 @@ struct Kernel : KVTypes<Activations> {
     call.channels = layout.channels;
     call.mass = layout.mass, call.scale = layout.scale, call.softcap = layout.softcap, call.clip = layout.clip;
     call.mean = layout.mean, call.compensate = layout.compensate;
+    call.chunked = static_cast<int32_t>(layout.chunked);
     call.policies = reinterpret_cast<const uint8_t*>(attributes.policies.get());
     call.past = attention.past, call.fresh = attention.fresh;
     call.query = attention.query, call.key = attention.key, call.value = attention.value;

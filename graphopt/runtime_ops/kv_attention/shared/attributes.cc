@@ -82,6 +82,13 @@ struct ParameterReader {
 
 }  // namespace
 
+OrtStatus* read_chunked(const Node& node, const OrtKernelInfo* info, Layout* layout) {
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "chunks", &layout->chunked));
+  if (layout->chunked == 0 || (layout->chunked == 1 && layout->window > 0)) return nullptr;
+  return node.error("its attribute chunks must be 0, or 1 with a window above 0; they are %lld and %lld",
+                    print(layout->chunked), print(layout->window));
+}
+
 OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int type) {
   int64_t heads = 0, page = 0;
   char storage[16] = {}, value_storage[16] = {};
@@ -105,6 +112,7 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
     GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, count.name, count.value));
     GRAPHOPT_RETURN_IF_ERROR(check_count(node, count.name, count.value, count.least, count.most));
   }
+  GRAPHOPT_RETURN_IF_ERROR(read_chunked(node, info, &layout));
   int64_t value_size = 0;
   GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "value_size", &value_size));
   if (value_size % 16 || value_size < 0 || value_size > kMostLatent) {

@@ -46,6 +46,9 @@ struct KVAttributes {
   OrtStatus* read(const Node& node, const OrtKernelInfo* info, int type);
 };
 
+// Reads the attribute `chunks`, and whether it fits the window that was read before it.
+OrtStatus* read_chunked(const Node& node, const OrtKernelInfo* info, Layout* layout);
+
 // A tensor of up to 4 axes; reading it takes no memory.
 struct Given {
   void* data = nullptr;

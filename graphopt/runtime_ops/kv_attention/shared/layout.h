@@ -21,6 +21,7 @@ struct Layout : PolicyParameters {
   size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by come first; and all
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
   int64_t window = 0, sinks = 0, recent = 1;
+  int64_t chunked = 0;  // whether the window of a token begins with its chunk of so many tokens, see first_seen
   float scale = 1, softcap = 0;
   int64_t token_factors = 0;  // whether keys of a page have factors by token
   float clip = 1;             // of what the numbers of a set span, the share that codes span
@@ -65,6 +66,11 @@ struct Layout : PolicyParameters {
   GRAPHOPT_INLINE size_t slot_floats() const { return (latent() ? 1 : 2) * page * size; }
 
   GRAPHOPT_INLINE int64_t page_of(int64_t position) const { return position / static_cast<int64_t>(page); }
+  // The first position that the model's own window shows the query at `position`; it never decreases with that.
+  GRAPHOPT_INLINE int64_t first_seen(int64_t position) const {
+    if (!window || position < window) return 0;
+    return chunked ? position - position % window : position - window + 1;
+  }
   // Pages of sink tokens, which stay readable: they are not overwritten when a cache wraps.
   GRAPHOPT_INLINE int64_t fixed_pages() const {
     return (sinks + static_cast<int64_t>(page) - 1) / static_cast<int64_t>(page);
@@ -120,7 +126,7 @@ GRAPHOPT_INLINE Visible visible(const Layout& layout, int64_t position, int64_t 
   const auto offset = [&](int64_t token) __attribute__((always_inline)) {
     return static_cast<int>(token < base ? 0 : token > base + page ? page : token - base);
   };
-  const int begin = layout.window ? offset(position - layout.window + 1) : 0, end = offset(position + 1);
+  const int begin = offset(layout.first_seen(position)), end = offset(position + 1);
   Visible seen;
   if (begin >= end) return seen;
   const int sinks_end = offset(layout.sinks), recent_begin = offset(position - layout.recent + 1);

@@ -13,7 +13,7 @@ struct Candidates {
   GRAPHOPT_INLINE Candidates(const Layout& layout, int64_t position) {
     int64_t begin = layout.sinks;
     const int64_t last = position - layout.recent;
-    if (layout.window && position - layout.window + 1 > begin) begin = position - layout.window + 1;
+    if (layout.first_seen(position) > begin) begin = layout.first_seen(position);
     if (begin > last) return;
     first = layout.page_of(begin), end = layout.page_of(last) + 1;
   }
@@ -26,7 +26,7 @@ GRAPHOPT_INLINE Candidates pages_seen(const Call& call, const Queries& queries) 
   const int64_t first = call.position(queries.row, queries.first_column);
   Candidates seen;
   seen.end = layout.page_of(call.position(queries.row, queries.end_column - 1)) + 1;
-  if (layout.window && first >= layout.window) seen.first = layout.page_of(first - layout.window + 1);
+  seen.first = layout.page_of(layout.first_seen(first));
   return seen;
 }
 
@@ -53,7 +53,7 @@ struct PageRange {
   size_t pages;
 
   GRAPHOPT_INLINE PageRange(const Layout& layout, Policy policy, int64_t first, int64_t last) {
-    begin = layout.window ? first - layout.window + 1 : 0;
+    begin = layout.first_seen(first);
     if (may_drop(policy) && first - layout.recent + 1 > begin) begin = first - layout.recent + 1;
     begin = begin > 0 ? layout.page_of(begin) : 0;
     const int64_t fixed = layout.fixed_pages();

@@ -52,6 +52,14 @@ Dimension = int | str
 T = TypeVar("T")
 
 
+def first_seen(positions: npt.ArrayLike, window: int, chunks: int) -> npt.NDArray[np.int64]:
+    """Return the first position that queries at these positions see of a window of tokens, 0 for none, or of chunks."""
+    queries = np.asarray(positions, np.int64)
+    if not window:
+        return np.zeros_like(queries)
+    return queries - queries % window if chunks else np.maximum(queries - window + 1, 0)
+
+
 def _with_parameters(cls: type[T]) -> type[T]:
     """Give a class the fields for those parameters of policies that it does not state itself."""
     for policy in POLICIES.values():
@@ -95,6 +103,7 @@ class KVAttributes:
     token_factors: int = 0
     value_size: int = 0
     value_storage: str = ""
+    chunks: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
@@ -141,6 +150,10 @@ class KVAttributes:
             raise ValueError(
                 f"KVAttention: value_size is a multiple of {LANES} up to {MOST_LATENT}, not {self.value_size}"
             )
+        if self.chunks not in (0, 1) or (self.chunks and not self.window):
+            raise ValueError(
+                f"KVAttention: chunks is 0, or 1 with a window above 0; it is {self.chunks} with {self.window}"
+            )
         for parameter in parameters:
             parameter.check(getattr(self, parameter.name))
         if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
@@ -178,10 +191,7 @@ class KVAttributes:
             absent.add("clip")
         if not self.token_factors:
             absent.add("token_factors")
-        if not self.value_size:
-            absent.add("value_size")
-        if not self.value_storage:
-            absent.add("value_storage")
+        absent.update(name for name in ("value_size", "value_storage", "chunks") if not getattr(self, name))
         return {name: value for name, value in asdict(self).items() if name not in absent} | {
             "policies": list(self.policies)
         }
@@ -264,6 +274,10 @@ class KVAttributes:
     def first_pages(self) -> int:
         """F, the pages of the sinks, which stay where they are when the cache wraps."""
         return -(-self.sinks // self.page)
+
+    def first_seen(self, positions: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return the first position that the window of the model shows queries at these positions."""
+        return first_seen(positions, self.window, self.chunks)
 
     def policy(self, head: int) -> int:
         """Return the number of the policy of a KV head."""

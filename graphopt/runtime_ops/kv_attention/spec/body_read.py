@@ -50,7 +50,8 @@ def read_mask(
     query_positions = op.Add(op.Sub(call.total, call.columns), call.range(call.columns))
     p = op.Reshape(query_positions, [0, 1, -1, 1])
     position = op.Reshape(call.positions(call.pages_held(call.newest_page())), [0, 1, 1, -1])
-    reach = op.Where(op.Equal(window, 0), MOST_TOKENS, window)
+    no_chunks = op.Where(op.Equal(window, 0), MOST_TOKENS, window)
+    reach = op.Add(op.Mod(p, window), 1) if attrs.chunks else no_chunks
     visible = op.And(op.LessOrEqual(position, p), op.Greater(position, op.Sub(p, reach)))
     always = op.Or(op.Less(position, attrs.sinks), op.Greater(position, op.Sub(p, attrs.recent)))
     left_out = []

@@ -25,6 +25,7 @@ Attributes:
     scale: float, of q . k.
     softcap: float, c in c tanh(s / c), after ``scale``; 0 for none.
     window: int, the model's own: position p sees positions > p - window; 0 for none.
+    chunks: int, 0 or 1; absent: 0. With 1 position p sees positions >= p - p mod window: its chunk (Llama 4).
     page: int, T: 16, 32, 64 or 128.
     storage: string, float32, float16, bfloat16, float8 (E4M3FN, Micikevicius et al. 2022), int8, int6, int4,
         int3 or int2.

@@ -97,6 +97,7 @@ SCHEMA = Schema(
         "token_factors": ir.AttributeType.INT,
         "value_size": ir.AttributeType.INT,
         "value_storage": ir.AttributeType.STRING,
+        "chunks": ir.AttributeType.INT,
         **{
             each.name: _TYPES[type(each.absent)]
             for policy in POLICIES.values()

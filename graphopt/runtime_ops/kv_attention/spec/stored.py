@@ -219,7 +219,7 @@ def read_mask(
         bool [n, m].
     """
     p, positions = query_positions[:, None], positions[None]
-    visible = (positions <= p) & ((positions > p - attrs.window) if attrs.window else True)
+    visible = (positions <= p) & (positions >= attrs.first_seen(p))
     always = visible & ((positions < attrs.sinks) | (positions > p - attrs.recent))
     policy = attrs.policy_of(head)
     if policy.reads_all:

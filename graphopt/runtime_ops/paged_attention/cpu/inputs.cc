@@ -51,6 +51,7 @@ OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, in
   }
   layout.value_size = static_cast<size_t>(value_size);
   if (layout.window < 0) return node.error("its attribute window must not be negative, it is %lld", print(layout.window));
+  GRAPHOPT_RETURN_IF_ERROR(read_chunked(node, info, &layout));
   if (!std::isfinite(layout.scale) || !std::isfinite(layout.softcap) || layout.softcap < 0) {
     return node.error("its attributes scale and softcap must be finite, and softcap not below 0");
   }

@@ -43,6 +43,8 @@ _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 def overload(**attributes: Any) -> str:
     """Return the name of the body for these attributes: the storage of integers, "" for floats, or their value_size.
 
+    And behind it whether its window is a chunk.
+
     Raises:
         ValueError: there is no such storage.
     """
@@ -52,9 +54,8 @@ def overload(**attributes: Any) -> str:
     is_float, value_size = STORAGES[storage].levels is None, attributes.get("value_size", 0)
     if value_size and not is_float:
         raise ValueError(f"PagedAttention: with a value_size storage is one of floats, not {storage!r}")
-    if value_size:
-        return f"value_size={value_size}"
-    return "" if is_float else str(storage)
+    parts = [f"value_size={value_size}"] if value_size else [] if is_float else [str(storage)]
+    return ",".join([*parts, "chunks=1"] if attributes.get("chunks", 0) else parts)
 
 
 def function(opset: int, **attributes: Any) -> ir.Function:
@@ -69,11 +70,14 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     from graphopt.runtime_ops.builder import build_body
 
     name, value_size = overload(**attributes), attributes.get("value_size", 0)
-    storage = "" if value_size else name
-    return build_body(SCHEMA, name, opset, lambda op, inputs: _write(op, storage, value_size, inputs))
+    storage = attributes["storage"] if STORAGES[attributes["storage"]].levels is not None else ""
+    is_chunked = bool(attributes.get("chunks", 0))
+    return build_body(SCHEMA, name, opset, lambda op, inputs: _write(op, storage, value_size, is_chunked, inputs))
 
 
-def _write(op: OpBuilder, storage: str, value_size: int, inputs: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
+def _write(
+    op: OpBuilder, storage: str, value_size: int, is_chunked: bool, inputs: Mapping[str, ir.Value]
+) -> tuple[ir.Value, ...]:
     starts, past, table = (op.Cast(inputs[name], to=_INT64) for name in ("starts", "past", "block_table"))
     heads = op.Reshape(_of_node(op, "kv_heads"), [1])
     page = op.Shape(inputs["keys"], start=1, end=2)
@@ -114,7 +118,7 @@ def _write(op: OpBuilder, storage: str, value_size: int, inputs: Mapping[str, ir
         K = pages_of(op, storage, keys, key_scales, safe, are_keys=True)
         V = pages_of(op, storage, values, value_scales, safe)
     query_positions = op.Reshape(op.Add(op.Unsqueeze(past, [1]), step), [0, -1, 1])  # B, S, 1
-    is_read = _is_read(op, query_positions, _range(op, op.Shape(K, start=2, end=3)))
+    is_read = _is_read(op, query_positions, _range(op, op.Shape(K, start=2, end=3)), is_chunked)
     y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), inputs["sink_logits"], heads)
     y = op.Transpose(y, perm=[0, 3, 1, 2, 4])
     tensor = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
@@ -145,10 +149,11 @@ def _slots_of(
     return row, column, block, op.Mod(position, page), is_shared
 
 
-def _is_read(op: OpBuilder, query_positions: ir.Value, key_positions: ir.Value) -> ir.Value:
+def _is_read(op: OpBuilder, query_positions: ir.Value, key_positions: ir.Value, is_chunked: bool) -> ir.Value:
     """Return which keys each query reads, bool [B, S, L], for positions [B, S, 1] and [L]."""
     window = op.Reshape(_of_node(op, "window"), [1])
-    reach = op.Where(op.Equal(window, 0), 2**40, window)
+    no_chunks = op.Where(op.Equal(window, 0), 2**40, window)
+    reach = op.Add(op.Mod(query_positions, window), 1) if is_chunked else no_chunks
     is_near = op.Greater(key_positions, op.Sub(query_positions, reach))
     return op.And(op.LessOrEqual(key_positions, query_positions), is_near)
 

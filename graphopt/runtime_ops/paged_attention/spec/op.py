@@ -22,6 +22,7 @@ Attributes:
     scale: float, of q . k.
     softcap: float, c in c tanh(s / c), after ``scale``; 0 for none.
     window: int: position p sees positions > p - window; 0 for none.
+    chunks: int, 0 or 1; absent: 0. With 1 position p sees positions >= p - p mod window: its chunk (Llama 4).
     storage: string: float32, float16, bfloat16, int8, int6 or int4.
     value_size: int, optional, V: values are the first V numbers of keys, a multiple of 16, and are not stored; where it
         is 0 or absent they are. With it query heads read one row of a token, a latent (DeepSeek-V2, section 2.1.2),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT, PAGES
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT, PAGES, first_seen
 from graphopt.runtime_ops.paged_attention.spec.layout import (
     STORAGES,
     head_size,
@@ -26,7 +26,14 @@ Doubles = npt.NDArray[np.float64]
 
 
 def reference(
-    *inputs: Array, kv_heads: int, window: int, scale: float, softcap: float, storage: str, value_size: int = 0
+    *inputs: Array,
+    kv_heads: int,
+    window: int,
+    scale: float,
+    softcap: float,
+    storage: str,
+    value_size: int = 0,
+    chunks: int = 0,
 ) -> tuple[Array, ...]:
     """Return y, float64 in the shape of `query`, and the blocks and scales after the call.
 
@@ -40,12 +47,15 @@ def reference(
         softcap: 0 for none.
         storage: of the blocks.
         value_size: 0 where values are stored.
+        chunks: 1 where the window is a chunk.
 
     Raises:
         ValueError: shapes or numbers do not fit one another; nothing is computed then.
     """
     if kv_heads < 1 or window < 0:
         raise ValueError(f"PagedAttention: kv_heads is at least 1 and window at least 0, not {kv_heads} and {window}")
+    if chunks not in (0, 1) or (chunks and not window):
+        raise ValueError(f"PagedAttention: chunks is 0, or 1 with a window above 0; they are {chunks} and {window}")
     if storage not in STORAGES:
         raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
     query, key, value, starts, past, block_table, sink_logits, keys, values, key_scales, value_scales = inputs
@@ -61,7 +71,7 @@ def reference(
         latents = unpack_latents(keys, values, storage).copy()
         latents[blocks, :, slots] = store_tokens(key.reshape(tokens, kv_heads, size), storage)[0]
         K = restore_tokens(latents, None, storage)
-        y = _attend_all(q, K, K[..., :value_size], inputs, scale=scale, window=window, softcap=softcap)
+        y = _attend_all(q, K, K[..., :value_size], inputs, scale=scale, reach=(window, chunks), softcap=softcap)
         return y.reshape(*query.shape[:-1], -1), *pack_latents(latents, storage), key_scales, value_scales
     after, scales, numbers = [], [], []
     for pool, given, new, are_keys in ((keys, key_scales, key, True), (values, value_scales, value, False)):
@@ -75,12 +85,19 @@ def reference(
         after.append(pack(held, storage, are_keys=are_keys))
         scales.append(block_scales)
         numbers.append(restore_tokens(held, by_head, storage))
-    y = _attend_all(q, numbers[0], numbers[1], inputs, scale=scale, window=window, softcap=softcap)
+    y = _attend_all(q, numbers[0], numbers[1], inputs, scale=scale, reach=(window, chunks), softcap=softcap)
     return y.reshape(query.shape), *after, *scales
 
 
 def _attend_all(
-    q: Doubles, keys: Doubles, values: Doubles, inputs: tuple[Array, ...], *, scale: float, window: int, softcap: float
+    q: Doubles,
+    keys: Doubles,
+    values: Doubles,
+    inputs: tuple[Array, ...],
+    *,
+    scale: float,
+    reach: tuple[int, int],
+    softcap: float,
 ) -> Doubles:
     """Return y [T, Hk, G, V] for q [T, Hk, G, D] over blocks of keys [N, Hk, P, D] and values [N, Hk, P, V]."""
     _, _, _, starts, past, block_table, sink_logits, *_ = inputs
@@ -91,8 +108,7 @@ def _attend_all(
         pages = block_table[row, : -(-(before + len(span)) // page)]
         K, V = (token[pages].swapaxes(1, 2).reshape(-1, kv_heads, token.shape[-1]) for token in (keys, values))
         for position, token in enumerate(span, start=before):
-            first = max(0, position - window + 1) if window else 0
-            visible = slice(first, position + 1)
+            visible = slice(int(first_seen(position, *reach)), position + 1)
             y[token] = _attend(q[token], K[visible], V[visible], sink_logits, float(np.float32(scale)), softcap)
     return y
 

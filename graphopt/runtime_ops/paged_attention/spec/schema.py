@@ -57,7 +57,7 @@ SCHEMA = Schema(
         **dict.fromkeys(("scale", "softcap"), ir.AttributeType.FLOAT),
         "storage": ir.AttributeType.STRING,
     },
-    optional={"value_size": ir.AttributeType.INT},
+    optional={"value_size": ir.AttributeType.INT, "chunks": ir.AttributeType.INT},
     shapes=shapes_of(POOLS),
     cost=cost,
 )

@@ -181,7 +181,7 @@ class Policy:
             query: float [B, H, G, S, D].
             summaries: float [B, H, P, Z], after the call.
             positions: int64 [B, 1, S, 1], of the queries.
-            reach: int64 [1], the tokens that a query sees because of the model's window.
+            reach: int64 [1] or [B, 1, S, 1], the tokens that a query sees because of the model's window.
         """
         raise NotImplementedError
 
@@ -224,7 +224,7 @@ class Policy:
 
 def candidate_pages(attributes: KVAttributes, position: int) -> Integers:
     """Return the pages with a token that the query at ``position`` sees and does not read in any case, in order."""
-    first = max(attributes.sinks, position - attributes.window + 1 if attributes.window else 0)
+    first = max(attributes.sinks, int(attributes.first_seen(position)))
     last = position - attributes.recent
     return np.arange(first // attributes.page, last // attributes.page + 1) if first <= last else np.arange(0)
 
