@@ -4,6 +4,7 @@
     python tools/bench/experts.py --tokens 1,8,128 --format fp6-e2m3
     python tools/bench/experts.py --experts 8 --hidden 4096 --inner 14336 --top 2
     python tools/bench/experts.py --processor                      # what processors take, where others use them too
+    python tools/bench/experts.py --nodes 3                        # and ours in so many nodes, as of so many formats
 
 Each engine gets the scores of a router and gives the sum of its experts: choices, weights, gated SiLU and both products
 are inside. Weights are the same numbers in blocks of 32; QMoE rounds inputs of products at accuracy level 4, and not at
@@ -104,8 +105,8 @@ def ports(layer: Layer, hidden: int) -> list[ir.Value]:
     return [ir.val("x", FLOAT, ["tokens", hidden]), ir.val("scores", FLOAT, ["tokens", len(layer.codes[0])])]
 
 
-def ours(layer: Layer, hidden: int, top: int, bits: int) -> ir.Model:
-    """Return a mixture as `group_experts` leaves it."""
+def ours(layer: Layer, hidden: int, top: int, bits: int, parts: int = 1) -> ir.Model:
+    """Return a mixture as `group_experts` leaves it, of experts in several formats where there are several parts."""
     x, scores = ports(layer, hidden)
     nodes: list[ir.Node] = []
     weights: Arrays = {
@@ -125,19 +126,37 @@ def ours(layer: Layer, hidden: int, top: int, bits: int) -> ir.Model:
         return list(nodes[-1].outputs)
 
     def product(number: int, data: ir.Value, experts: ir.Value) -> ir.Value:
+        total = part_of_product(number, 0, data, experts)
+        for part in range(1, parts):
+            (total,) = op("Add", total, part_of_product(number, part, data, experts))
+        total.dtype, total.shape = FLOAT, ir.Shape(["tokens", top, layer.codes[number].shape[2]])
+        return total
+
+    def part_of_product(number: int, part: int, data: ir.Value, experts: ir.Value) -> ir.Value:
+        """Return the products of every so many-th expert, and zeros for the others."""
         rows, columns = layer.codes[number].shape[1:]
+        name = f"{number}.{part}"
         stacks = {
-            f"codes{number}": np.stack([pack(codes, bits) for codes in layer.codes[number]]),
-            f"scales{number}": np.stack([tile(scales.astype(np.float16)) for scales in layer.scales[number]]),
+            f"codes{name}": np.stack([pack(codes, bits) for codes in layer.codes[number][part::parts]]),
+            f"scales{name}": np.stack(
+                [tile(scales.astype(np.float16)) for scales in layer.scales[number][part::parts]]
+            ),
         }
+        indices = np.arange(len(layer.codes[number]))
+        if parts > 1:
+            stacks[f"places{name}"] = np.where(indices % parts == part, indices // parts, -1)
         weights.update(stacks)
-        codes, stacked_scales = (
+        codes, stacked_scales, *places = (
             ir.val(name, ir.DataType.from_numpy(array.dtype), array.shape) for name, array in stacks.items()
         )
+        if places:
+            shape = experts.shape
+            (experts,) = op("Gather", places[0], experts)
+            experts.dtype, experts.shape = INT64, shape
         attributes = {"rows": rows, "columns": columns, "group": BLOCK, "activations": "int8"}
         tensors = [data, codes, stacked_scales, values["table"], values["none"], values["bias"], experts]
-        node = MATMUL_EXPERTS.node(tensors, attributes, name=f"product{number}")
-        node.outputs[0].name = f"product{number}.y"
+        node = MATMUL_EXPERTS.node(tensors, attributes, name=f"product{name}")
+        node.outputs[0].name = f"product{name}.y"
         nodes.append(node)
         return node.outputs[0]
 
@@ -211,6 +230,7 @@ def main(
     layers: Annotated[int, typer.Option(help="Mixtures that calls go through in turn.")] = 2,
     rounds: int = 15,
     threads: int = 2,
+    nodes: Annotated[int, typer.Option(help="that share the experts of a product, timed beside one, if more")] = 1,
     processor: Annotated[bool, typer.Option(help="time of processors, for machines that are busy")] = False,
 ) -> None:
     """Print the median time of each engine, and how many times as long the others take."""
@@ -225,6 +245,10 @@ def main(
         DEFAULT: [session_of(theirs(layer, hidden, top, 0), threads) for layer in stacks],
         LEVEL_4: [session_of(theirs(layer, hidden, top, 4), threads) for layer in stacks],
     }
+    if nodes > 1:
+        engines[f"in {nodes} nodes"] = [
+            session_of(ours(layer, hidden, top, chosen_format.bits, nodes), threads) for layer in own
+        ]
     print(f"{experts} experts of {hidden} x {inner}, top {top}, {format}; {instructions_here()}, {threads} threads")
     for count in map(int, tokens.split(",")):
         numbers = np.random.default_rng(count)
@@ -237,7 +261,11 @@ def main(
         ]
         for name, sessions in engines.items():
             y = sessions[0].run(None, calls[0])[0]
-            confirm(name, y, reference((own if name == OURS else stacks)[0], calls[0]["x"], calls[0]["scores"], top))
+            confirm(
+                name,
+                y,
+                reference((stacks if name in (DEFAULT, LEVEL_4) else own)[0], calls[0]["x"], calls[0]["scores"], top),
+            )
         times: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(rounds):
             for name in random.sample(list(engines), len(engines)):

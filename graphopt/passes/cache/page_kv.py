@@ -35,8 +35,8 @@ class PageKV(Pass):
     number per row. Padding is not stored. A cache that grows is copied at each step; this one is written where it lies,
     and pages are what a policy can pick (PagedAttention, Kwon et al. 2023; Quest, Tang et al. 2024). The pages of a
     layer with a window are reused in turn: j > p + i - w is the policy "streaming" without sinks, and older tokens are
-    never read. A window of chunks (Llama 4) shows a query the tokens of its own chunk of w, from (p + i) - (p + i) mod w
-    on: the attribute ``chunks``.
+    never read. A window of chunks (Llama 4) shows a query the tokens of its own chunk of w, from
+    (p + i) - (p + i) mod w on: the attribute ``chunks``.
 
     A latent that one row of the cache holds (``absorb_latent``) is stored once: values are the first numbers of keys,
     and KVAttention has a ``value_size``.

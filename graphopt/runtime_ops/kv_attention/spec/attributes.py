@@ -150,10 +150,6 @@ class KVAttributes:
             raise ValueError(
                 f"KVAttention: value_size is a multiple of {LANES} up to {MOST_LATENT}, not {self.value_size}"
             )
-        if self.chunks not in (0, 1) or (self.chunks and not self.window):
-            raise ValueError(
-                f"KVAttention: chunks is 0, or 1 with a window above 0; it is {self.chunks} with {self.window}"
-            )
         for parameter in parameters:
             parameter.check(getattr(self, parameter.name))
         if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
@@ -173,6 +169,10 @@ class KVAttributes:
             raise ValueError(
                 "KVAttention: with a value_size policies are dense or streaming, and compensate is 0: pages of latents "
                 "are not chosen"
+            )
+        if self.chunks not in (0, 1) or (self.chunks and not self.window):
+            raise ValueError(
+                f"KVAttention: chunks is 0, or 1 with a window above 0; it is {self.chunks} with {self.window}"
             )
         if self.compensate and self.window:
             raise ValueError(
