@@ -73,6 +73,23 @@ def protocols_are_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def torchlib_is_known() -> Iterator[None]:
+    """Let each export of the tests keep what torch would list again, see :func:`tests.checkpoints.know_torchlib`."""
+    from graphopt.models import trace
+
+    import_packages = trace.import_export_packages
+
+    def import_and_know() -> tuple[Any, Any]:
+        packages = import_packages()
+        know_torchlib()
+        return packages
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(trace, "import_export_packages", import_and_know)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def commands_are_built_once() -> Iterator[None]:
     """Keep the parser of an app: Typer makes one of the signatures of all commands each time that it is called."""
     import typer.main
@@ -143,7 +160,6 @@ def make_artifact(make_folder: Callable[[str], Path], request: pytest.FixtureReq
     def write(family: str, folder: Path) -> None:
         from graphopt.models.export import export
 
-        know_torchlib()
         export(make_folder(family), folder)
 
     parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
@@ -182,7 +198,6 @@ def hub_export(make_folder: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
         from graphopt.models.export import export
 
-        know_torchlib()
         hub = tmp_path_factory.mktemp("hub")
         cached = hub / "models--somebody--tiny"
         (cached / "refs").mkdir(parents=True)
@@ -253,7 +268,6 @@ def shipped_artifact() -> Path:
     def write(folder: Path) -> None:
         from graphopt.models.export import export
 
-        know_torchlib()
         export("stdlib_lm", folder)
 
     return once("shipped-artifact", (*EXPORTS, "graphopt/models/stdlib_lm/*"), write)

@@ -19,7 +19,7 @@ from graphopt.inference.images import (
     load_vision_language,
     steps,
 )
-from tests.checkpoints import EXPORTS, know_torchlib
+from tests.checkpoints import EXPORTS
 from tests.cli.test_embeddings import call
 from tests.once import once
 from tests.signals import write_image
@@ -52,7 +52,6 @@ def artifact_of(family: str) -> Path:
     """Export a family once for all tests."""
 
     def write(folder: Path) -> None:
-        know_torchlib()
         graphopt.export(folder_of(family), folder)
 
     sources = ("tests/vision_language.py", "graphopt/tasks/vision_language/*.py", *EXPORTS)

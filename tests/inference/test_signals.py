@@ -19,7 +19,7 @@ from graphopt.errors import InputError
 from graphopt.inference.signals import SignalSession, load_signals
 from graphopt.tasks.encoder import cosines
 from graphopt.tasks.signals import rows_of
-from tests.checkpoints import EXPORTS, know_torchlib
+from tests.checkpoints import EXPORTS
 from tests.cli.test_embeddings import call
 from tests.once import once
 from tests.signals import (
@@ -63,7 +63,6 @@ def artifact_of(family: str) -> Path:
     """Export a family once for all tests."""
 
     def write(folder: Path) -> None:
-        know_torchlib()
         graphopt.export(folder_of(family), folder)
 
     return once(f"{family}-signal-artifact", ("tests/signals.py", *EXPORTS), write)
