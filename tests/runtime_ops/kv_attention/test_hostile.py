@@ -53,6 +53,7 @@ NEWER = {"mass", "channels", "compensate"}
 """Attributes that a node need not have."""
 
 _ATTRIBUTE_TYPES = {"scale": float, "softcap": float, "mass": float, "storage": str, "summary": str, "policies": list}
+_ATTRIBUTE_TYPES |= {"value_storage": str}
 
 
 @dataclass
@@ -141,7 +142,8 @@ def expected_of(case: Case) -> tuple[np.ndarray, ...] | None:
     for name, value in case.attributes.items():
         if type(value) is not _ATTRIBUTE_TYPES.get(name, int):
             return None
-    if set(case.attributes) | NEWER != set(attributes_of().for_node()) or list(case.inputs) != [*INPUTS, *STATE]:
+    stated = set(case.attributes) - {"chunks", "value_storage"}  # which a node may leave out
+    if stated | NEWER != set(attributes_of().for_node()) or list(case.inputs) != [*INPUTS, *STATE]:
         return None
     if max(case.attributes["sink_pages"], case.attributes["recent_pages"]) > MOST_PAGES:
         return None
