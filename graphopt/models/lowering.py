@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import operator
 from dataclasses import dataclass, field
@@ -148,6 +149,10 @@ class _Operations:
             aten.detach.default: _operand,
             aten.dropout.default: _inference_dropout,
             aten.reshape.default: _view,
+            aten.flatten.using_ints: _view_by_sizes,
+            aten.unflatten.int: _view_by_sizes,
+            aten.rsub.Scalar: _subtract_from,
+            aten.square.default: _square,
             aten.chunk.default: _split,
             aten.__and__.Tensor: _rename(aten.bitwise_and.Tensor),
             aten.__or__.Tensor: _rename(aten.bitwise_or.Tensor),
@@ -214,7 +219,22 @@ def _inference_dropout(_: Any, node: Any) -> Any:
 
 
 def _view(torch: Any, node: Any) -> Any:
-    x, *shape = node.args
+    return _view_of(torch, node, node.args[1])
+
+
+def _view_by_sizes(torch: Any, node: Any) -> Any:
+    """Return a view whose sizes that vary are those that the program has a node for."""
+    sizes: dict[Any, Any] = {}
+    for candidate in itertools.takewhile(lambda candidate: candidate is not node, node.graph.nodes):
+        value = candidate.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            sizes.setdefault(value.node.expr, candidate)
+    shape = [size if isinstance(size, int) else sizes.get(size.node.expr) for size in node.meta["val"].shape]
+    return None if any(size is None for size in shape) else _view_of(torch, node, shape)
+
+
+def _view_of(torch: Any, node: Any, shape: Any) -> Any:
+    x = node.args[0]
     before, after = x.meta["val"].shape, node.meta["val"].shape
     is_true = importlib.import_module("torch.fx.experimental.symbolic_shapes").statically_known_true
     if len(before) == len(after) and all(map(is_true, map(operator.eq, before, after))):
@@ -223,7 +243,17 @@ def _view(torch: Any, node: Any) -> Any:
         # Its strides allow no view.
         contiguous = {"memory_format": torch.contiguous_format}
         x = _Call(torch.ops.aten.clone.default, (x,), contiguous, x.meta["val"].contiguous())
-    return _Call(torch.ops.aten.view.default, (x, *shape), node.kwargs)
+    return _Call(torch.ops.aten.view.default, (x, shape))
+
+
+def _subtract_from(torch: Any, node: Any) -> Any:
+    x, minuend = node.args[:2]
+    is_plain = len(node.args) == 2 and not node.kwargs  # with no factor
+    return _Call(torch.ops.aten.sub.Tensor, (minuend, x)) if is_plain else None
+
+
+def _square(torch: Any, node: Any) -> Any:
+    return _Call(torch.ops.aten.pow.Tensor_Scalar, (node.args[0], 2))
 
 
 def _split(torch: Any, node: Any) -> Any:

@@ -25,6 +25,13 @@ def reshapes(x: Any, n: Any) -> Any:
     return turned.reshape(-1), turned.reshape(turned.shape[0], turned.shape[1]), turned.contiguous().reshape(2, 2, -1)
 
 
+def axes(x: Any, n: Any) -> Any:
+    """Of a size that varies and has a node, and arithmetic with a number in front."""
+    column = x.new_ones(x.shape[0], 1)
+    apart = x.unflatten(1, (2, 3))
+    return 1 - apart, apart.exp().flatten(1), x.square() + column
+
+
 def pieces(x: Any, n: Any) -> Any:
     """Of a size that is known."""
     a, b, c = x.chunk(3, -1)
@@ -63,7 +70,9 @@ def writes_another_type(x: Any, n: Any) -> Any:
 
 
 def is_decomposed(x: Any, n: Any) -> Any:
-    return x.square()
+    import torch
+
+    return torch.special.entr(x)
 
 
 def onnx_of(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, by_node: bool) -> tuple[Any, list[bool]]:
@@ -88,7 +97,7 @@ def onnx_of(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, by_nod
     return description(made.model)[0], answers
 
 
-KNOWN = [casts, reshapes, pieces, writes, inference]
+KNOWN = [casts, reshapes, axes, pieces, writes, inference]
 LEFT = [writes_through_a_view, writes_beside_a_view, writes_another_type, is_decomposed]
 
 
