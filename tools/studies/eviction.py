@@ -51,6 +51,7 @@ from tools.studies.caches.coarse_caches import (
     turboquant,
     without_tail,
 )
+from tools.studies.caches.compensation import fused, learn_convolutions, with_page_means, with_random_features
 from tools.studies.caches.eviction_scores import (
     METHODS,
     accumulated,
@@ -111,6 +112,16 @@ def _that_evict(prompt: Prompt, share: float) -> dict[str, Callable[[], Way]]:
         for kept, kept_bits, shown in ((0.43, 8, "43% in 8 bits"), (0.17, None, "17% as floats")):
             found[f"{name}, {shown}, others in 2"] = partial(_with_rest, prompt, METHODS[name], kept, kept_bits)
     found["merged (EMS)"] = partial(merged, prompt, count)
+    found["streaming, the rest by 256 random features (NTK-Attention)"] = partial(
+        with_random_features, prompt, count, 256
+    )
+    for is_counted in (False, True):
+        shown = "fused by convolutions (LoCoCo)" + (", counted" if is_counted else "")
+        found[shown] = partial(fused, prompt, count, is_counted=is_counted)
+    for is_fitted in (False, True):
+        for name in ("streaming", "snapkv"):
+            shown = f"{name}, the rest by page means (NTK-Attention)" + (", fitted" if is_fitted else "")
+            found[shown] = partial(with_page_means, prompt, METHODS[name], count, is_fitted=is_fitted)
     return found
 
 
@@ -189,6 +200,9 @@ def main(
             continue
         if "kvzap" in name and prompt.probes is None:
             prompt.probes = learn_probes(loaded, every_id[len(ids) : len(ids) + 4096 + NEXT])
+            prompt.take_model()
+        if "LoCoCo" in name and not prompt.filters:
+            prompt.filters = learn_convolutions(loaded, every_id[len(ids) : len(ids) + 4096 + NEXT])
             prompt.take_model()
         way = make()
         found = prompt.log_probabilities(way)

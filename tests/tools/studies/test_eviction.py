@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tools.studies.caches.eviction_scores import kept_of_all, kept_tokens
-from tools.studies.caches.prompt import RECENT, SINKS
+from tools.studies.caches.compensation import fused, with_page_means, with_random_features
+from tools.studies.caches.eviction_scores import kept_of_all, kept_tokens, streaming
+from tools.studies.caches.prompt import NEXT, RECENT, SINKS, Prompt, Way
 from tools.studies.caches.spectral import Statistics, allot, balanced, by_bits, orthogonal
 
 TOKENS, HEADS, SIZE = 512, 2, 16
@@ -40,3 +42,56 @@ def test_coordinates_give_back_what_goes_in_and_err_by_their_bits(coordinates: o
         errors.append(float((rounded - keys).square().mean()))
     # 2 bits more divide a normal number's squared error by 10 to 14
     assert errors[0] > 6 * errors[1] > 36 * errors[2]
+
+
+@pytest.fixture(scope="module")
+def prompt() -> Prompt:
+    """A small random model that has read 512 random tokens."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, head_dim=16, **sizes))
+    read = Prompt(model, torch.randint(64, (TOKENS + NEXT,)))
+    read.filters = {0: torch.zeros(2, 5 * 32 + 1)}
+    return read
+
+
+@pytest.mark.parametrize("is_fitted", [False, True])
+def test_page_means_stand_for_keys_that_are_alike(prompt: Prompt, is_fitted: bool) -> None:
+    keys, values = (numbers.clone() for numbers in prompt.cache[0])
+    keys[:, SINKS:-RECENT] = keys[:, SINKS : SINKS + 1]  # whichever pages they come to lie in
+    cache, before = {0: (keys, values)}, prompt.cache
+    prompt.cache = cache
+    try:
+        exact = prompt.log_probabilities(Way())
+        way = with_page_means(prompt, streaming, 400, is_fitted=is_fitted)
+        assert way.kept is not None
+        assert int(way.kept[0][0].sum()) < 400
+        # numbers of a fit go down to their least by steps
+        torch.testing.assert_close(prompt.log_probabilities(way), exact, rtol=0, atol=0.02 if is_fitted else 1e-4)
+    finally:
+        prompt.cache = before
+
+
+def test_random_features_come_near_short_keys(prompt: Prompt) -> None:
+    short, before = {0: (prompt.cache[0][0] * 0.1, prompt.cache[0][1])}, prompt.cache
+    prompt.cache = short
+    try:
+        exact, streamed = prompt.log_probabilities(Way()), prompt.log_probabilities(Way(kept={0: _newest(prompt)}))
+        summed = prompt.log_probabilities(with_random_features(prompt, 384, 64))
+        assert (summed - exact).abs().mean() < (streamed - exact).abs().mean()
+    finally:
+        prompt.cache = before
+
+
+def _newest(prompt: Prompt) -> torch.Tensor:
+    return kept_tokens(streaming(prompt, 0), 384)
+
+
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_tokens_that_have_room_are_not_fused(prompt: Prompt, is_counted: bool) -> None:
+    exact = prompt.log_probabilities(Way())
+    # keys are turned back and forth in float32
+    whole = prompt.log_probabilities(fused(prompt, TOKENS, is_counted=is_counted))
+    torch.testing.assert_close(whole, exact, rtol=0, atol=1e-4)
+    part = prompt.log_probabilities(fused(prompt, 400, is_counted=is_counted))
+    assert 0 < (part - exact).abs().max() < 5

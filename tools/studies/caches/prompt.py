@@ -42,7 +42,9 @@ class Prompt:
         self.future: dict[int, Tensor] = {}  # attention of the next tokens' queries, summed, [heads, tokens]
         self.hidden: dict[int, Tensor] = {}  # what each layer's attention is made of, [tokens, size]
         self.newest_queries: dict[int, Tensor] = {}  # lengths of the last 32 queries' channels, [Hk, D]
+        self.last_queries: dict[int, Tensor] = {}  # every 2nd of its last 512, scaled, [Hk, n, D]
         self.probes: dict[int, Tensor] | None = None
+        self.filters: dict[int, Tensor] = {}
         self.clusters: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self.way: Way | None = None
         self.take_model()
@@ -95,6 +97,8 @@ class Prompt:
             self.received[layer] = _received(q, k, asked, scaling)
             self.newest_queries[layer] = q[:, -32:].unflatten(0, (len(k), -1)).norm(dim=2).norm(dim=1)
             self.newest[layer] = _received(q, k, torch.arange(self.length - 64, self.length), scaling)
+            of_end = q[:, -512::2].unflatten(0, (len(k), -1)).flatten(1, 2)
+            self.last_queries[layer] = of_end * scaling
             late = torch.arange(self.length - 512, self.length, 4)
             self.late[layer] = _received(q, k, late, scaling) / len(late)
             out = torch.nn.functional.scaled_dot_product_attention(
@@ -110,6 +114,9 @@ class Prompt:
         if way.choose:
             scores[..., : self.length].masked_fill_(~way.choose(self, layer, query_groups), -torch.inf)
         scores[..., -NEXT:].masked_fill_(torch.ones(NEXT, NEXT, dtype=torch.bool).triu(1), -torch.inf)
+        if way.rest:
+            logits, rest_values = way.rest(layer, query_groups)
+            scores, values = torch.cat([scores, logits], -1), torch.cat([values, rest_values], 1)
         weights = torch.softmax(scores, -1)
         if layer not in self.future:
             self.future[layer] = weights[..., : self.length].sum((1, 2))
@@ -125,12 +132,15 @@ class Way:
         cache: keys and values instead of those of the prompt.
         choose: called with the prompt, a layer and queries [Hk, group, n, D], returns which tokens they read, bool
             [Hk, group or 1, n, tokens].
+        rest: called with a layer and scaled queries, returns what is read besides: scores [Hk, group, n, m] and values
+            [Hk, m, D].
         bytes: of those of the prompt's float16 keys and values.
     """
 
     kept: dict[int, Tensor] | None = None
     cache: dict[int, tuple[Tensor, Tensor]] | None = None
     choose: Callable[[Prompt, int, Tensor], Tensor] | None = None
+    rest: Callable[[int, Tensor], tuple[Tensor, Tensor]] | None = None
     bytes: float = 1.0
 
 
