@@ -421,10 +421,7 @@ class QuantizeWeights(Pass):
         if statistics is not None and not has_few_tokens:
             inputs, shift = statistics.hessian(), statistics.shift()
         if inputs is not None and shift is not None and corrects:
-            of_product = statistics is not None and statistics.shift_columns is not None
-            matrix = WeightTensor(
-                CorrectedMatrix(expression_of(matrix), inputs, shift, _CORRECTION_DAMPING, of_product)
-            )
+            matrix = WeightTensor(CorrectedMatrix(expression_of(matrix), inputs, shift, _CORRECTION_DAMPING))
         rank = 0 if inputs is None else min(rank, *weight.const_value.shape.numpy())
         tensors = quantized(
             matrix,

@@ -25,15 +25,13 @@ class CorrectedMatrix(SameShape):
     Attributes:
         source: W, [rows, columns].
         hessian: H, [rows, rows].
-        shift: C, [rows, rows]; or C W, [rows, columns].
+        shift: C, [rows, rows].
         damping: d, as a share of the mean of H's diagonal.
-        of_product: whether ``shift`` is C W.
     """
 
     hessian: Expression
     shift: Expression
     damping: float
-    of_product: bool = False
 
     @property
     def whole(self) -> frozenset[int]:
@@ -47,6 +45,5 @@ class CorrectedMatrix(SameShape):
         if mean:
             H.reshape(-1)[:: len(H) + 1] += np.float32(self.damping * mean)
             with one_thread():
-                change = self.shift.numpy() if self.of_product else self.shift.numpy() @ matrix
-                matrix = matrix + np.linalg.solve(H, change)
+                matrix = matrix + np.linalg.solve(H, self.shift.numpy() @ matrix)
         return matrix.astype(self.dtype.numpy(), copy=False)[region]

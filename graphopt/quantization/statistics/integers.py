@@ -170,13 +170,6 @@ class Matrix:
         self.integers = integers_of(self.numbers, 0)
         self.has_noise = has_noise(self.integers, self.numbers, 0)
 
-    def as_multiplied(self) -> Singles:
-        """Return the matrix that inputs are multiplied by: what its integers mean."""
-        if self.has_noise:
-            return self.numbers
-        whole = self.integers.whole()[:, : len(self.numbers)].T * self.integers.scales
-        return np.ascontiguousarray(whole, np.float32)
-
 
 def multiply(x: Singles, matrix: Matrix) -> Singles:
     """Return x [..., rows] times a matrix, float32 [..., columns], with a scale for each vector of x.

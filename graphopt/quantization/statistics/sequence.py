@@ -6,9 +6,6 @@
                  |                |
     text --> [piece 0] --Y--> [piece 1] --Y--> ...    the same graph, with the matrices that were rounded so far
 
-Where one product reads X, and has fewer columns than rows, as that of a down projection, it is C W that is summed up:
-Y^T (X W) - H W, of what the original product makes.
-
 Every node runs twice for each text. Products that read the same value are rounded together; such a value ends a piece.
 While they are rounded, the next piece of the original model runs, which does not depend on them.
 Its inputs wait in memory for that, up to 512 MiB. What a piece hands on stays there, up to 1 GiB, and what is beyond
@@ -71,14 +68,12 @@ class _Stream:
         model: the model.
         values: that end pieces.
         folder: where files go.
-        is_original: whether nothing is rounded in it.
         pieces: in order.
     """
 
     model: ir.Model
     values: list[ir.Value]
     folder: Path
-    is_original: bool
     pieces: list[Piece] = field(init=False)
     _arrays: dict[str, dict[str, Array]] = field(default_factory=dict)
     _next_arrays: dict[str, dict[str, Array]] = field(default_factory=dict)
@@ -106,41 +101,15 @@ class _Stream:
             if use.idx == 0 and use.node.graph is self.model.graph and _is_float32(use.node)
         ]
 
-    def narrow_product(self, number: int) -> ir.Node | None:
-        """Return the one product that reads what a piece ends with, if it has fewer columns than rows."""
-        uses = list(self.pieces[number].taps[0].uses())
-        if len(uses) != 1 or uses[0].idx or uses[0].node.graph is not self.model.graph or not _is_float32(uses[0].node):
-            return None
-        weight = weight_of(uses[0].node, 1)
-        assert weight is not None and weight.const_value is not None
-        rows, columns = weight.const_value.shape.numpy()
-        return uses[0].node if columns < rows else None
-
-    def last_product(self, number: int) -> ir.Node | None:
-        """Return the product that a piece of the original model ends with: a narrow one, where there is one."""
-        return self.narrow_product(number) if self.is_original and number >= 0 else None
-
-    def names(self, number: int) -> list[str]:
-        """Return the names of the values that a piece hands on."""
-        if number < 0:
-            return []
-        product = self.last_product(number)
-        values = [
-            product.outputs[0] if product is not None and value is product.inputs[0] else value
-            for value in self.pieces[number].boundary
-        ]
-        return [value.name or "" for value in values]
-
     def take(self, number: int, text: str) -> dict[str, Array]:
         """Return what the piece before ``number`` hands on for a text, which memory forgets."""
+        names = [value.name or "" for value in self.pieces[number].before]
         arrays = self._arrays.pop(text, None)
-        if arrays is not None:
-            return arrays
-        return load_values(boundary_folder(self.folder, number - 1) / text, self.names(number - 1))
+        return load_values(boundary_folder(self.folder, number - 1) / text, names) if arrays is None else arrays
 
     def hand_on(self, number: int, text: str, values: Mapping[str, Array]) -> None:
         """Keep what a piece hands on for a text."""
-        names = self.names(number)
+        names = [value.name or "" for value in self.pieces[number].boundary]
         arrays = {name: values[name] for name in names}
         size = sum(array.nbytes for array in arrays.values())
         has_room = self._next_bytes + size <= _IN_MEMORY
@@ -149,7 +118,8 @@ class _Stream:
             self._next_bytes += size
         if not has_room or _is_checkpoint(number):
             before = boundary_folder(self.folder, number - 1) / text
-            save_values(boundary_folder(self.folder, number) / text, names, values, before, self.names(number - 1))
+            before_names = [value.name or "" for value in self.pieces[number].before]
+            save_values(boundary_folder(self.folder, number) / text, names, values, before, before_names)
 
     def end_piece(self, number: int) -> None:
         """Go on to the piece behind; files that nobody will read are removed."""
@@ -180,15 +150,15 @@ def _is_checkpoint(number: int) -> bool:
 
 @dataclass
 class _Sums:
-    """Of the inputs Y of the rounded model, and of how they differ from X, or of Y^T X W where that is narrower."""
+    """Of the inputs Y of the rounded model, and of how they differ from X."""
 
     moments: Moments
     shift: Doubles
-    of_product: bool
 
-    def add(self, original: Array, inputs: Array, *, threads: Executor) -> list[Future[None]]:
-        """Let threads add a text, given Y, and X or what its product makes; each of the two sums has one."""
-        x, y = (np.ascontiguousarray(array.reshape(-1, array.shape[-1]), np.float32) for array in (original, inputs))
+    def add(self, original_inputs: Array, inputs: Array, *, threads: Executor) -> list[Future[None]]:
+        """Let threads add a text; each of the two sums has one."""
+        rows = self.moments.rows
+        x, y = (np.ascontiguousarray(array.reshape(-1, rows), np.float32) for array in (original_inputs, inputs))
         return [threads.submit(self._add_squares, y), threads.submit(self._add_shift, x, y)]
 
     def _add_squares(self, y: Singles) -> None:
@@ -197,19 +167,12 @@ class _Sums:
 
     def _add_shift(self, x: Singles, y: Singles) -> None:
         for start in range(0, len(y), _TOKENS):
-            inputs, change = y[start : start + _TOKENS], x[start : start + _TOKENS]
-            change = change if self.of_product else change - inputs
+            inputs, change = y[start : start + _TOKENS], x[start : start + _TOKENS] - y[start : start + _TOKENS]
             input_integers, change_integers = integers_of(inputs, 0), integers_of(change, 0)
             if has_noise(input_integers, inputs, 0) or has_noise(change_integers, change, 0):
                 self.shift += inputs.T @ change
             else:
                 add_products(input_integers, change_integers, self.shift)
-
-    def end(self, product: ir.Node | None) -> None:
-        """Take H W off, for the W that the original model was run with."""
-        if product is not None:
-            with one_thread():
-                self.shift -= self.moments.squares.times(_matrix(product).as_multiplied())
 
 
 def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
@@ -249,7 +212,7 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
         readers[value.name or ""].append(product)
     rounded_model = model.clone()
     streams = [
-        _Stream(stream_model, _values(stream_model.graph, readers), folder / name, name == "original")
+        _Stream(stream_model, _values(stream_model.graph, readers), folder / name)
         for name, stream_model in (("original", model), ("rounded", rounded_model))
     ]
     statistics: dict[str, InputStatistics] = {}
@@ -268,11 +231,9 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
                     _taps(streams[1], number, runner, feeds_of_batches) as taps,
                 ):
                     tap = streams[0].pieces[number].taps[0]
-                    is_narrow = streams[0].narrow_product(number) is not None
-                    sums = _add_up(tap, original_taps, taps, adds_up=piece_index is None, of_product=is_narrow)
+                    sums = _add_up(tap, original_taps, taps, adds_up=piece_index is None)
             if piece_index is None:
                 assert sums is not None
-                sums.end(streams[0].narrow_product(number))
                 piece_index = _write_sums(streams[0].pieces[number].taps[0], sums, text_digest, folder, number)
                 write_index(piece_index, file)
             _end_piece(streams, number)
@@ -297,9 +258,7 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
 
 def _write_sums(tap: ir.Value, sums: _Sums, text_digest: str, folder: Path, number: int) -> Index:
     """Write what a piece has summed up."""
-    statistics = write_statistics(
-        tap, sums.moments, text_digest, folder, number, sums.shift, of_product=sums.of_product
-    )
+    statistics = write_statistics(tap, sums.moments, text_digest, folder, number, sums.shift)
     return Index(inputs={tap.name or "": statistics})
 
 
@@ -321,16 +280,9 @@ def _start(streams: Sequence[_Stream], files: Sequence[Path], texts: int) -> int
 def _taps(
     stream: _Stream, number: int, runner: Runner, feeds_of_batches: Sequence[Mapping[str, Array]]
 ) -> Iterator[Iterator[Array]]:
-    """Open a piece, and give what its products read, text after text; what later pieces read is handed on.
-
-    Where a piece ends with a product, it is what that makes that is given and handed on.
-    """
+    """Open a piece, and give what its products read, text after text; what later pieces read is handed on."""
     piece, products = stream.pieces[number], stream.products(number)
-    last, has_results = stream.last_product(number), stream.last_product(number - 1) is not None
-    matrices, last_matrices = (
-        [(_name(product.inputs[0]), _name(product.outputs[0]), _matrix(product)) for product in nodes]
-        for nodes in ([] if has_results else products, [] if last is None else [last])
-    )
+    matrices = [(_name(product.inputs[0]), _name(product.outputs[0]), _matrix(product)) for product in products]
 
     def run_texts() -> Iterator[Array]:
         for row, feeds in enumerate(feeds_of_batches):
@@ -339,11 +291,8 @@ def _taps(
             for source, name, matrix in matrices:
                 values[name] = multiply(values[source], matrix)
             values = pass_through(session, f"text {row + 1}", values)
-            result = _name(piece.taps[0])
-            for source, name, matrix in last_matrices:
-                values[name], result = multiply(values[source], matrix), name
             stream.hand_on(number, text, values)
-            yield values[result]
+            yield values[_name(piece.taps[0])]
 
     stream.folder.mkdir(exist_ok=True)
     part = piece.part(stream.model, [product.outputs[0] for product in products])
@@ -406,16 +355,13 @@ class _Ahead:
         return _taps(self._stream, number, self._runner, self._feeds_of_batches)
 
 
-def _add_up(
-    tap: ir.Value, original_taps: Iterable[Array], taps: Iterable[Array], *, adds_up: bool, of_product: bool
-) -> _Sums | None:
+def _add_up(tap: ir.Value, original_taps: Iterable[Array], taps: Iterable[Array], *, adds_up: bool) -> _Sums | None:
     """Run a piece of both models on every text, and return the sums of its inputs if they are asked for."""
     sums: _Sums | None = None
     tasks: list[Future[None]] = []
     with one_thread(), ThreadPoolExecutor(2) as threads:
         for original_inputs, inputs in zip(original_taps, taps, strict=True):
-            dims = original_inputs.shape
-            if (dims[:-1] if of_product else dims) != (inputs.shape[:-1] if of_product else inputs.shape):
+            if original_inputs.shape != inputs.shape:
                 raise InputError(
                     f"a product reads {list(original_inputs.shape)} numbers, and {list(inputs.shape)} where products "
                     "before it are rounded: which tokens it sees depends on them",
@@ -426,7 +372,7 @@ def _add_up(
                 continue
             if sums is None:
                 rows = inputs.shape[-1]
-                sums = _Sums(Moments(rows), np.zeros((rows, original_inputs.shape[-1])), of_product)
+                sums = _Sums(Moments(rows), np.zeros((rows, rows)))
             # Texts are added one after the other, while the next one runs.
             for task in tasks:
                 task.result()

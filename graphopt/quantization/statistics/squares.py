@@ -61,21 +61,6 @@ class Squares:
                 self._blocks[key][...] = 0
             add_products(vectors[rows], vectors[columns], self._blocks[key], half=rows == columns)
 
-    def times(self, matrix: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the sum times a matrix [rows, columns], computed in float32."""
-        product = np.zeros(matrix.shape, np.float32)
-        for (row, column), block in self._blocks.items():
-            numbers = (self._whole(block) if row == column else block).astype(np.float32)
-            rows, columns = (slice(start, start + size) for start, size in zip((row, column), block.shape, strict=True))
-            product[rows] += numbers @ matrix[columns]
-            if row != column:
-                product[columns] += numbers.T @ matrix[rows]
-        return product
-
-    def _whole(self, block: Doubles) -> Doubles:
-        """Return a block on the diagonal with the numbers below that."""
-        return np.triu(block) + np.triu(block, 1).T if self._is_half else block
-
     def diagonal(self) -> Doubles:
         """Return the sum of x^2 for each row."""
         sums = np.zeros(self._rows)
@@ -91,8 +76,8 @@ class Squares:
             for column in range(panel.start, self._rows, PANEL):
                 block = self._blocks.get((panel.start, column))
                 if block is not None:
-                    if column == panel.start:
-                        block = self._whole(block)
+                    if self._is_half and column == panel.start:
+                        block = np.triu(block) + np.triu(block, 1).T
                     columns = slice(column - panel.start, column - panel.start + block.shape[1])
                     np.divide(block, tokens, out=mean[:, columns], casting="same_kind")
             yield mean

@@ -46,8 +46,6 @@ class InputStatistics(BaseModel):
         shift_digest: of the content of ``shift_file``.
         shift_file: where Y^T (X - Y) / tokens lies, float32 [rows, rows], for inputs Y that are those of a model whose
             products were rounded one after the other, and X those of the original model; ``None`` for inputs X.
-        shift_columns: where the one product that reads the value has fewer columns than rows: how many. Then it is
-            Y^T (X - Y) W / tokens, float32 [rows, columns], that lies there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -66,7 +64,6 @@ class InputStatistics(BaseModel):
     mean_file: Path
     shift_digest: str | None = None
     shift_file: Path | None = None
-    shift_columns: int | None = None
 
     def hessian(self) -> Symmetric:
         """Return X^T X / tokens as an expression, float32 [rows, rows]."""
@@ -74,11 +71,10 @@ class InputStatistics(BaseModel):
         return Symmetric(StoredBytes(str(self.hessian_file), 0, ir.DataType.FLOAT, dims, self.digest), self.rows)
 
     def shift(self) -> StoredBytes | None:
-        """Return what :attr:`shift_file` holds as an expression; ``None`` for inputs X."""
+        """Return Y^T (X - Y) / tokens as an expression, float32 [rows, rows]; ``None`` for inputs X."""
         if self.shift_file is None:
             return None
-        dims = self.rows, self.shift_columns or self.rows
-        return StoredBytes(str(self.shift_file), 0, ir.DataType.FLOAT, dims, self.shift_digest)
+        return StoredBytes(str(self.shift_file), 0, ir.DataType.FLOAT, (self.rows, self.rows), self.shift_digest)
 
     def means_and_largest(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Return the mean and the largest magnitude of each row, float32 [rows]."""
@@ -119,8 +115,6 @@ def write_statistics(
     folder: Path,
     number: int,
     shift: npt.NDArray[np.float64] | None = None,
-    *,
-    of_product: bool = False,
 ) -> InputStatistics:
     """Write what was collected of one value.
 
@@ -130,8 +124,7 @@ def write_statistics(
         text: SHA-256 of the texts.
         folder: where files go.
         number: of the value, for their names.
-        shift: the sum of Y^T (X - Y), or of Y^T (X - Y) W, see :class:`InputStatistics`.
-        of_product: whether it is the latter.
+        shift: the sum of Y^T (X - Y), see :class:`InputStatistics`.
 
     Raises:
         InputError: it is NaN or infinite, or too large for float32; or the disk is full.
@@ -180,7 +173,6 @@ def write_statistics(
         mean_file=mean_file,
         shift_digest=shift_digest,
         shift_file=shift_file,
-        shift_columns=shift.shape[1] if shift is not None and of_product else None,
     )
 
 
@@ -200,7 +192,7 @@ def read_index(file: Path) -> Index | None:
     for name, statistics in index.inputs.items():
         sizes = {"hessian_file": 4 * packed_size(statistics.rows), "mean_file": 8 * statistics.rows}
         if statistics.shift_file is not None:
-            sizes["shift_file"] = 4 * statistics.rows * (statistics.shift_columns or statistics.rows)
+            sizes["shift_file"] = 4 * statistics.rows**2
         files = {key: file.parent / getattr(statistics, key).name for key in sizes}
         for key, size in sizes.items():
             location = files[key]
