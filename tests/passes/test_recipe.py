@@ -110,7 +110,7 @@ def test_presets_are_named_as_their_files_and_load_by_name() -> None:
     fitted = ["fp6", "int3", "int4", "large", "medium", "mini", "nf4", "small", "tiny", "w4a4", "w4a8"]
     fitted += [f"rotate-{name}" for name in ("int4", "nf4", "w4a8")]
     quantized = [*fitted, "fp6-e3m2", "w8a8", "int8", "encoder-int8"]
-    caches = ["kv4", "rotate-kv4", "rotate-kv86", "streaming", "retrieval", "sparse-prefill"]
+    caches = ["kv4", "rotate-kv4", "rotate-kv43", "rotate-kv86", "streaming", "retrieval", "sparse-prefill"]
     rotated = ["rotate", "rotate-online", "rotate-fp6", "rotate-fp6-e3m2"]
     without_text = [f"{name}-rtn" for name in fitted]
     assert list(presets()) == sorted([*quantized, *rotated, *caches, *without_text, "float16"])
