@@ -178,7 +178,7 @@ def _rewrite(
     connect(graph, attention, layer)
     figures = {"sinks": meaning.sinks is not None, "source": None if source is None else source.name}
     tokens, is_chunk = meaning.window
-    sizes = {"window": 0 if is_chunk else tokens, "chunk": tokens if is_chunk else 0}
+    sizes = {"window": 0 if is_chunk else tokens, "chunk": tokens if is_chunk else None}
     ledger.changed(attention, OWNS_CACHE(page=page, **sizes, **figures), sources)
     return attention
 
