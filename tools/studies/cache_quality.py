@@ -56,7 +56,7 @@ from tools.studies.real.models import fetch
 
 PAGE = 64
 
-STORAGES = (("float32",), ("int8",), ("int8", "int6"), ("int6",), ("int4",), ("int3",), ("int2",))
+STORAGES = (("float32",), ("int8",), ("int8", "int6"), ("int6",), ("int4",), ("int4", "int3"), ("int3",), ("int2",))
 """That ``--kernels`` takes: of keys and values, or of keys and of values."""
 
 
