@@ -61,7 +61,8 @@ def search(
     each expert counts as often as the calibration text reaches it. Then mixtures of formats are drawn and judged by
     what the whole model loses. What is measured is kept: a search that was cut off goes on where it was.
 
-    Of a model that makes no text it finds the weights that have to stay in floats, as few as meet --require.
+    Of a model that makes no text it finds the weights that have to stay in floats, as few as meet --require; tokens,
+    candidates and the seed are for texts.
     """
     from graphopt.artifact.artifact import read
     from graphopt.compile.search import CHOICES, MixtureSearch
@@ -77,6 +78,12 @@ def search(
                 "formats are chosen for models that make text; of others weights may stay in floats",
                 file=model,
                 remedy="leave --format out, and choose a recipe by -r",
+            )
+        if jobs is not None or cluster is not None:
+            raise InputError(
+                "--jobs and --cluster are for models that make text; weights that stay in floats are searched here",
+                file=model,
+                remedy="leave them out",
             )
         return _search_float_weights(model, output, folder, recipe, require, room, inputs, as_json=as_json)
     if require is not None or inputs is not None:

@@ -6,11 +6,12 @@ takes a domain from one library only.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphopt.util.targets import Device
@@ -39,3 +40,20 @@ def library_path(device: Device = "cpu") -> Path | None:
 def _installed_path(device: Device) -> Path | None:
     file = files("graphopt.runtime_ops").joinpath(NAMES[device])
     return Path(str(file)) if file.is_file() else None
+
+
+@cache
+def library_function(path: str, name: str, *arguments: Any) -> Any | None:
+    """Return a function of a library that tells by an int whether it ran; ``None`` where the library lacks it.
+
+    Args:
+        path: the library.
+        name: of the function.
+        arguments: its types of :mod:`ctypes`.
+    """
+    try:
+        function = getattr(ctypes.CDLL(path), name)
+    except (OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = list(arguments), ctypes.c_int
+    return function

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from graphopt.errors import InputError
 from graphopt.quantization.rounding.single_thread import one_thread
-from graphopt.runtime_ops.library import library_path
+from graphopt.runtime_ops.library import library_function, library_path
 from graphopt.util.processors import run_in_threads
 
 Doubles = npt.NDArray[np.float64]
@@ -251,18 +250,7 @@ def _below_diagonal(shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
 
 def _function(name: str) -> Any | None:
     path = library_path()
-    return None if path is None else _library_function(str(path), name)
-
-
-@lru_cache(maxsize=8)
-def _library_function(path: str, name: str) -> Any | None:
-    """Return a function of a library, or ``None`` where it is of an older version that lacks it."""
-    try:
-        function = getattr(ctypes.CDLL(path), name)
-    except (OSError, AttributeError):
-        return None
-    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_int
-    return function
+    return None if path is None else library_function(str(path), name, ctypes.c_void_p)
 
 
 def _call(function: Any, work: ctypes.Structure) -> None:

@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import math
 from dataclasses import InitVar, dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,13 +14,16 @@ import numpy.typing as npt
 from graphopt.errors import InputError
 from graphopt.quantization.statistics.integers import has_noise, integers_of
 from graphopt.quantization.statistics.squares import Doubles, Product, Squares, products_of
-from graphopt.runtime_ops.library import library_path
+from graphopt.runtime_ops.library import library_function, library_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 # What :attr:`Moments.noise` means: numbers of a group, and codes.
 _GROUP, _CODES = 32, 16
+
+# Of `graphopt_add_moments`, see `cpu/entry.cc`.
+_ARGUMENTS = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_void_p] * 4)
 
 # Tokens whose squares are summed in float32 before they are added up in float64.
 _TOKENS = 1024
@@ -141,25 +143,13 @@ def sums_of(x: npt.NDArray[np.float32]) -> tuple[Doubles, npt.NDArray[np.float32
     rows = x.shape[1]
     total, largest, lane_sums = np.zeros(rows), np.zeros(rows, np.float32), np.zeros((2, _GROUP))
     path = library_path()
-    function = None if path is None else _library_function(str(path))
+    function = None if path is None else library_function(str(path), "graphopt_add_moments", *_ARGUMENTS)
     if function is None:
         _add_sums(x, total, largest, lane_sums)
     elif not function(x.ctypes.data, *x.shape, *(array.ctypes.data for array in (total, largest, *lane_sums))):
         raise InputError("GRAPHOPT_OPS_ISA names instructions that this machine does not have")
     fourth, error = (math.fsum(row) for row in lane_sums)
     return total, largest, fourth, error
-
-
-@lru_cache(maxsize=4)
-def _library_function(path: str) -> Any | None:
-    """Return the function of a library, or ``None`` where it is of an older version that lacks it."""
-    try:
-        function = ctypes.CDLL(path).graphopt_add_moments
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, *[ctypes.c_void_p] * 4]
-    function.restype = ctypes.c_int
-    return function
 
 
 def _add_sums(x: npt.NDArray[np.float32], total: Doubles, largest: npt.NDArray[np.float32], lane_sums: Doubles) -> None:

@@ -96,6 +96,8 @@ def test_the_command_writes_a_recipe_and_ends_with_one_where_it_is_not_met(
     assert "not met: cosine is" in capsys.readouterr().out
     with pytest.raises(InputError, match="formats are chosen for models that make text"):
         command.search(file, tmp_path / "x.yaml", formats=["nl4:64"])
+    with pytest.raises(InputError, match="--jobs and --cluster are for models that make text"):
+        command.search(file, tmp_path / "x.yaml", jobs=2)
 
 
 def test_models_that_make_text_and_recipes_without_rounding_are_refused(

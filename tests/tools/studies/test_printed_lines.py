@@ -18,4 +18,4 @@ def test_files_have_other_lines_as_the_network_wants_them(tmp_path: Path) -> Non
     # Dark on light: most of an image is background, and text is much darker.
     assert lines.min() < -0.2
     assert np.median(lines) > 0.3
-    assert np.abs(lines).max() <= 1
+    assert np.abs(lines).max() <= 1  # the network reads colours from -1 to 1
