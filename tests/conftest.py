@@ -44,6 +44,14 @@ settings.load_profile("graphopt")
 FAMILIES = {family: families.FAMILIES[family] for family in ("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "gemma3")}
 
 
+@pytest.fixture(autouse=True)
+def gradients_stay_enabled() -> Iterator[None]:
+    """Refuse a test that leaves torch without gradients: others in its process would fail, in some orders only."""
+    yield
+    if "torch" in sys.modules:
+        assert sys.modules["torch"].is_grad_enabled(), "torch.set_grad_enabled(False) outlives this test"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def signatures_are_derived_once() -> Iterator[None]:
     """Keep the signatures of ONNX's ops: onnxscript derives one for each node it adds, half of a body's time."""

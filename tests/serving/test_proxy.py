@@ -164,7 +164,10 @@ def test_a_person_types_and_sees_the_stream(page: Any, server: Served) -> None:
     reply = server.client.chat.completions.create(messages=messages, **told).choices[0].message.content
     assert page.locator(".user").all_text_contents() == [TEXT]
     assert page.locator(".assistant").all_text_contents() == [reply]
-    # The second message goes with those before it, and Stop ends what is being written.
+    # The second message goes with those before it, and Stop ends what is being written. The line is slow: otherwise the
+    # reply may be complete before a busy machine clicks.
+    line = {"offline": False, "latency": 0, "downloadThroughput": 4000, "uploadThroughput": -1}
+    page.context.new_cdp_session(page).send("Network.emulateNetworkConditions", line)
     page.fill("#limit", "900")
     page.fill("#prompt", "a <b>list</b>")
     page.click("#send")
@@ -175,6 +178,7 @@ def test_a_person_types_and_sees_the_stream(page: Any, server: Served) -> None:
     whole = server.client.chat.completions.create(messages=messages, **{**told, "max_tokens": 900})
     stopped = page.locator(".assistant").nth(1).text_content()
     assert stopped
+    assert len(stopped) < len(str(whole.choices[0].message.content))
     assert str(whole.choices[0].message.content).startswith(stopped)
     assert page.locator(".user").nth(1).text_content() == "a <b>list</b>"
 

@@ -30,11 +30,11 @@ class RoundedModel:
     """
 
     def __init__(self, checkpoint: Path, ids: Tensor, scored: int) -> None:
-        torch.set_grad_enabled(False)
         if checkpoint.suffix == ".gguf":
             self.model = load_gguf(checkpoint)[0].eval()
         else:
             self.model = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32).eval()
+        self.model.requires_grad_(False)
         ALL_ATTENTION_FUNCTIONS.register("graphopt_rounded_cache", self._attention)
         self.model.config._attn_implementation = "graphopt_rounded_cache"
         self.ids, self.scored = ids, scored

@@ -31,8 +31,7 @@ class Prompt:
     """
 
     def __init__(self, model: Any, ids: Tensor) -> None:
-        torch.set_grad_enabled(False)
-        self.model, self.ids, self.length = model.eval(), ids, len(ids) - NEXT
+        self.model, self.ids, self.length = model.eval().requires_grad_(False), ids, len(ids) - NEXT
         self.cache: dict[int, tuple[Tensor, Tensor]] = {}
         self.received: dict[int, Tensor] = {}  # attention of the prompt's queries, summed, [heads, tokens]
         self.newest: dict[int, Tensor] = {}  # attention of its last 64 queries, [heads, tokens]
