@@ -23,7 +23,8 @@ from graphopt.compile.compilation import Compilation, Run
 from graphopt.compile.same_manifest import confirm_manifest, left_out, recorded_kernels
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.diagnostics import Check, Finding, PassReport, Rule
-from graphopt.passes.codes.quantize_weights import STATISTICS
+from graphopt.passes.cache import quantize_kv
+from graphopt.passes.codes import quantize_weights
 from graphopt.util.progress import Progress, silent
 from graphopt.verification.companions import confirm_companions
 from graphopt.verification.same_model import confirm_model
@@ -255,8 +256,9 @@ class Replay:
 
 def _confirm_statistics(report: PassReport, recorded_report: PassReport, file: Path) -> None:
     """Refuse to compare codes that were chosen by other statistics than can be had here."""
+    codes = {rule.code for rule in (quantize_weights.STATISTICS, quantize_kv.STATISTICS)}
     digests_here, recorded_digests = (
-        {change.what.figures["digest"] for change in pass_report.changes if change.what.code == STATISTICS.code}
+        {change.what.figures["digest"] for change in pass_report.changes if change.what.code in codes}
         for pass_report in (report, recorded_report)
     )
     if digests_here != recorded_digests:

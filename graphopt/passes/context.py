@@ -198,6 +198,21 @@ class Statistics:
             consumer = _Evaluation(self._evaluator, expressions_of)
         return self._collector().inputs(model, nodes, consumer)
 
+    def queries(
+        self, model: ir.Model, nodes: Iterable[ir.Node], positions: int | None
+    ) -> dict[ir.Node, InputStatistics]:
+        """Return what the first input of each of some attentions looks like, at all positions that a model has.
+
+        Args:
+            model: the model.
+            nodes: the attentions.
+            positions: that a sequence may have; ``None`` where that is unknown.
+
+        Raises:
+            InputError: it was not collected before, and the model cannot be run here.
+        """
+        return self._collector().over_positions(model, positions).inputs(model, nodes)
+
     def _collector(self) -> Calibration:
         if self._calibration is None:
             raise InputError(

@@ -69,7 +69,7 @@ class Operator:
         values = self.schema.in_order(inputs) if isinstance(inputs, Mapping) else inputs
         outputs = len(self.schema.outputs)
         node = ir.node(self.name, values, attributes, domain=DOMAIN, version=None, name=name, num_outputs=outputs)
-        if len(node.inputs) == len(self.schema.inputs):
+        if self.schema.takes(len(node.inputs)):
             self.schema.infer(node)
         return node
 

@@ -73,6 +73,8 @@ class Port:
         like: the input whose type it has; ``None`` where it has a type of its own.
         placeholder: elements of the tensor that says "absent", where there is one: inputs of ours are never left out,
             as bodies for older opsets could not ask whether one is there.
+        is_trailing: whether a node may end before it: it is among the last inputs, and an attribute says whether it is
+            there.
         columns: the axis that counts columns of a product, in whole tiles; tensors are joined along it where products
             are merged.
         bits: of codes that are packed into bytes, how many each takes, from the shape of the tensor and the attributes
@@ -84,6 +86,7 @@ class Port:
     types: tuple[ir.DataType, ...] = ()
     like: str | None = None
     placeholder: int | None = None
+    is_trailing: bool = False
     columns: int | None = None
     bits: Callable[[Dims, Mapping[str, Any]], int] | None = None
 
@@ -180,6 +183,10 @@ class Signature:
         """Return the input in a place; ``None`` where the signature has none."""
         return self.inputs[index] if index < len(self.inputs) else None
 
+    def takes(self, count: int) -> bool:
+        """Return whether a node may have so many inputs."""
+        return count <= len(self.inputs) and all(port.is_trailing for port in self.inputs[count:])
+
     def follows_data(self, port: Port | None) -> bool:
         """Return whether a port has the type of the activations, whatever that is."""
         return port is not None and self.data is not None and (port is self.data or port.like == self.data.name)
@@ -187,12 +194,15 @@ class Signature:
     def in_order(self, values: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
         """Return inputs that are given by name in order; those that are not given are left out, as ``None``.
 
+        Inputs at the end that nodes may do without are not in it where they are not given.
+
         Raises:
             ValueError: there is no input of a name.
         """
         for name in values:
             self.index(name)
-        return [values.get(name) for name in self.input_names]
+        ports = [port for port in self.inputs if not port.is_trailing or port.name in values]
+        return [values.get(port.name) for port in ports]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,13 +236,13 @@ class Schema(Signature):
 
     def infer(self, node: ir.Node) -> None:
         """Set types and shapes of the outputs of ``node`` where those of its inputs are known."""
-        values = dict(zip(self.input_names, node.inputs, strict=True))
+        values = dict(zip(self.input_names, node.inputs, strict=False))
         for port, output in zip(self.outputs, node.outputs, strict=False):
             dtype = port.type_from(values)
             if dtype is not None:
                 output.type = ir.TensorType(dtype)  # copies of a graph share types: none is edited
         shapes_by_name = {name: tuple(value.shape) for name, value in values.items() if value and value.shape}
-        if len(shapes_by_name) == len(self.inputs):
+        if all(port.is_trailing or port.name in shapes_by_name for port in self.inputs):
             shapes = self.shapes(shapes_by_name, attributes_of(node))
             for output, dims in zip(node.outputs, shapes, strict=False):
                 output.shape = ir.Shape(dims)

@@ -36,7 +36,7 @@ def tables(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     few = ("--quality-tokens", 64)
     commands = (
         ("optimize", llama_artifact, "-r", "w4a4", "-o", after, "--set", "quantize_weights.rounding=nearest", *few),
-        ("optimize", llama_artifact, "-r", "rotate-kv4", "-o", folder / "kv4", "--all", *few),
+        ("optimize", llama_artifact, "-r", "rotate-kv4-rtn", "-o", folder / "kv4", "--all", *few),
         ("optimize", llama_artifact, "-r", "rotate-int4-rtn", "-o", int4, *few),
         ("verify", llama_artifact, int4, "--all"),
         ("inspect", after),

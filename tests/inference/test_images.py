@@ -147,18 +147,18 @@ def test_the_decoder_is_rotated_behind_its_input_and_proved(pictures: list[Path]
     assert statuses["image features", "vision: the recipe"] == "measured"
 
 
-@pytest.mark.parametrize("recipe", ["int4", "small", "rotate-kv4"])
+@pytest.mark.parametrize("recipe", ["int4", "small", "rotate-kv4-rtn"])
 def test_all_graphs_are_quantized_and_judged(recipe: str, pictures: list[Path], tmp_path: Path) -> None:
     folder = artifact_of("llava")
     result = graphopt.optimize(folder, recipe, tmp_path / "out")
     # Random weights of 64 columns in 4 bits; caches of 4 bits lose less.
     assert 0 <= result.manifest.check("quality").figures["kl_mean"] < 0.1
     session = load_vision_language(tmp_path / "out")
-    assert session.decoder.interface.has_pages == (recipe == "rotate-kv4")
+    assert session.decoder.interface.has_pages == (recipe == "rotate-kv4-rtn")
     prompts = [prompt for prompt, _ in prompts_of("llava", session, pictures)]
     both = complete(session, prompts, GREEDY)
     assert [row.tokens for row in both] == [complete(session, [prompt], GREEDY)[0].tokens for prompt in prompts]
-    if recipe != "rotate-kv4":
+    if recipe != "rotate-kv4-rtn":
         for part in ("", "vision", "embedding"):
             size, before = ((root / part / "model.onnx.data").stat().st_size for root in (tmp_path / "out", folder))
             assert size < 0.5 * before

@@ -15,6 +15,7 @@ from graphopt.passes import PASSES
 from graphopt.passes.algebra.fold_norms import FoldNorms
 from graphopt.passes.algebra.rotate import Rotate
 from graphopt.passes.base import Pass
+from graphopt.passes.cache.quantize_kv import QuantizeKV
 from graphopt.passes.codes.quantize_activations import QuantizeActivations
 from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeights
 from graphopt.passes.interface.last_logits import LastLogits
@@ -108,9 +109,9 @@ def test_what_cannot_be_added_or_set_is_refused(add: list[str], options: list[st
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
     fitted = ["fp6", "int3", "int4", "large", "medium", "mini", "nf4", "small", "tiny", "w4a4", "w4a8"]
-    fitted += [f"rotate-{name}" for name in ("int4", "nf4", "w4a8")]
+    fitted += [f"rotate-{name}" for name in ("int4", "nf4", "w4a8", "kv4", "kv43")]
     quantized = [*fitted, "fp6-e3m2", "w8a8", "int8", "encoder-int8"]
-    caches = ["kv4", "rotate-kv4", "rotate-kv43", "rotate-kv86", "streaming", "retrieval", "sparse-prefill"]
+    caches = ["kv4", "rotate-kv86", "streaming", "retrieval", "sparse-prefill"]
     rotated = ["rotate", "rotate-online", "rotate-fp6", "rotate-fp6-e3m2"]
     without_text = [f"{name}-rtn" for name in fitted]
     assert list(presets()) == sorted([*quantized, *rotated, *caches, *without_text, "float16"])
@@ -124,7 +125,8 @@ def test_presets_are_calibrated_and_their_twins_need_no_data() -> None:
         name
         for name, recipe in presets().items()
         for step in recipe.steps
-        if isinstance(step, QuantizeWeights) and step.rounding.needs is not None
+        if (isinstance(step, QuantizeWeights) and step.rounding.needs is not None)
+        or (isinstance(step, QuantizeKV) and step.key_feedback)
     }
     assert needs == {name.removesuffix("-rtn") for name in presets() if name.endswith("-rtn")}
     assert {"int4", "small", "medium", "large"} < needs

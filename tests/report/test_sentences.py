@@ -25,7 +25,7 @@ from graphopt.report.sentences import sentence
 PRESETS = {
     "rotate-online": [],
     "rotate-w4a8-rtn": ["float16"],
-    "rotate-kv4": ["last_logits"],
+    "rotate-kv4-rtn": ["last_logits"],
     "streaming": ["lower"],
     "int4-rtn": [],
 }

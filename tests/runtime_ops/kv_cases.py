@@ -24,7 +24,7 @@ INPUTS = ("query", "key", "value", "past", "new", "sink_logits", "sink_query")
 STATE = ("keys", "values", "scales", "recent", "summaries")
 Arrays = dict[str, np.ndarray]
 Run = Callable[..., Sequence[np.ndarray]]
-"""Takes the twelve inputs in order and the attributes by name, returns the six outputs."""
+"""Takes the inputs in order and the attributes by name, returns the six outputs."""
 
 
 GPU_STORAGES = tuple(name for name, storage in STORAGE_OF.items() if storage.on_gpus)
@@ -81,6 +81,7 @@ def any_calls(
     head_sizes: Sequence[int],
     storages: Sequence[str] = STORAGES,
     has_factors: bool = True,
+    has_feedback: bool = False,
     has_pairs: bool = True,
     policies: int = len(POLICIES),
 ) -> tuple[KVAttributes, Arrays, list[int], list[list[int]]]:
@@ -96,6 +97,7 @@ def any_calls(
         value_storage=draw(st.sampled_from(["", *LEVELS])) if has_pairs and storage in LEVELS else "",
         clip=draw(st.sampled_from([1.0, 1.0, 0.7, 0.1])) if storage in LEVELS else 1.0,
         token_factors=draw(st.integers(0, 1)) if has_factors and storage in LEVELS else 0,
+        key_feedback=draw(st.integers(0, 1)) if has_feedback and storage in LEVELS else 0,
         kv_heads=heads,
         page=draw(st.sampled_from(PAGES)),
         policies=draw(st.lists(st.integers(0, policies - 1), min_size=heads, max_size=heads)),
@@ -129,6 +131,19 @@ def any_calls(
     return attributes, drawn, calls, new
 
 
+def feedback_of(attributes: KVAttributes, head_size: int) -> Arrays:
+    """Return the input ``feedback`` of a node that has one, with numbers at places that no operator reads."""
+    if not attributes.key_feedback:
+        return {}
+    random = np.random.default_rng(head_size)
+    return {"feedback": random.uniform(-0.5, 0.5, (attributes.kv_heads, head_size, head_size)).astype(np.float16)}
+
+
+def names_of(attributes: KVAttributes) -> tuple[str, ...]:
+    """Return the names of the inputs of a node, in order."""
+    return (*INPUTS, *STATE, *(["feedback"] if attributes.key_feedback else []))
+
+
 class Fed:
     """A cache, fed call by call, and what the calls returned.
 
@@ -145,6 +160,7 @@ class Fed:
         self.state = attributes.state(batch, pages, width // attributes.kv_heads).zeros()
         self.past = np.zeros(batch, np.int64)
         self.column = 0
+        self.feedback = feedback_of(attributes, width // attributes.kv_heads)
 
     def call(self, columns: int, new: Sequence[int] | None = None) -> np.ndarray:
         """Run the next ``columns`` columns, of which row b has ``new[b]`` tokens, all by default; return y."""
@@ -152,7 +168,7 @@ class Fed:
         inputs = {"past": self.past, "new": np.full(len(self.past), columns) if new is None else np.array(new)}
         for name, tensor in self.tokens.items():
             inputs[name] = tensor[:, these] if tensor.ndim == 3 else tensor
-        arguments = [*(inputs[name] for name in INPUTS), *self.state.values()]
+        arguments = [*(inputs[name] for name in INPUTS), *self.state.values(), *self.feedback.values()]
         y, *state = self.run(*arguments, **self.attributes.for_node())
         self.state = dict(zip(STATE, state, strict=True))
         self.past = self.past + inputs["new"]
@@ -214,11 +230,13 @@ def model_of(
     whole |= dict.fromkeys(("query", "key", "value", "sink_query"), activations)
     for name, tensor in attributes.state("batch", "pages", max(16, attributes.unit, attributes.value_size)):
         whole[name] = ir.DataType.from_numpy(tensor.dtype)
-    values = [ir.val(name, whole.get(name, ir.DataType.FLOAT), ir.Shape(shapes[name])) for name in (*INPUTS, *STATE)]
+    whole["feedback"] = ir.DataType.FLOAT16
+    names = names_of(attributes)
+    values = [ir.val(name, whole.get(name, ir.DataType.FLOAT), ir.Shape(shapes[name])) for name in names]
     node = ir.node(
         "KVAttention", values, attributes.for_node(), domain=DOMAIN, version=None, num_outputs=6, name="attention"
     )
-    for output, like in zip(node.outputs, (values[0], *values[7:]), strict=True):
+    for output, like in zip(node.outputs, (values[0], *values[7:12]), strict=True):
         output.name, output.type, output.shape = f"present_{like.name}", like.type, like.shape
     node.outputs[0].name = "y"
     graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": opset}, name="one")
@@ -252,7 +270,8 @@ class Body:
         self.static, self.opset, self.activations = static, opset, activations
 
     def __call__(self, *inputs: np.ndarray, **attributes: Any) -> Sequence[np.ndarray]:
-        attrs, by_name = KVAttributes(**attributes), dict(zip((*INPUTS, *STATE), inputs, strict=True))
+        attrs = KVAttributes(**attributes)
+        by_name = dict(zip(names_of(attrs), inputs, strict=True))
         shapes: dict[str, Any] = {name: array.shape for name, array in by_name.items()}
         if not self.static:
             shapes = {name: [None] * len(shape) for name, shape in shapes.items()}

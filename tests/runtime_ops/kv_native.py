@@ -68,13 +68,18 @@ class Native:
 
     def __call__(self, *inputs: np.ndarray, **attributes: Any) -> Sequence[np.ndarray]:
         session = self.session(attributes)
-        feeds = dict(zip(INPUTS, inputs, strict=True))
+        feeds = dict(zip(names_of(attributes), inputs, strict=True))
         if not self.in_place:
             return run(session, None, feeds)
         binding, _ = bind(session, feeds)
         session.run_with_iobinding(binding)
         # onnxruntime returns a view of memory that ends with the binding
         return [array_of(each) for each in binding.get_outputs()]
+
+
+def names_of(attributes: dict[str, Any]) -> list[str]:
+    """Return the names of the inputs of a node, in order."""
+    return [*INPUTS, *(["feedback"] if attributes.get("key_feedback") else [])]
 
 
 def bind(session: onnxruntime.InferenceSession, feeds: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
@@ -96,16 +101,18 @@ def model_of(attributes: dict[str, Any], activations: type = np.float32) -> Any:
     types |= dict.fromkeys(("query", "key", "value", "sink_query"), of_activations)
     types["past"] = types["new"] = TensorProto.INT64
     types["keys"] = types["values"] = _TYPES.get(attributes["storage"], TensorProto.FLOAT)
+    types["feedback"] = TensorProto.FLOAT16
+    ranks = {name: INPUTS.get(name, 3) for name in names_of(attributes)}
     inputs = [
         helper.make_tensor_value_info(
             name, types[name], None if rank is None else [f"{name}{axis}" for axis in range(rank)]
         )
-        for name, rank in INPUTS.items()
+        for name, rank in ranks.items()
     ]
     outputs = [helper.make_tensor_value_info("y", of_activations, None)]
     outputs += [helper.make_tensor_value_info(f"{name}_after", types[name], None) for name in STATE]
     node = helper.make_node(
-        "KVAttention", list(INPUTS), [output.name for output in outputs], name=NODE, domain=DOMAIN, **attributes
+        "KVAttention", list(ranks), [output.name for output in outputs], name=NODE, domain=DOMAIN, **attributes
     )
     graph = helper.make_graph([node], "one", inputs, outputs)
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]

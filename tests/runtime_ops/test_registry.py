@@ -110,9 +110,10 @@ def test_body_reference_and_schema_say_the_same_of_types_and_shapes(folder: str)
     def agree(case: Case) -> None:
         schema = operator.schema
         arrays = [tensor.values for tensor in case.inputs.values()]
-        assert tuple(case.inputs) == schema.input_names
+        assert schema.takes(len(case.inputs))
+        assert tuple(case.inputs) == schema.input_names[: len(case.inputs)]
         assert set(case.attributes) - set(schema.optional) == set(schema.attributes)
-        for each, array in zip(schema.inputs, arrays, strict=True):
+        for each, array in zip(schema.inputs, arrays, strict=False):
             like = each if each.like is None else schema.inputs[schema.index(each.like)]
             assert ir.DataType.from_numpy(array.dtype) in like.types, each.name
         expected = operator.reference(*arrays, **case.attributes)
@@ -139,7 +140,7 @@ def test_the_body_has_the_ports_and_parameters_of_the_schema(folder: str) -> Non
     def same(case: Case) -> None:
         body = operator.body_of(node_of(case), 23)
         assert (body.domain, body.name) == (DOMAIN, operator.name)
-        assert tuple(value.name for value in body.inputs) == operator.schema.input_names
+        assert tuple(value.name for value in body.inputs) == tuple(case.inputs)
         assert tuple(value.name for value in body.outputs) == operator.schema.output_names
         # 0 says nothing, but for the lowest level of scales that have levels
         is_said = {**case.attributes, "low": case.attributes.get("span", 0)}

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.families import randomize
 from tools.bench.parts.drafting import Known
 
-RECIPES = ("rotate", "int4-rtn", "small-rtn", "rotate-kv4", "w4a8-rtn")
+RECIPES = ("rotate", "int4-rtn", "small-rtn", "rotate-kv4-rtn", "w4a8-rtn")
 """One recipe for each kind of rewrite: rotations, onnxruntime's products, ours, caches, inputs in codes."""
 
 TOKENS = 24

@@ -49,6 +49,7 @@ from graphopt.passes.recipe import Recipe, Step
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from tools.bench.parts.options import JsonFile
 from tools.studies.caches.attention import RoundedModel
+from tools.studies.caches.feedback import FeedbackMethod, feedback_methods
 from tools.studies.caches.methods import TAIL, methods
 from tools.studies.caches.rounding import Method, Tensor
 from tools.studies.caches.spectral import SpectralMethod, of_text
@@ -122,31 +123,32 @@ def by_kernels(session: graphopt.Session, ids: Tensor, scored: int) -> Tensor:
 
 
 def kernel_rows(checkpoint: Path, ids: Tensor, scored: int, only: list[str] | None) -> list[Row]:
-    """Return a row for each storage of integers, as it is and rotated."""
-    rows = []
+    """Return a row for each storage, as it is and rotated, and where keys are rounded for queries of another text."""
+    rows, reference = [], None
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "float32"
         graphopt.export(checkpoint, source)
-        reference = None
-        for rotated in (False, True):
+        for rotated, feedback in ((False, False), (True, False), (True, True)):
             before: list[Step] = [Canonicalize()]
             if rotated:
                 before += [FoldNorms(), Rotate(query_key="hadamard")]
             for storage, *of_values in STORAGES:
                 name = " keys, ".join([storage, *(f"{values} values" for values in of_values)])
-                name += ", rotated" if rotated else ""
+                name += (", rotated" if rotated else "") + (", feedback" if feedback else "")
                 if (storage == "float32" and rotated) or (reference is not None and not chosen(name, only)):
                     continue
                 began = time.perf_counter()
-                value_storage = of_values[0] if of_values else None
-                last = PageKV() if storage == "float32" else QuantizeKV(storage=storage, value_storage=value_storage)
-                made = Path(temporary) / "made"
+                values = of_values[0] if of_values else None
+                last: Step = PageKV()
+                if storage != "float32":
+                    last = QuantizeKV(storage=storage, value_storage=values, key_feedback=feedback)
+                compressed = Path(temporary) / "compressed"
                 recipe = Recipe(name="cache", steps=(*before, last))
-                graphopt.optimize(source, recipe, made, run=False, overwrite=True)
-                found = by_kernels(graphopt.load(made), ids, scored)
-                reference = found if reference is None else reference
+                graphopt.optimize(source, recipe, compressed, run="parts" if feedback else False, overwrite=True)
+                log_probabilities = by_kernels(graphopt.load(compressed), ids, scored)
+                reference = log_probabilities if reference is None else reference
                 bits = (STORAGE_OF[storage].bits + STORAGE_OF[(of_values or [storage])[0]].bits) / 2
-                rows.append(row(name, "kernels", bits, reference, found, ids, began))
+                rows.append(row(name, "kernels", bits, reference, log_probabilities, ids, began))
                 print(rows[-1], flush=True)
     return rows
 
@@ -174,10 +176,11 @@ def main(
         rows = kernel_rows(checkpoint, ids, scored, only)
     else:
         rounded, rows = RoundedModel(checkpoint, ids, scored), []
-        every: list[Method | SpectralMethod] = [*methods()]
-        if not only or any(pattern.startswith(("spectral", "*")) for pattern in only):
+        every: list[Method | SpectralMethod | FeedbackMethod] = [*methods()]
+        if not only or any(pattern.startswith(("spectral", "feedback", "*")) for pattern in only):
             other = torch.tensor(tokenizer(library_sources())["input_ids"][:tokens])
-            every += of_text(rounded.statistics(other), TAIL)
+            statistics = rounded.statistics(other)
+            every += [*feedback_methods(statistics, TAIL), *of_text(statistics, TAIL)]
         for method in every:
             if chosen(method.name, only):
                 began = time.perf_counter()

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
 from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.weights import new_weight
 from graphopt.passes.base import Pass
 from graphopt.passes.common.paging.paged_attention import Page, page_attention
 from graphopt.passes.common.paging.states import change
+from graphopt.quantization.rounding.ldl import key_feedback, moments_by_head
+from graphopt.runtime_ops import schema_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, PAGES, STORAGES
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
+    from collections.abc import Collection
 
+    from graphopt.analysis.structure.paged_caches import PagedLayer
     from graphopt.passes.context import Context
+    from graphopt.quantization.statistics import InputStatistics
 
 _PAGE = 64
+_OPTIONS = (
+    "storage",
+    "value_storage",
+    "page",
+    "sink_pages",
+    "recent_pages",
+    "clip",
+    "token_factors",
+    "key_feedback",
+)
 _CLIPS = {"int2": 0.9}
 _WITH_FACTORS = ("int3", "int2")
 
@@ -30,10 +47,22 @@ CACHE_STORED = Rule(
     "quantize_kv.stored",
     "its cache is stored as {storage} in pages of {page}",
     factors=", {factors}",
+    feedback=", {feedback}",
     clip=", {clip}",
     floats=", {floats}",
 )
 TOKEN_FACTORS = Rule("quantize_kv.token-factors", "keys with a factor per token")
+FEEDBACK = Rule("quantize_kv.feedback", "keys rounded for the queries of the calibration")
+STATISTICS = Rule(
+    "quantize_kv.measured",
+    "the queries of {layers} layers were collected on {tokens} tokens, with the digest {text}; theirs is {digest}",
+)
+GPU_FEEDBACK = Rule(
+    "quantize_kv.gpu-feedback", "kernels on GPUs round each channel of keys by itself: key_feedback has no effect"
+)
+LATENT_FEEDBACK = Rule(
+    "quantize_kv.latent-feedback", "its keys are values too: each channel is rounded by itself, without key_feedback"
+)
 CLIP_SHARE = Rule("quantize_kv.clipped", "codes span {share} of the numbers of a set")
 FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
 STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
@@ -82,6 +111,12 @@ class QuantizeKV(Pass):
     small and large keys: K = factor[t] (low[c] + step[c] codes[t, c]). Scores of a page are multiplied by the factors
     when it is read (after KVarN, arXiv 2606.03458, which normalizes rows and columns of keys and values).
 
+    With ``key_feedback`` keys are rounded for the queries that will read them. A score q k is off by q e where the key
+    is off by e, so errors along directions that queries have little of cost little: the channels of a key are rounded
+    one after the other, and those behind make up for what one is off by (:func:`key_feedback`). That takes the second
+    moments of queries, which the model is run for, and a matrix [D, D] of float16 for each KV head; what reads the
+    pages stays as it is.
+
     Pages of floats have no scales. float8 (E4M3FN, Micikevicius et al. 2022) has 4 significant bits and cuts off at
     448; what is below 2^-6 has fewer bits, so it is for caches whose numbers are neither large nor tiny.
 
@@ -104,6 +139,8 @@ class QuantizeKV(Pass):
             1 for the others: what lost least on a real model at 8192 tokens (docs/caches.md).
         token_factors: whether keys of integers have a factor per token; ``None``: int3 and int2 have, more bits gain
             nothing by it. For CPUs only.
+        key_feedback: whether errors of channels of keys are made up for by those behind them, for integers. Needs a
+            text to run the model on. For CPUs only: on GPUs each channel is rounded by itself, and the report says so.
     """
 
     name: ClassVar[str] = "quantize_kv"
@@ -117,6 +154,7 @@ class QuantizeKV(Pass):
     recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
     clip: Annotated[float, Field(gt=0, le=1)] | None = None
     token_factors: bool | None = None
+    key_feedback: bool = False
 
     @property
     def context_tokens(self) -> int:
@@ -134,76 +172,135 @@ class QuantizeKV(Pass):
         return self.storage in _WITH_FACTORS if self.token_factors is None else self.token_factors
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
-        """Change the storage of every cache; say why where there is none in pages."""
-        ledger = context.ledger
-        options = self
-        page_attention(model, context, options.page or _PAGE)
-        integer = options.storage in LEVELS
-        if options.value_storage is not None and not integer:
-            raise InputError(
-                f"quantize_kv stores keys as {options.storage} and values as {options.value_storage}: pages of both "
-                "have one type",
-                remedy=f"choose storage of quantize_kv among {', '.join(LEVELS)}, or leave value_storage out",
-            )
-        if options.value_storage not in (None, options.storage) and context.target == "ort-cuda":
-            raise InputError(
-                f"quantize_kv stores keys as {options.storage} and values as {options.value_storage}, and kernels on "
-                "GPUs store both alike",
-                remedy="leave value_storage of quantize_kv out, or choose --target ort-cpu",
-            )
-        if context.target == "ort-cuda" and not STORAGE_OF[options.storage].on_gpus:
-            raise InputError(
-                f"quantize_kv stores caches as {options.storage}, and kernels on GPUs know no such codes",
-                remedy="choose int8 or int4, or --target ort-cpu",
-            )
-        if not integer and options.share_of_codes < 1:
-            raise InputError(
-                f"clip is a share of what codes span, and {options.storage} has no codes",
-                remedy="leave clip of quantize_kv out",
-            )
-        has_factors = options.has_factors
-        if has_factors and not integer:
-            raise InputError(
-                f"token_factors belong to keys of integers, and {options.storage} has no scales",
-                remedy="leave token_factors of quantize_kv out",
-            )
-        if has_factors and context.target == "ort-cuda":
-            raise InputError(
-                "quantize_kv gives keys a factor per token, and kernels on GPUs know none",
-                remedy="leave token_factors of quantize_kv out, or choose --target ort-cpu",
-            )
-        for node in kv_nodes(model.graph):
-            layer = layer_of(node)
-            attributes, page = layer.attributes, options.page or layer.attributes.page
-            if attributes.storage != "float32":
-                ledger.skipped(node, STORED_ALREADY(storage=attributes.storage_name))
-                continue
-            # latents have no values of their own
-            of_values = "" if attributes.value_size else options.value_storage or ""
-            new_attributes = replace(attributes, page=PAGES[-1], storage=options.storage, value_storage=of_values)
-            unit, storage_name = new_attributes.unit, new_attributes.storage_name
-            if page % unit:
-                raise InputError(
-                    f"{storage_name} packs {unit} numbers at a time, and pages of {page} tokens are no multiple",
-                    node=node.name,
-                    remedy=f"set page of quantize_kv to a multiple of {unit}",
-                )
-            if layer.head_size % unit:
-                ledger.skipped(node, UNEVEN_HEADS(storage=storage_name, unit=unit, head_size=layer.head_size))
-                continue
-            update = {
-                "storage": options.storage,
-                "value_storage": of_values,
-                "page": page,
-                "sink_pages": options.sink_pages if integer else 0,
-                "recent_pages": options.recent_pages if integer else 0,
-                "clip": options.share_of_codes,
-                "token_factors": int(has_factors),
-            }
-            change(model.graph, node, update)
-            floats = FLOATS(first=options.sink_pages, newest=options.recent_pages) if integer else None
-            clip = CLIP_SHARE(share=f"{options.share_of_codes:.0%}") if options.share_of_codes < 1 else None
-            factors = TOKEN_FACTORS() if has_factors else None
-            fact = CACHE_STORED(storage=storage_name, page=page, factors=factors, clip=clip, floats=floats)
-            ledger.changed(node, fact, [node])
+        """Change the storage of every cache; say why where there is none in pages.
+
+        Raises:
+            InputError: options do not fit one another, the pages or the target; or there is no text to measure queries
+                on.
+        """
+        page_attention(model, context, self.page or _PAGE)
+        self._check(context.target)
+        layers = {node: self._new_layer(node, context) for node in kv_nodes(model.graph)}
+        new_layers = {node: layer for node, layer in layers.items() if layer is not None}
+        with_feedback = [node for node, layer in new_layers.items() if layer.attributes.key_feedback]
+        moments = self._query_moments(model, with_feedback, context)
+        for node, layer in new_layers.items():
+            kv = layer.attributes
+            change(model.graph, node, {name: getattr(kv, name) for name in _OPTIONS})
+            if node in moments:
+                _add_feedback(model.graph, node, layer, moments[node])
+            floats = FLOATS(first=self.sink_pages, newest=self.recent_pages) if kv.levels is not None else None
+            clip = CLIP_SHARE(share=f"{self.share_of_codes:.0%}") if self.share_of_codes < 1 else None
+            factors, feedback = TOKEN_FACTORS() if kv.token_factors else None, FEEDBACK() if kv.key_feedback else None
+            facts = {"factors": factors, "feedback": feedback, "clip": clip, "floats": floats}
+            context.ledger.changed(node, CACHE_STORED(storage=kv.storage_name, page=kv.page, **facts), [node])
         describe(model)
+
+    def _check(self, target: str) -> None:
+        """Refuse options that do not fit one another or the target."""
+        of_pairs = f"quantize_kv stores keys as {self.storage} and values as {self.value_storage}"
+        is_pair, integer = self.value_storage not in (None, self.storage), self.storage in LEVELS
+        refusals = [
+            (
+                self.value_storage is not None and not integer,
+                f"{of_pairs}: pages of both have one type",
+                f"choose storage of quantize_kv among {', '.join(LEVELS)}, or leave value_storage out",
+            ),
+            (
+                is_pair and target == "ort-cuda",
+                f"{of_pairs}, and kernels on GPUs store both alike",
+                "leave value_storage of quantize_kv out, or choose --target ort-cpu",
+            ),
+            (
+                target == "ort-cuda" and not STORAGE_OF[self.storage].on_gpus,
+                f"quantize_kv stores caches as {self.storage}, and kernels on GPUs know no such codes",
+                "choose int8 or int4, or --target ort-cpu",
+            ),
+            (
+                not integer and self.share_of_codes < 1,
+                f"clip is a share of what codes span, and {self.storage} has no codes",
+                "leave clip of quantize_kv out",
+            ),
+            (
+                self.has_factors and not integer,
+                f"token_factors belong to keys of integers, and {self.storage} has no scales",
+                "leave token_factors of quantize_kv out",
+            ),
+            (
+                self.has_factors and target == "ort-cuda",
+                "quantize_kv gives keys a factor per token, and kernels on GPUs know none",
+                "leave token_factors of quantize_kv out, or choose --target ort-cpu",
+            ),
+            (
+                self.key_feedback and not integer,
+                f"key_feedback is for keys of integers, and {self.storage} has no codes",
+                "leave key_feedback of quantize_kv out",
+            ),
+        ]
+        for is_refused, reason, remedy in refusals:
+            if is_refused:
+                raise InputError(reason, remedy=remedy)
+
+    def _new_layer(self, node: ir.Node, context: Context) -> PagedLayer | None:
+        """Return what a node is to say of its cache; ``None`` where it stays as it is, which the ledger then says."""
+        layer, integer = layer_of(node), self.storage in LEVELS
+        page = self.page or layer.attributes.page
+        if layer.attributes.storage != "float32":
+            context.ledger.skipped(node, STORED_ALREADY(storage=layer.attributes.storage_name))
+            return None
+        # latents have no values of their own
+        of_values = "" if layer.attributes.value_size else self.value_storage or ""
+        kv = replace(layer.attributes, page=PAGES[-1], storage=self.storage, value_storage=of_values)
+        if page % kv.unit:
+            raise InputError(
+                f"{kv.storage_name} packs {kv.unit} numbers at a time, and pages of {page} tokens are no multiple",
+                node=node.name,
+                remedy=f"set page of quantize_kv to a multiple of {kv.unit}",
+            )
+        if layer.head_size % kv.unit:
+            head_size = layer.head_size
+            context.ledger.skipped(node, UNEVEN_HEADS(storage=kv.storage_name, unit=kv.unit, head_size=head_size))
+            return None
+        kv = replace(
+            kv,
+            page=page,
+            sink_pages=self.sink_pages if integer else 0,
+            recent_pages=self.recent_pages if integer else 0,
+            clip=self.share_of_codes,
+            token_factors=int(self.has_factors),
+            key_feedback=int(self._has_feedback(node, layer, context)),
+        )
+        return replace(layer, attributes=kv)
+
+    def _has_feedback(self, node: ir.Node, layer: PagedLayer, context: Context) -> bool:
+        if not self.key_feedback:
+            return False
+        if context.target == "ort-cuda":
+            context.ledger.skipped(node, GPU_FEEDBACK())
+            return False
+        if layer.attributes.value_size:
+            context.ledger.skipped(node, LATENT_FEEDBACK())
+            return False
+        return True
+
+    def _query_moments(
+        self, model: ir.Model, nodes: Collection[ir.Node], context: Context
+    ) -> dict[ir.Node, InputStatistics]:
+        """Return what the queries of some nodes look like, and report what was measured."""
+        if not nodes:
+            return {}
+        moments = context.statistics.queries(model, nodes, context.max_positions)
+        all_statistics = list(moments.values())
+        digest = hashlib.sha256("".join(statistics.digest for statistics in all_statistics).encode()).hexdigest()
+        first = all_statistics[0]
+        fact = STATISTICS(layers=len(moments), tokens=first.tokens, text=first.text[:16], digest=digest[:16])
+        context.ledger.report_change("statistics", fact)
+        return moments
+
+
+def _add_feedback(graph: ir.Graph, node: ir.Node, layer: PagedLayer, queries: InputStatistics) -> None:
+    """Give a node the matrices by which it rounds keys."""
+    moments = moments_by_head(queries.hessian().numpy(), layer.attributes.kv_heads, layer.head_size)
+    index = schema_of(node).index("feedback")
+    node.resize_inputs(index + 1)
+    node.replace_input_with(index, new_weight(graph, f"{node.name}.feedback", ir.tensor(key_feedback(moments))))

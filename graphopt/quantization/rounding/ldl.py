@@ -44,6 +44,46 @@ def factor(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.intp
     return upper, roots**2
 
 
+def key_feedback(moments: npt.NDArray[Any], damping: float = 0.1) -> npt.NDArray[np.float16]:
+    """Return what an error of each channel of a key is made up for by the channels behind it, for queries like some.
+
+    A score is off by q e, e being the error of a key, so errors cost e H e^T with H the second moment of the queries
+    that read a KV head. Let H + damping = (U + I) D (U + I)^T. A key whose channels are rounded one by one, channel i
+    behind x_i + sum over c < i of (x_c - rounded_c) U[c, i], has the least such error of all that look at channels in
+    this order (LDLQ, QuIP, Chee et al. 2023, theorem 6). With errors of what each channel has become, not of what it
+    was, that is x_i - sum over c < i of error_c F[c, i], F = (U + I)^-1 - I (GPTQ, Frantar et al. 2023, algorithm 1).
+
+    Args:
+        moments: H of each KV head, [Hk, D, D].
+        damping: as for :func:`factor`; more than for weights, as other texts have other queries (docs/caches.md).
+
+    Returns:
+        F of each KV head, [Hk, D, D], strictly upper.
+
+    Raises:
+        InputError: as for :func:`factor`.
+    """
+    order = np.arange(moments.shape[-1])
+    uppers = np.stack([factor(moment, damping, order)[0] for moment in moments])
+    return np.triu(np.linalg.inv(uppers), 1).astype(np.float16)
+
+
+def moments_by_head(moments: npt.NDArray[Any], heads: int, size: int) -> Doubles:
+    """Return second moments of the queries of each KV head, float64 [Hk, D, D].
+
+    Args:
+        moments: of all query heads side by side, [Hq D, Hq D], those of a KV head next to one another.
+        heads: Hk.
+        size: D.
+    """
+    group = len(moments) // (heads * size)
+    blocks = moments.reshape(heads, group, size, heads, group, size)
+    head, member = np.arange(heads)[:, np.newaxis], np.arange(group)
+    # indices apart from one another: their axes come first
+    by_query_head: Doubles = blocks[head, member, :, head, member].astype(np.float64)
+    return np.asarray(by_query_head.mean(axis=1))
+
+
 def check_diagonal(hessian: npt.NDArray[Any]) -> Doubles:
     """Return the diagonal of a Hessian, float64 [rows].
 

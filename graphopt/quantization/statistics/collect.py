@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.analysis.structure.ports import POSITION_IDS
 from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of
 from graphopt.graph.weights.evaluator import DistantExecutor, run_tasks, stage_of
@@ -58,6 +60,9 @@ _VERSION = 6
 
 # Tokens of texts that are run at once; a longer text is run alone.
 _BATCH_TOKENS = 1024
+
+# Positions that texts are spread over, at most: those that most contexts have.
+_POSITIONS = 16384
 
 # Bytes of Hessians that may wait on the disk while other machines make something of them, and pieces.
 _WAITING_BYTES, _WAITING_PIECES = 8 << 30, 64
@@ -173,6 +178,38 @@ class Calibration:
         statistics = {value: index.inputs[value.name or ""] for value in values}
         self.statistics |= {value.name or "": inputs for value, inputs in statistics.items()}
         return {node: statistics[value] for node, value in taps.items()}
+
+    def over_positions(self, model: ir.Model, positions: int | None) -> Calibration:
+        """Return a calibration on the same texts, which stand all over the positions that a model has.
+
+        Where only distances between tokens count, a short text at a late position is what a long one has there.
+
+        Args:
+            model: reads them.
+            positions: that a sequence may have; ``None`` where that is unknown.
+        """
+
+        def samples() -> Sequence[Mapping[str, Array]]:
+            feeds_of = self._feeds or task_of(model.graph).text_feeds
+            last = min(positions or _POSITIONS, _POSITIONS) - max(len(text) for text in self.texts)
+            firsts = np.linspace(0, max(0, last), len(self.texts)).astype(np.int64)
+            samples, number = [], 0
+            for batch in self.batches:
+                if isinstance(batch, Mapping):
+                    samples.append(batch)
+                    continue
+                feeds = dict(feeds_of(model.graph, batch))
+                if POSITION_IDS in feeds:
+                    feeds[POSITION_IDS] = feeds[POSITION_IDS] + firsts[number : number + len(batch), np.newaxis]
+                samples.append(feeds)
+                number += len(batch)
+            return samples
+
+        calibration = copy.copy(self)
+        for name in ("texts", "batches", "text_digest"):
+            calibration.__dict__.pop(name, None)
+        calibration._texts = samples
+        return calibration
 
     def ranges(
         self, model: ir.Model, values: Iterable[ir.Value], method: RangeMethod, percentile: float, *, is_random: bool

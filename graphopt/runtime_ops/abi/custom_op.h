@@ -8,7 +8,13 @@
 
 namespace graphopt {
 
-// Kernel: kName; kInputs and kOutputs, all of them required; input_type(index, type) and output_type(index, type);
+// The inputs of a kernel that its nodes may leave out, the last ones: kOptionalInputs of them, or none.
+template <typename Kernel, typename = void>
+constexpr size_t kOptionalInputsOf = 0;
+template <typename Kernel>
+constexpr size_t kOptionalInputsOf<Kernel, decltype(void(Kernel::kOptionalInputs))> = Kernel::kOptionalInputs;
+
+// Kernel: kName; kInputs and kOutputs, and kOptionalInputs where not all are required; input_type(index, type) and output_type(index, type);
 // prepare(api, info, type) and compute(context).
 template <typename Kernel, int Type>
 OrtCustomOp custom_op() {
@@ -20,7 +26,9 @@ OrtCustomOp custom_op() {
   op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return Kernel::kInputs; };
   op.GetOutputType = [](const OrtCustomOp*, size_t index) -> int { return Kernel::output_type(index, Type); };
   op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return Kernel::kOutputs; };
-  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
+  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t index) {
+    return index + kOptionalInputsOf<Kernel> < Kernel::kInputs ? kRequired : kOptional;
+  };
   op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return kDefaultMemory; };
   op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** made) {

@@ -63,11 +63,11 @@ namespace graphopt {
 
 constexpr uint32_t kApiVersion = 17;
 
-// ONNX's element types, error codes and one characteristic, with the numbers that the ABI gives them.
+// ONNX's element types, error codes and two characteristics, with the numbers that the ABI gives them.
 enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kDouble = 11,
                        kBFloat16 = 16, kFloat8 = 17 };
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
-constexpr int kRequired = 0;
+constexpr int kRequired = 0, kOptional = 1;
 constexpr int kDefaultMemory = 0;
 constexpr int kHostInput = -2;  // in memory of the host, whatever device the kernel runs on
 

@@ -74,7 +74,7 @@ def test_shares_add_up_to_the_whole(found: Profile, detoured: Path) -> None:
     assert found.bandwidth > 1e8
 
 
-@pytest.mark.parametrize(("preset", "target"), [("int4-rtn", None), ("w4a4-rtn", None), ("rotate-kv4", None)])
+@pytest.mark.parametrize(("preset", "target"), [("int4-rtn", None), ("w4a4-rtn", None), ("rotate-kv4-rtn", None)])
 def test_what_onnxruntime_runs_leads_back_to_the_file(
     llama_artifact: Path, tmp_path: Path, preset: str, target: str | None
 ) -> None:

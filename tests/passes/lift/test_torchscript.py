@@ -90,7 +90,7 @@ def test_every_preset_of_caches_and_rotations_takes_it(
     assert (kinds["KVAttention"], kinds["Softmax"], kinds["RotaryEmbedding"], kinds["Shape"]) == (2, 0, 4, 0)
     # Shorter than a page: nothing has been rounded yet.
     assert generate(tmp_path / "kv4") == expected
-    rotated = graphopt.optimize(tmp_path / "exported", "rotate-kv4", tmp_path / "rotated")
+    rotated = graphopt.optimize(tmp_path / "exported", "rotate-kv4-rtn", tmp_path / "rotated")
     certificates = [check.status for check in rotated.manifest.checks if check.name == "certificate"]
     assert certificates == ["proved"]
     assert generate(tmp_path / "rotated") == expected

@@ -118,6 +118,13 @@ def test_keys_and_values_of_different_bits(keys: str, values: str) -> None:
     compare(attributes, tokens, -(-100 // attributes.page), [(80, 80, 30), (19,), (1,)], Body())
 
 
+@pytest.mark.parametrize("storage", ["int6", "int4", "int3", "int2"])
+def test_errors_of_channels_go_to_those_behind_them(storage: str) -> None:
+    attributes = attributes_of(storage=storage, key_feedback=1, clip=0.8, token_factors=int(storage == "int2"))
+    tokens = tokens_of(attributes, 100, batch=2)
+    compare(attributes, tokens, -(-100 // attributes.page), [(80, 80, 30), (19,), (1,)], Body())
+
+
 @pytest.mark.parametrize("storage", ["float32", "float8", "int4"])
 def test_queries_of_float16(storage: str) -> None:
     options: dict[str, Any] = {"storage": storage, "policies": (1, 2), "budget": 1}

@@ -34,6 +34,7 @@ from tests.runtime_ops.kv_cases import (
     Fed,
     assert_same_state,
     attributes_of,
+    feedback_of,
     tokens_of,
     unit_of,
 )
@@ -142,8 +143,9 @@ def expected_of(case: Case) -> tuple[np.ndarray, ...] | None:
     for name, value in case.attributes.items():
         if type(value) is not _ATTRIBUTE_TYPES.get(name, int):
             return None
-    stated = set(case.attributes) - {"chunks", "value_storage"}  # which a node may leave out
-    if stated | NEWER != set(attributes_of().for_node()) or list(case.inputs) != [*INPUTS, *STATE]:
+    stated = set(case.attributes) - {"chunks", "value_storage", "key_feedback"}  # which a node may leave out
+    names = [*INPUTS, *STATE, *(["feedback"] if case.attributes.get("key_feedback") else [])]
+    if stated | NEWER != set(attributes_of().for_node()) or list(case.inputs) != names:
         return None
     if max(case.attributes["sink_pages"], case.attributes["recent_pages"]) > MOST_PAGES:
         return None
@@ -233,6 +235,7 @@ def honest(draw: st.DrawFn) -> Case:
         mass=draw(st.sampled_from([0.0, 0.0, 0.7, 1.0])),
         channels=draw(st.sampled_from([0, 0, 3, 40])),
         compensate=compensate,
+        key_feedback=draw(st.integers(0, 1)) if storage in LEVELS else 0,
     )
     batch, columns, pages = draw(st.integers(0, 3)), draw(st.sampled_from([0, 1, 1, 2, 20])), draw(st.integers(0, 8))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -261,6 +264,7 @@ def honest(draw: st.DrawFn) -> Case:
         bounds[...] = np.sort(bounds.reshape(batch, heads, pages, 2, size), axis=3).reshape(bounds.shape)
     arrays = {**tokens, **state, "past": np.array(past, np.int64), "new": new}
     inputs = {name: arrays[name] for name in (*INPUTS, *STATE)}
+    inputs |= feedback_of(attributes, size)
     return Case(attributes.for_node(), inputs, draw(st.integers(1, 2)), draw(st.booleans()))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES, KVAttributes
 from tests.native import needs_library
 from tests.pairwise import pairwise
 from tests.runtime_ops.kv_cases import (
@@ -90,6 +90,29 @@ def test_keys_and_values_of_different_bits(instructions: str, keys: str, values:
     for group, size, calls in ((2, 32, (50,)), (3, 96, (70, 1, 1, 40))):
         tokens = tokens_of(attributes, sum(calls), batch=2, group=group, head_size=size, sink_logits=True)
         compare(attributes, tokens, 10, calls)
+
+
+@pytest.mark.parametrize(("keys", "values"), PAIRS)
+def test_errors_of_channels_go_to_those_behind_them(instructions: str, keys: str, values: str) -> None:
+    factors, clip = int(values == "int2"), 0.7 if keys == "int4" else 1.0
+    options: dict[str, Any] = {"storage": keys, "value_storage": values, "key_feedback": 1, "clip": clip}
+    attributes = attributes_of(token_factors=factors, **options, **SOME)
+    for group, size, calls in ((2, 32, (50,)), (3, 96, (70, 1, 1, 40))):
+        tokens = tokens_of(attributes, sum(calls), batch=2, group=group, head_size=size)
+        compare(attributes, tokens, 10, calls)
+
+
+@pytest.mark.parametrize("storage", LEVELS)
+def test_what_is_not_finite_stays_in_its_channel(instructions: str, storage: str) -> None:
+    attributes = attributes_of(storage=storage, key_feedback=1)
+    tokens = tokens_of(attributes, 70, head_size=32)
+    tokens["key"][0, 20, 1], tokens["key"][0, 3, 36] = np.nan, np.inf
+    wanted, found = Fed(attributes, tokens, 10), Fed(attributes, tokens, 10, Native())
+    for fed in (wanted, found):
+        fed.calls(50, 1, 19)
+    assert_same_state(wanted.state, found.state)
+    lows = wanted.state["scales"][0, 0, :2, :32]
+    assert np.isnan(lows).sum() == 1
 
 
 SELECTIONS: tuple[dict[str, Any], ...] = (

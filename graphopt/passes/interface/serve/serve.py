@@ -31,12 +31,16 @@ from graphopt.runtime_ops import bodies_aside
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from graphopt.passes.context import Context
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.passes.context import Context, Ledger
 
 _PAGE = 64
 _EMPTY_BLOCKS = 1 << 14
 """Blocks of a graph without attention: they hold nothing, and bound the tokens of all requests together."""
 
+ROUNDED_ALONE = Rule(
+    "serve.rounded-alone", "blocks round each token with a scale of its own: key_feedback has no effect"
+)
 SHARES = Rule(
     "serve.shares", "its cache lies in blocks of {block} tokens, of {blocks} that requests share", rounded="; {rounded}"
 )
@@ -138,9 +142,8 @@ class Serve(Pass):
         assert not isinstance(path, Fact)
         tokens = PackedTokens(graph)
         for node, layer in layers.items():
+            rounding = _rounding(node, layer, ledger)
             attention = share_blocks(graph, node, layer, tokens, self.block)
-            storage = layer.attributes.storage
-            rounding = TOKEN_SCALES(storage=storage) if layer.attributes.levels is not None else None
             ledger.changed(attention, SHARES(block=self.block, blocks=blocks, rounded=rounding), [node])
             if rounding is not None:
                 ledger.report.effect = "lossy"
@@ -164,6 +167,16 @@ class Serve(Pass):
         if isinstance(path, Fact):
             return NO_LAST_LOGITS(why=path)
         return NO_BLOCKS(block=size, memory=int(self.memory)) if size > self.memory else None
+
+
+def _rounding(node: ir.Node, layer: PagedLayer, ledger: Ledger) -> Fact | None:
+    """Return how blocks round what a layer stores, ``None`` for floats; the ledger says what they leave out."""
+    kv = layer.attributes
+    if kv.levels is None:
+        return None
+    if kv.key_feedback:
+        ledger.skipped(node, ROUNDED_ALONE())
+    return TOKEN_SCALES(storage=kv.storage)
 
 
 def _reads_tokens(graph: ir.Graph) -> bool:

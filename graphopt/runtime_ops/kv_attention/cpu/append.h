@@ -1,6 +1,7 @@
 // Writing new tokens into pages, rounding pages that leave their slot, and keeping summaries.
 #pragma once
 
+#include "abi/convert.h"
 #include "kv_attention/cpu/bfloat16.h"
 #include "kv_attention/cpu/compensate.h"
 #include "kv_attention/cpu/float8.h"
@@ -58,9 +59,42 @@ inline void divide_keys(const float* keys, size_t size, size_t page, float* larg
   }
 }
 
+// Rounds the channels of keys [page, size] one after the other: what one is rounded by changes those behind it, by the
+// weights of a head, [size, size]. `scratch` has room for these and for 16 tokens.
+template <unsigned Bits>
+inline void round_with_feedback(Codes<Bits>, const Layout& layout, const float* keys, const Half* weights,
+                                const float* low, const float* step, const float* inverse, uint8_t* to, float* scratch) {
+  const size_t size = layout.size;
+  const float levels = static_cast<float>(layout.levels);
+  float *const feedback = scratch, *const rest = feedback + size * size;  // [size, 16 tokens]
+  widen(weights, size * size, feedback);
+  uint8_t codes[kColumns];
+  for (size_t first = 0; first < layout.page; first += kColumns) {
+    for (size_t t = 0; t < kColumns; ++t) {
+      for (size_t c = 0; c < size; ++c) rest[c * kColumns + t] = keys[(first + t) * size + c];
+    }
+    uint8_t* const block = to + first * size * Bits / 8;
+    for (size_t c = 0; c < size; ++c) {
+      const Floats x = load_line<Floats>(rest + c * kColumns);
+      const Floats number = to_codes(x, all_lanes(low[c]), all_lanes(inverse[c]), levels, codes);
+      for (size_t t = 0; t < kColumns; ++t) put_code<Bits>(block, c / 4, t, c % 4, codes[t]);
+      const Floats error = by_parts<Floats>([&](size_t i) {
+        const Floats::Part zero = {}, e = x.part[i] - (zero + low[c] + (zero + step[c]) * number.part[i]);
+        return e - e == zero ? e : zero;
+      });
+      const float* const row = feedback + c * size;
+      for (size_t i = c + 1; i < size; ++i) {
+        float* const behind = rest + i * kColumns;
+        store_line(behind, load_line<Floats>(behind) - error * all_lanes(row[i]));
+      }
+    }
+  }
+}
+
 // Rounds the keys of a page of floats, [page, size].
 template <unsigned Bits>
-inline void round_keys(Codes<Bits>, const Layout& layout, const float* slot, uint8_t* keys, float* scales, float* scratch) {
+inline void round_keys(Codes<Bits> holds, const Layout& layout, const float* slot, const Half* feedback, uint8_t* keys,
+                       float* scales, float* scratch) {
   const size_t size = layout.size, page = layout.page;
   const float levels = static_cast<float>(layout.levels);
   float *const key_low = scales, *const key_step = key_low + size, *const inverse = scratch;
@@ -81,6 +115,11 @@ inline void round_keys(Codes<Bits>, const Layout& layout, const float* slot, uin
   }
   uint8_t codes[kColumns];
   __builtin_memset(keys, 0, layout.key_bytes());
+  if (feedback) {
+    float* const rest = scratch + 4 * size + 2 * page + (layout.token_factors ? page * size : 0);
+    round_with_feedback(holds, layout, from, feedback, key_low, key_step, inverse, keys, rest);
+    return;
+  }
   for (size_t t = 0; t < page; ++t) {
     uint8_t* const block = keys + t / kColumns * kColumns * size * Bits / 8;
     for (size_t c = 0; c < size; c += kColumns) {
@@ -120,15 +159,17 @@ inline void round_values(Codes<Bits>, const Layout& layout, const float* slot, u
 }
 // Floats stay.
 template <typename Stored>
-inline void round_keys(Numbers<Stored>, const Layout&, const float*, uint8_t*, float*, float*) {}
+inline void round_keys(Numbers<Stored>, const Layout&, const float*, const Half*, uint8_t*, float*, float*) {}
 template <typename Stored>
 inline void round_values(Numbers<Stored>, const Layout&, const float*, uint8_t*, float*) {}
 
-// Rounds a page of floats: keys and then values, which latents do not have.
-inline void round_page(const Layout& layout, const float* slot, const HeadState& state, size_t to, float* scratch) {
+// Rounds a page of floats: keys, by the feedback of the head where there is some, and then values, which latents do not
+// have.
+inline void round_page(const Layout& layout, const float* slot, const Half* feedback, const HeadState& state, size_t to,
+                       float* scratch) {
   float* const scales = state.scales + to * layout.scales();
   with_any_storage(layout.storage, [&](auto holds) {
-    round_keys(holds, layout, slot, reinterpret_cast<uint8_t*>(state.keys + to * layout.key_bytes()), scales, scratch);
+    round_keys(holds, layout, slot, feedback, reinterpret_cast<uint8_t*>(state.keys + to * layout.key_bytes()), scales, scratch);
   });
   if (layout.latent()) return;
   const float* const values = slot + layout.page * layout.size;
@@ -196,6 +237,7 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
   const Layout& layout = call.layout;
   const size_t size = layout.size;
   const HeadState state(layout, call.state, row, head);
+  const Half* const feedback = call.feedback ? call.feedback + head * size * size : nullptr;
   for (size_t column = call.first_column(row); column < call.end_column(row); ++column) {
     const int64_t position = call.position(row, column), page = layout.page_of(position);
     const size_t offset = static_cast<size_t>(position - page * static_cast<int64_t>(layout.page));
@@ -210,7 +252,7 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     float* const slot = state.recent + layout.slot(page) * layout.slot_floats();
     const int64_t leaves = page - layout.recent_pages - 1;
     if (offset == 0 && page >= layout.sink_pages && leaves >= layout.sink_pages) {
-      round_page(layout, slot, state, layout.physical(leaves), scratch);
+      round_page(layout, slot, feedback, state, layout.physical(leaves), scratch);
     }
     put(key, slot + offset * size, size);
     if (value) put(value, slot + (layout.page + offset) * size, size);

@@ -2,6 +2,7 @@
 // set of instructions.
 #pragma once
 
+#include "abi/half.h"
 #include "kv_attention/shared/layout.h"
 
 namespace graphopt {
@@ -29,6 +30,7 @@ struct Attention {
   size_t rows = 0, columns = 0;
   const float *query = nullptr, *key = nullptr, *value = nullptr;
   const float *sink_logits = nullptr, *sink_query = nullptr;  // null if absent
+  const Half* feedback = nullptr;                             // [kv_heads, size, size]; null if absent
   const int64_t *past = nullptr, *fresh = nullptr;            // tokens stored, and tokens of this call, of each row
   State state = {};
   float* y = nullptr;
@@ -179,7 +181,10 @@ struct KVAttentionKernels {
 
 // Floats of scratch that `append` needs.
 GRAPHOPT_INLINE size_t append_scratch(const Layout& layout) {
-  return layout.integers() ? 4 * layout.size + 2 * layout.page + (layout.token_factors ? layout.page * layout.size : 0) : 0;
+  if (!layout.integers()) return 0;
+  const size_t of_page = 4 * layout.size + 2 * layout.page;
+  const size_t divided = layout.token_factors ? layout.page * layout.size : 0;
+  return of_page + divided + (layout.key_feedback ? (layout.size + 16) * layout.size : 0);
 }
 
 extern const KVAttentionKernels kKVAttentionScalar, kKVAttentionAvx2, kKVAttentionAvx512, kKVAttentionNeon;

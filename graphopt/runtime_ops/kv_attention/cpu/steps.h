@@ -26,8 +26,8 @@ struct Steps {
   }
 };
 
-// Codes of 16 numbers, one in each byte.
-inline void to_codes(const Floats& x, const Floats& low, const Floats& inverse, float levels, uint8_t* codes) {
+// Codes of 16 numbers, one in each byte; returned as numbers.
+inline Floats to_codes(const Floats& x, const Floats& low, const Floats& inverse, float levels, uint8_t* codes) {
   const Floats scaled = (x - low) * inverse;
   // comparisons with NaN are false: it becomes 0
   const Floats clamped = by_parts<Floats>([&](size_t i) {
@@ -36,8 +36,10 @@ inline void to_codes(const Floats& x, const Floats& low, const Floats& inverse, 
     return above < most ? above : most;
   });
   int32_t lane[kColumns];
-  store_line(lane, nearest(clamped));
+  const auto whole = nearest(clamped);
+  store_line(lane, whole);
   for (size_t i = 0; i < kColumns; ++i) codes[i] = static_cast<uint8_t>(lane[i]);
+  return to_floats(whole);
 }
 
 }  // namespace

@@ -24,6 +24,9 @@ struct Kernel : KVTypes<Activations> {
     if (attributes.layout.token_factors) {
       return node.error("kernels on GPUs know no factors of tokens; store the cache without token_factors");
     }
+    if (attributes.layout.key_feedback) {
+      return node.error("kernels on GPUs round each channel of keys by itself; store the cache without key_feedback");
+    }
     for (size_t head = 0; head < attributes.layout.kv_heads; ++head) {
       if (!chooses_in_blocks(attributes.policies[head])) continue;
       return node.error("GPUs have no kernels for blocks of queries that choose pages together: make the model for CPUs");

@@ -99,6 +99,7 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "storage", storage, sizeof storage));
   GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "clip", &layout.clip));
   GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "token_factors", &layout.token_factors));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "key_feedback", &layout.key_feedback));
   struct Count {
     const char* name;
     int64_t *value, least, most;
@@ -164,6 +165,10 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   if (layout.token_factors != 0 && !(layout.token_factors == 1 && layout.integers())) {
     return node.error("its attribute token_factors must be 0 or 1, and 0 for floats; it is %lld for %s",
                       print(layout.token_factors), storage);
+  }
+  if (layout.key_feedback != 0 && !(layout.key_feedback == 1 && layout.integers())) {
+    return node.error("its attribute key_feedback must be 0 or 1, and 0 for floats; it is %lld for %s",
+                      print(layout.key_feedback), storage);
   }
   layout.kv_heads = static_cast<size_t>(heads);
   layout.page = static_cast<size_t>(page);

@@ -111,11 +111,26 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
     }
     call->sink_query = static_cast<const float*>(sink_query.data);
   }
+  if (layout.key_feedback) GRAPHOPT_RETURN_IF_ERROR(read_feedback(node, context, call));
   const Given& keys = tensors[kKeys];
   layout.pages = keys.rank == 4 ? static_cast<size_t>(keys.shape[2]) : 0;
   layout.complete([&](Policy policy) { return attributes.uses(policy); });
   GRAPHOPT_RETURN_IF_ERROR(check_state(node, *call));
   return check_lengths(node, attributes, *call);
+}
+
+OrtStatus* KVInputs::read_feedback(const Node& node, OrtKernelContext* context, Attention* call) {
+  const OrtValue* value = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, kKeyFeedback, &value));
+  if (!value) return node.error("feedback must be given, as its attribute key_feedback is 1");
+  GRAPHOPT_RETURN_IF_ERROR(feedback.read(node, value, "feedback"));
+  const auto heads = static_cast<int64_t>(call->layout.kv_heads), size = static_cast<int64_t>(call->layout.size);
+  if (feedback.rank != 3 || feedback.shape[0] != heads || feedback.shape[1] != size || feedback.shape[2] != size) {
+    return node.error("feedback must have the shape [%lld, %lld, %lld]; it is %s", print(heads), print(size),
+                      print(size), Text(feedback).characters);
+  }
+  call->feedback = static_cast<const Half*>(feedback.data);
+  return nullptr;
 }
 
 OrtStatus* KVInputs::check_state(const Node& node, const Attention& call) const {
@@ -207,6 +222,9 @@ OrtStatus* KVInputs::check_memory(const Node& node, void* const* outputs) const 
       if (output && &tensor == &of_output(output) && tensor.data == outputs[output]) continue;
       return node.error("output %zu lies in the memory of %s: only a state may be changed in place, by its own output",
                         output, kNames[input]);
+    }
+    if (feedback.data && meet(outputs[output], bytes, feedback.data, feedback.bytes())) {
+      return node.error("output %zu lies in the memory of feedback", output);
     }
     for (size_t other = 0; other < output; ++other) {
       if (!meet(outputs[output], bytes, outputs[other], of_output(other).bytes())) continue;

@@ -11,6 +11,7 @@ namespace graphopt {
 enum KVInput : size_t {
   kQuery, kKey, kValue, kPast, kNew, kSinkLogits, kSinkQuery, kKeys, kValues, kScales, kRecent, kSummaries, kKVInputs
 };
+constexpr size_t kKeyFeedback = kKVInputs;  // behind them, of nodes with the attribute key_feedback
 constexpr int64_t kMostSize = 256, kMostLatent = 1024;  // channels of a head
 constexpr size_t kStates = 5;  // keys to summaries; output 1 + i is the updated input kKeys + i
 
@@ -18,12 +19,13 @@ constexpr size_t kStates = 5;  // keys to summaries; output 1 + i is the updated
 template <int Activations>
 struct KVTypes {
   static constexpr const char* kName = "KVAttention";
-  static constexpr size_t kInputs = kKVInputs, kOutputs = 1 + kStates;
+  static constexpr size_t kInputs = kKVInputs + 1, kOptionalInputs = 1, kOutputs = 1 + kStates;
   static int input_type(size_t index, int pages) {
     switch (index) {
       case kQuery: case kKey: case kValue: case kSinkQuery: return Activations;
       case kPast: case kNew: return kInt64;
       case kKeys: case kValues: return pages;
+      case kKeyFeedback: return kFloat16;
       default: return kFloat;
     }
   }
@@ -79,6 +81,7 @@ OrtStatus* read_given(const Node& node, OrtKernelContext* context, const char* c
 struct KVInputs {
   static const char* const kNames[kKVInputs];
   Given tensors[kKVInputs];
+  Given feedback;
   Given y;  // as the query, with heads of the size of values; without data
 
   // What an output is like: y, and each state like itself.
@@ -94,6 +97,7 @@ struct KVInputs {
  private:
   OrtStatus* check_memory(const Node& node, void* const* outputs) const;
   OrtStatus* check_state(const Node& node, const Attention& call) const;
+  OrtStatus* read_feedback(const Node& node, OrtKernelContext* context, Attention* call);
   OrtStatus* check_lengths(const Node& node, const KVAttributes& attributes, const Attention& call) const;
 };
 

@@ -13,6 +13,7 @@ from graphopt.runtime_ops.kv_attention.spec.layout import (
     pack_keys,
     pack_values,
     round_page,
+    round_with_feedback,
     to_storage,
 )
 
@@ -22,7 +23,15 @@ State = dict[str, Array]
 """keys, values, scales, recent and summaries, by these names."""
 
 
-def append(attributes: KVAttributes, state: State, key: Array, value: Array, past: Integers, new: Integers) -> State:
+def append(
+    attributes: KVAttributes,
+    state: State,
+    key: Array,
+    value: Array,
+    past: Integers,
+    new: Integers,
+    feedback: Array | None = None,
+) -> State:
     """Return the state after the new tokens.
 
     Args:
@@ -32,6 +41,7 @@ def append(attributes: KVAttributes, state: State, key: Array, value: Array, pas
         value: float32 [B, S, Hk, D].
         past: int64 [B], tokens of each row that the state holds.
         new: int64 [B], tokens of each row to append, its last columns.
+        feedback: float16 [Hk, D, D], with ``key_feedback``.
     """
     state = {name: tensor.copy() for name, tensor in state.items()}
     columns = key.shape[1]
@@ -40,7 +50,7 @@ def append(attributes: KVAttributes, state: State, key: Array, value: Array, pas
         of_row = row_of(state, row)
         for index in range(count):
             column = columns - count + index
-            _append_token(attributes, of_row, key[row, column], value[row, column], before + index)
+            _append_token(attributes, of_row, key[row, column], value[row, column], before + index, feedback)
     return state
 
 
@@ -49,7 +59,9 @@ def row_of(state: State, row: int) -> State:
     return {name: tensor[row] if row < len(tensor) else tensor for name, tensor in state.items()}
 
 
-def _append_token(attributes: KVAttributes, state: State, key: Array, value: Array, position: int) -> None:
+def _append_token(
+    attributes: KVAttributes, state: State, key: Array, value: Array, position: int, feedback: Array | None
+) -> None:
     """Put the token at ``position``, key and value [Hk, D], into the state of a row, all tensors without their B."""
     heads, channels = key.shape
     page, offset = divmod(position, attributes.page)
@@ -63,7 +75,7 @@ def _append_token(attributes: KVAttributes, state: State, key: Array, value: Arr
     else:
         oldest = page - (attributes.recent_pages + 1)
         if offset == 0 and oldest >= attributes.sink_pages:
-            _round_page(attributes, state, oldest, channels)
+            _round_page(attributes, state, oldest, channels, feedback)
         slot = state["recent"][:, int(attributes.slot(page))].reshape(heads, attributes.parts, -1, channels)
         for part, token in enumerate((key, value)[: attributes.parts]):
             slot[:, part, offset] = token
@@ -74,7 +86,7 @@ def _append_token(attributes: KVAttributes, state: State, key: Array, value: Arr
         _follow(attributes, state["summaries"][..., -2 * channels :], np.concatenate([key, value], axis=-1), position)
 
 
-def _round_page(attributes: KVAttributes, state: State, page: int, channels: int) -> None:
+def _round_page(attributes: KVAttributes, state: State, page: int, channels: int, feedback: Array | None) -> None:
     """Round a page that leaves `recent` to its codes."""
     assert attributes.levels is not None
     assert attributes.value_levels is not None
@@ -85,7 +97,10 @@ def _round_page(attributes: KVAttributes, state: State, page: int, channels: int
     for of_tokens in factors:
         with np.errstate(over="ignore"):
             keys = np.divide(keys, of_tokens, dtype=np.float32)
-    key_codes, *scales = round_page(keys, -2, attributes.levels, attributes.clip)
+    if feedback is None:
+        key_codes, *scales = round_page(keys, -2, attributes.levels, attributes.clip)
+    else:
+        key_codes, *scales = round_with_feedback(keys, feedback.astype(np.float32), attributes.levels, attributes.clip)
     state["keys"][:, physical] = pack_keys(key_codes, attributes.storage)
     for part in values:
         value_codes, *of_values = round_page(part, -1, attributes.value_levels, attributes.clip)

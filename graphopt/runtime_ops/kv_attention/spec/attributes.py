@@ -75,9 +75,9 @@ def _with_parameters(cls: type[T]) -> type[T]:
 class KVAttributes:
     """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.spec.schema`.
 
-    Every node states those that are listed here, but for a ``clip`` of 1, ``token_factors`` of 0 and a
-    ``value_storage`` like ``storage``, which is "". A parameter of a later policy is a field too, which only nodes
-    state that have a head of that policy. Floats are rounded to float32, as a node holds them.
+    Every node states those that are listed here, but for a ``clip`` of 1, ``token_factors`` and ``key_feedback`` of 0
+    and a ``value_storage`` like ``storage``, which is "". A parameter of a later policy is a field too, which only
+    nodes state that have a head of that policy. Floats are rounded to float32, as a node holds them.
 
     Raises:
         ValueError: an attribute is out of its range, or two do not fit one another.
@@ -104,6 +104,7 @@ class KVAttributes:
     value_size: int = 0
     value_storage: str = ""
     chunks: int = 0
+    key_feedback: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
@@ -115,6 +116,7 @@ class KVAttributes:
             for name in ("scale", "softcap", "clip", *floats):
                 object.__setattr__(self, name, float(np.float32(getattr(self, name))))
         self._check_ranges(parameters)
+        self._check_storage()
         self._check_policies()
 
     def _check_ranges(self, parameters: list[Parameter]) -> None:
@@ -125,6 +127,12 @@ class KVAttributes:
         for name, choices in (("page", PAGES), ("storage", STORAGES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"KVAttention: {name} is one of {choices}, not {getattr(self, name)!r}")
+        for parameter in parameters:
+            parameter.check(getattr(self, parameter.name))
+        if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
+            raise ValueError(f"KVAttention: scale {self.scale} and softcap {self.softcap} must be finite")
+
+    def _check_storage(self) -> None:
         if self.value_storage and (
             self.value_storage not in LEVELS or self.storage not in LEVELS or self.value_size != 0
         ):
@@ -142,18 +150,14 @@ class KVAttributes:
                 f"KVAttention: clip is a share above 0 and up to 1 of what numbers span, and 1 for floats; it is "
                 f"{self.clip} for {self.storage}"
             )
-        if self.token_factors not in (0, 1) or (self.token_factors and self.levels is None):
-            raise ValueError(
-                f"KVAttention: token_factors is 0 or 1, and 0 for floats; it is {self.token_factors} for {self.storage}"
-            )
+        for name in ("token_factors", "key_feedback"):
+            flag = getattr(self, name)
+            if flag not in (0, 1) or (flag and self.levels is None):
+                raise ValueError(f"KVAttention: {name} is 0 or 1, and 0 for floats; it is {flag} for {self.storage}")
         if self.value_size % LANES or not 0 <= self.value_size <= MOST_LATENT:
             raise ValueError(
                 f"KVAttention: value_size is a multiple of {LANES} up to {MOST_LATENT}, not {self.value_size}"
             )
-        for parameter in parameters:
-            parameter.check(getattr(self, parameter.name))
-        if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
-            raise ValueError(f"KVAttention: scale {self.scale} and softcap {self.softcap} must be finite")
 
     def _check_policies(self) -> None:
         numbers = {policy.number for policy in POLICIES.values()}
@@ -189,9 +193,8 @@ class KVAttributes:
         absent = {parameter.name for policy in unused_policies for parameter in policy.parameters()} - _VERSION_1
         if self.clip == 1:
             absent.add("clip")
-        if not self.token_factors:
-            absent.add("token_factors")
-        absent.update(name for name in ("value_size", "value_storage", "chunks") if not getattr(self, name))
+        by_default = ("token_factors", "value_size", "value_storage", "chunks", "key_feedback")
+        absent.update(name for name in by_default if not getattr(self, name))
         return {name: value for name, value in asdict(self).items() if name not in absent} | {
             "policies": list(self.policies)
         }

@@ -69,7 +69,8 @@ def function(opset: int, **attributes: Any) -> ir.Function:
 
     attrs = KVAttributes(**attributes)
     types = {name: kind for name, kind in _TYPES.items() if name in attrs.for_node()}
-    schema = replace(SCHEMA, attributes=types)
+    ports = [port for port in SCHEMA.inputs if not port.is_trailing or attrs.key_feedback]
+    schema = replace(SCHEMA, attributes=types, inputs=tuple(ports))
     return build_body(schema, overload(**attributes), opset, lambda op, inputs: _write(op, attrs, inputs))
 
 
@@ -115,7 +116,7 @@ def _write(op: OpBuilder, attrs: KVAttributes, inputs: Mapping[str, ir.Value]) -
         scales, recent = op.Identity(inputs["scales"]), op.Identity(inputs["recent"])
     else:
         state = (inputs["keys"], inputs["values"], inputs["scales"], inputs["recent"])
-        after = append_integers(call, state, key, value)
+        after = append_integers(call, state, key, value, inputs.get("feedback"))
         keys, values, scales, recent, K, V = after.keys, after.values, after.scales, after.recent, after.K, after.V
     summaries = inputs["summaries"]
     if attrs.summary_policy is not None:

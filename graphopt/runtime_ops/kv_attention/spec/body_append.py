@@ -21,6 +21,7 @@ from graphopt.runtime_ops.kv_attention.spec.body_storage import (
     packed_values,
     restore_numbers,
     round_numbers,
+    round_with_feedback,
     unpacked_keys,
     unpacked_values,
 )
@@ -155,14 +156,26 @@ class Integers:
 
 
 def append_integers(
-    call: Call, state: tuple[ir.Value, ir.Value, ir.Value, ir.Value], key: ir.Value, value: ir.Value
+    call: Call,
+    state: tuple[ir.Value, ir.Value, ir.Value, ir.Value],
+    key: ir.Value,
+    value: ir.Value,
+    feedback: ir.Value | None,
 ) -> Integers:
-    """Return the state after the call; ``state`` is keys, values, scales and recent."""
+    """Return the state after the call.
+
+    Args:
+        call: what is known of it.
+        state: keys, values, scales and recent.
+        key: of the new tokens.
+        value: the same.
+        feedback: the input of that name; ``None`` where the node has none.
+    """
     op, attrs = call.op, call.attrs
     slots = op.Concat([0, 0, attrs.slots, attrs.parts, attrs.page], call.channels, axis=0)
     before = op.Transpose(op.Reshape(state[3], slots), perm=[0, 2, 1, 3, 4, 5])  # B, R, H, 2 or 1, T, D
     sources = (key, value)[: attrs.parts]
-    codes = _round_pages(call, state, before, sources)
+    codes = _round_pages(call, state, before, sources, feedback)
     after = _fill_slots(call, before, sources)
     newest = call.newest_page()
     page = call.pages_held(newest)
@@ -226,7 +239,11 @@ def _fill_slots(call: Call, before: ir.Value, sources: Sequence[ir.Value]) -> ir
 
 
 def _round_pages(
-    call: Call, state: tuple[ir.Value, ...], before: ir.Value, sources: Sequence[ir.Value]
+    call: Call,
+    state: tuple[ir.Value, ...],
+    before: ir.Value,
+    sources: Sequence[ir.Value],
+    feedback: ir.Value | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return keys, values and scales after the pages that leave `recent` in this call were rounded.
 
@@ -255,7 +272,10 @@ def _round_pages(
             factors = factors_of_tokens(op, page, call.channels)
             page = op.Div(page, factors)
             last_scales.append(op.Squeeze(factors, [-1]))
-        codes, low, step = round_numbers(op, page, axis, largest, attrs.clip)
+        if feedback is not None and index == 0:
+            codes, low, step = round_with_feedback(op, page, feedback, call.channels, largest, attrs.clip)
+        else:
+            codes, low, step = round_numbers(op, page, axis, largest, attrs.clip)
         tensors.append(pack(op, codes, attrs))
         scales += [op.Squeeze(low, [axis]), op.Squeeze(step, [axis])]
     tensors.append(op.Concat(*scales, *last_scales, axis=-1))

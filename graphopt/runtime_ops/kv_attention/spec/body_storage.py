@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import SQUARE_STEPS, TINY
+from graphopt.runtime_ops.tape import ints
 
 if TYPE_CHECKING:
     from onnxscript import OpBuilder
@@ -72,12 +73,66 @@ def round_numbers(
     op: OpBuilder, page: ir.Value, axis: int, levels: int, clip: float
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return codes uint8, and low and step with an ``axis`` of 1; see ``round_page``."""
-    low, high = op.ReduceMin(page, [axis], keepdims=1), op.ReduceMax(page, [axis], keepdims=1)
-    span = op.Sub(high, low)
-    if clip < 1:
-        low = op.Add(low, op.Mul(span, float(np.float32((1 - clip) / 2))))
-        span = op.Mul(span, float(np.float32(clip)))
-    return _round_between(op, page, low, span, axis, levels)
+    return _round_between(op, page, *_span(op, page, axis, clip), axis, levels)
+
+
+def round_with_feedback(
+    op: OpBuilder, keys: ir.Value, feedback: ir.Value, channels: ir.Value, levels: int, clip: float
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return codes uint8 of keys [B, n, H, T, D], and low and step with one token; see ``layout.py``.
+
+    Args:
+        op: takes the nodes.
+        keys: float [B, n, H, T, D].
+        feedback: float16 [H, D, D].
+        channels: int64 [1], D.
+        levels: the largest code.
+        clip: of the set, as for :func:`round_numbers`.
+    """
+    low, span = _span(op, keys, -2, clip)
+    is_bad, is_flat, divisor = _flatness(op, keys, span, -2)
+    step = op.Where(is_flat, 0.0, op.Div(divisor, float(levels)))
+    low = op.Where(is_bad, math.nan, low)
+    scales = [op.Squeeze(x, [-2]) for x in (low, step, op.Where(is_flat, 0.0, op.Div(float(levels), divisor)))]
+    by_channel = [op.Transpose(x, perm=[3, 0, 1, 2]) for x in scales]  # D, B, n, H
+    rows = op.Transpose(op.Cast(feedback, to=ir.DataType.FLOAT), perm=[1, 0, 2])  # D, H, D
+    body = _feedback_step(levels, *by_channel, rows)
+    goes_on = op.Cast(op.Constant(value_int=1), to=ir.DataType.BOOL)
+    _, codes = op.Loop(op.Squeeze(channels, [0]), goes_on, keys, body=body, _outputs=2)
+    return op.Cast(op.Transpose(codes, perm=[1, 2, 3, 4, 0]), to=ir.DataType.UINT8), low, step
+
+
+def _feedback_step(levels: int, *of_channels: ir.Value) -> ir.Graph:
+    """Return what is done for a channel: keys [B, n, H, T, D] to those behind it, and its codes [B, n, H, T] as floats.
+
+    Args:
+        levels: the largest code.
+        of_channels: low, step and inverse step [D, B, n, H], and feedback [D, H, D].
+    """
+    index, goes_on, keys = (
+        ir.val(f"channel_{name}", kind, shape)
+        for name, kind, shape in (
+            ("index", ir.DataType.INT64, []),
+            ("on", ir.DataType.BOOL, []),
+            ("keys", ir.DataType.FLOAT, [None] * 5),
+        )
+    )
+    tape = ir.tape.Tape()
+    low, step, inverse, row = (tape.op("Gather", [tensor, index], {"axis": 0}) for tensor in of_channels)
+    low, step, inverse = (tape.op("Unsqueeze", [x, ints(tape, -1)]) for x in (low, step, inverse))
+    x = tape.op("Gather", [keys, index], {"axis": 4})
+    steps = tape.op("Mul", [tape.op("Sub", [x, low]), inverse])
+    zero, largest = (tape.op("Constant", [], {"value_float": float(number)}) for number in (0, levels))
+    steps = tape.op("Where", [tape.op("IsNaN", [steps]), zero, steps])
+    codes = tape.op("Clip", [tape.op("Round", [steps]), zero, largest])
+    error = tape.op("Sub", [x, tape.op("Add", [low, tape.op("Mul", [step, codes])])])
+    is_bad = tape.op("IsNaN", [tape.op("Mul", [error, zero])])  # x 0 is 0 for finite x and NaN otherwise
+    error = tape.op("Where", [is_bad, zero, error])
+    change = tape.op("Mul", [tape.op("Unsqueeze", [error, ints(tape, -1)]), tape.op("Unsqueeze", [row, ints(tape, 1)])])
+    outputs = [tape.op("Identity", [goes_on]), tape.op("Sub", [keys, change]), codes]
+    for number, node in enumerate(tape.nodes):
+        node.outputs[0].name = f"channel_{number}"
+    return ir.Graph([index, goes_on, keys], outputs, nodes=tape.nodes, name="channel")
 
 
 def factors_of_tokens(op: OpBuilder, keys: ir.Value, channels: ir.Value) -> ir.Value:
@@ -101,14 +156,29 @@ def rounded_tokens(op: OpBuilder, tokens: ir.Value, levels: int) -> tuple[ir.Val
     return codes, op.Where(op.IsNaN(low), low, step)
 
 
-def _round_between(
-    op: OpBuilder, page: ir.Value, low: ir.Value, span: ir.Value, axis: int, levels: int
-) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _span(op: OpBuilder, page: ir.Value, axis: int, clip: float) -> tuple[ir.Value, ir.Value]:
+    """Return where codes of each set begin, and what they span, with an ``axis`` of 1."""
+    low, high = op.ReduceMin(page, [axis], keepdims=1), op.ReduceMax(page, [axis], keepdims=1)
+    span = op.Sub(high, low)
+    if clip < 1:
+        low = op.Add(low, op.Mul(span, float(np.float32((1 - clip) / 2))))
+        span = op.Mul(span, float(np.float32(clip)))
+    return low, span
+
+
+def _flatness(op: OpBuilder, page: ir.Value, span: ir.Value, axis: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return which sets are not finite, which have no step, and their spans, 1 where they have none."""
     # minima and maxima may lose a NaN; x 0 is 0 for finite x and NaN otherwise
     spoiler = op.Add(op.ReduceSum(op.Mul(page, 0.0), [axis], keepdims=1), op.Mul(span, 0.0))
     is_bad = op.IsNaN(spoiler)
     is_flat = op.Or(is_bad, op.Less(span, float(TINY)))
-    divisor = op.Where(is_flat, 1.0, span)
+    return is_bad, is_flat, op.Where(is_flat, 1.0, span)
+
+
+def _round_between(
+    op: OpBuilder, page: ir.Value, low: ir.Value, span: ir.Value, axis: int, levels: int
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    is_bad, is_flat, divisor = _flatness(op, page, span, axis)
     step = op.Where(is_flat, 0.0, op.Div(divisor, float(levels)))
     steps = op.Mul(op.Sub(page, low), op.Div(float(levels), divisor))
     nearest = op.Clip(op.Round(op.Where(is_flat, 0.0, steps)), 0.0, float(levels))

@@ -23,7 +23,7 @@ def check(attributes: KVAttributes, inputs: Sequence[Array], state: Mapping[str,
 
     Args:
         attributes: of the node.
-        inputs: of the node, of which the first seven are no state.
+        inputs: of the node, of which the first seven are no state; with ``key_feedback`` its last one is ``feedback``.
         state: by the names of the inputs.
     """
     query, key, value, past, new, sink_logits, sink_query = inputs[:7]
@@ -42,6 +42,9 @@ def check(attributes: KVAttributes, inputs: Sequence[Array], state: Mapping[str,
     _check_tensor("new", new, (batch,), np.int64)
     _check_tensor("sink_logits", sink_logits, (heads,) if sink_logits.shape != (0,) else (0,))
     _check_tensor("sink_query", sink_query, query.shape if sink_query.shape != (0,) else (0,))
+    if attributes.key_feedback:
+        size = width // attributes.kv_heads
+        _check_tensor("feedback", inputs[-1], (attributes.kv_heads, size, size), np.float16)
     for name, tensor in shapes:
         is_used = attributes.summarizes if name == "summaries" else attributes.levels or name in ("keys", "values")
         is_used = is_used and (name != "values" or not attributes.value_size)

@@ -108,11 +108,41 @@ def round_page(page: Singles, axis: int, levels: int, clip: float = 1.0) -> tupl
     Returns:
         codes uint8, the shape of ``page``; low and step, float32, without ``axis``.
     """
-    low, high = page.min(axis, keepdims=True), page.max(axis, keepdims=True)
+    return _round(page, *_span(page, axis, clip), axis, levels)
+
+
+def round_with_feedback(
+    keys: Singles, feedback: Singles, levels: int, clip: float = 1.0
+) -> tuple[Bytes, Singles, Singles]:
+    """Round keys to codes as :func:`round_page` does, channel by channel: those behind make up for each error.
+
+    Scales are those of :func:`round_page`. Then for c from 0 to D - 1, in float32: code = round((x_c - low_c) (levels /
+    span_c)) from 0 to levels, 0 for NaN; error = x_c - (low_c + step_c code), 0 where that is not finite; and x_i -=
+    error feedback[c, i] for all i > c. :func:`graphopt.quantization.rounding.ldl.key_feedback` says which feedback
+    changes scores least.
+
+    Args:
+        keys: float32 [Hk, ..., T, D].
+        feedback: float32 [Hk, D, D], of which the numbers above the diagonal are read.
+        levels: the largest code.
+        clip: as for :func:`round_page`.
+
+    Returns:
+        As :func:`round_page` for the tokens' axis.
+    """
+    low, span = _span(keys, -2, clip)
+    low, step, inverse = _steps(low, span, levels)
+    numbers, codes = keys.copy(), np.zeros(keys.shape, np.uint8)
+    leading = (len(feedback), *(1,) * (keys.ndim - 2))
     with np.errstate(invalid="ignore", over="ignore"):
-        whole = high - low
-        margin = whole * np.float32((1 - clip) / 2)
-        return _round(page, low + margin, whole * np.float32(clip), axis, levels)
+        for c in range(keys.shape[-1]):
+            x = numbers[..., c]
+            code = _codes((x - low[..., c]) * inverse[..., c], levels)
+            codes[..., c] = code
+            error = x - (low[..., c] + step[..., c] * code)
+            error = np.where(np.isfinite(error), error, np.float32(0))
+            numbers[..., c + 1 :] -= error[..., np.newaxis] * feedback[:, c, c + 1 :].reshape(*leading, -1)
+    return codes, low.squeeze(-2), step.squeeze(-2)
 
 
 def factors_of_tokens(keys: Singles) -> Singles:
@@ -154,16 +184,35 @@ def round_tokens(tokens: Singles, levels: int) -> tuple[Bytes, Singles]:
     return codes, np.where(np.isnan(low), low, step)
 
 
-def _round(page: Singles, low: Singles, span: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, Singles]:
-    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        is_finite = np.isfinite(span)
-        is_flat = ~is_finite | (span < TINY)
-        divisor = np.where(is_flat, np.float32(1), span)
-        step = np.where(is_flat, np.float32(0), divisor / np.float32(levels))
-        steps = (page - low) * (np.float32(levels) / divisor)
-    nearest = np.clip(np.rint(np.where(is_flat, np.float32(0), steps)), 0, levels)
+def _span(page: Singles, axis: int, clip: float) -> tuple[Singles, Singles]:
+    """Return where codes of each set begin, and what they span, with an ``axis`` of 1."""
+    low, high = page.min(axis, keepdims=True), page.max(axis, keepdims=True)
+    with np.errstate(invalid="ignore", over="ignore"):
+        whole = high - low
+        return low + whole * np.float32((1 - clip) / 2), whole * np.float32(clip)
+
+
+def _steps(low: Singles, span: Singles, levels: int) -> tuple[Singles, Singles, Singles]:
+    """Return low, step and the inverse of the step of each set: NaN, 0 and 0 where it is not finite."""
+    is_finite = np.isfinite(span)
+    is_flat = ~is_finite | (span < TINY)
+    divisor = np.where(is_flat, np.float32(1), span)
+    step, inverse = divisor / np.float32(levels), np.float32(levels) / divisor
+    zero = np.float32(0)
     low = np.where(is_finite, low, np.float32(np.nan))
-    return nearest.astype(np.uint8), low.squeeze(axis), step.squeeze(axis)
+    return low, np.where(is_flat, zero, step), np.where(is_flat, zero, inverse)
+
+
+def _codes(steps: Singles, levels: int) -> Singles:
+    """Return the nearest codes, 0 for NaN."""
+    return np.clip(np.rint(np.where(np.isnan(steps), np.float32(0), steps)), 0, levels)
+
+
+def _round(page: Singles, low: Singles, span: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, Singles]:
+    low, step, inverse = _steps(low, span, levels)
+    with np.errstate(invalid="ignore", over="ignore"):
+        codes = _codes((page - low) * inverse, levels)
+    return codes.astype(np.uint8), low.squeeze(axis), step.squeeze(axis)
 
 
 def _pack_codes(codes: Bytes, storage: str) -> Bytes:

@@ -3,7 +3,7 @@
 B rows (sequences), S columns of a call, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
 D head size (a multiple of 16, up to 256, or to 1024 with a ``value_size``), T tokens of a page, P pages of capacity.
 
-Inputs, all required; unused ones have no elements:
+Inputs, all but the last required; unused ones have no elements:
     query: float or float16 [B, S, Hq D].
     key, value: the type of query, [B, S, Hk D]; value is [0] with a ``value_size``.
     past: int64 [B], tokens that a row has stored.
@@ -17,6 +17,7 @@ Inputs, all required; unused ones have no elements:
     recent: float [B, Hk, R, 2 T D], R = sink_pages + recent_pages + 1 slots: keys [T, D], then values [T, D].
     summaries: float [B, Hk, P, Z], Z = 2 D (min and max of the keys of a page) or D (their mean), 0 where no head
         retrieves, and 2 D more with ``compensate``.
+    feedback: float16 [Hk, D, D], of nodes with ``key_feedback``, which alone have it.
     Storages of floats use no scales and no `recent`; without retrieval and ``compensate`` there are no summaries. What
     is not used is any tensor of rank 4 without elements.
 
@@ -46,6 +47,9 @@ Attributes:
     token_factors: int, 0 or 1, of storages of integers: the keys of a page are divided by a factor per token before
         they are rounded, and are what codes mean times it; see :func:`.layout.factors_of_tokens`. Nodes may leave it
         out, for 0. CPUs only.
+    key_feedback: int, 0 or 1, of storages of integers: the channels of a page of keys are rounded one after the other,
+        and what one is rounded by changes those behind it by ``feedback``; see :func:`.layout.round_with_feedback`.
+        Nodes may leave it out, for 0. CPUs only.
     value_size: int, optional, V: values are the first V numbers of keys, a multiple of 16, and are not stored; where it
         is 0 or absent they have pages of their own. With it query heads read one row of a token, a latent (DeepSeek-V2,
         DeepSeek-AI 2024); y is [B, S, Hq V], `values` has no elements, `scales` 2 D numbers of a page, and T with

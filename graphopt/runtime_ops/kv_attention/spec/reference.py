@@ -25,7 +25,7 @@ def reference(*inputs: Array, **attributes: Any) -> tuple[Array, ...]:
     everything behind them is float64. No input is changed.
 
     Args:
-        inputs: all twelve of the node, see :mod:`graphopt.runtime_ops.kv_attention.spec.op`.
+        inputs: all of the node, see :mod:`graphopt.runtime_ops.kv_attention.spec.op`.
         attributes: of the node.
 
     Returns:

@@ -27,6 +27,9 @@ TOKENS = (
 
 SINK_LOGITS = Port("sink_logits", Role.SINKS, (ir.DataType.FLOAT,), placeholder=0)
 
+FEEDBACK = Port("feedback", Role.MATRIX, (ir.DataType.FLOAT16,), is_trailing=True)
+"""What the error of a channel of keys changes those behind it by; nodes without ``key_feedback`` end before it."""
+
 STATES = (
     Port("keys", Role.STATE, _PAGES),
     Port("values", Role.STATE, _PAGES),
@@ -89,6 +92,7 @@ SCHEMA = Schema(
         SINK_LOGITS,
         Port("sink_query", Role.DATA, like="query", placeholder=0),
         *STATES,
+        FEEDBACK,
     ),
     outputs=outputs_of(STATES),
     attributes=_ATTRIBUTES,
@@ -98,6 +102,7 @@ SCHEMA = Schema(
         "value_size": ir.AttributeType.INT,
         "value_storage": ir.AttributeType.STRING,
         "chunks": ir.AttributeType.INT,
+        "key_feedback": ir.AttributeType.INT,
         **{
             each.name: _TYPES[type(each.absent)]
             for policy in POLICIES.values()

@@ -107,11 +107,14 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
         ValueError: a shape, a type or a number of tokens does not fit.
     """
     query, key, value, past, new, sink_logits, sink_query, *tensors = inputs
+    feedback = tensors.pop() if attrs.key_feedback else None
     state = dict(zip(("keys", "values", "scales", "recent", "summaries"), tensors, strict=True))
     check(attrs, inputs, state)
     batch, columns, width = key.shape
     split = (batch, columns, attrs.kv_heads, width // attrs.kv_heads)
-    after = append(attrs, state, key.reshape(split), value if attrs.value_size else value.reshape(split), past, new)
+    after = append(
+        attrs, state, key.reshape(split), value if attrs.value_size else value.reshape(split), past, new, feedback
+    )
     # query heads are group by group: head h reads KV head h div G
     group_shape = (*split[:3], query.shape[2] // width, split[3])
     queries = query.astype(np.float64).reshape(group_shape)
