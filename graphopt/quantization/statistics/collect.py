@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 import shutil
@@ -205,10 +204,16 @@ class Calibration:
                 number += len(batch)
             return samples
 
-        calibration = copy.copy(self)
-        for name in ("texts", "batches", "text_digest"):
-            calibration.__dict__.pop(name, None)
-        calibration._texts = samples
+        calibration = Calibration(
+            self.folder,
+            samples,
+            self._runner,
+            feeds=self._feeds,
+            limit=self._limit,
+            on_stage=self._on_stage,
+            executor=self._executor,
+        )
+        calibration.statistics = self.statistics
         return calibration
 
     def ranges(

@@ -72,6 +72,24 @@ def test_hessians_are_those_of_the_inputs_however_the_graph_is_cut(tmp_path: Pat
     assert not list(tmp_path.rglob("boundary-*")) + list(tmp_path.rglob("piece-*"))
 
 
+def test_texts_stand_all_over_the_positions_that_a_model_has(llama_artifact: Path, tmp_path: Path) -> None:
+    rows, llama = texts(number=6, length=20, vocabulary=VOCABULARY), read(llama_artifact).model
+    moved = calibration(tmp_path, None, texts=rows).over_positions(llama, 101)
+    firsts = [row[0] for sample in moved.texts for row in sample["position_ids"]]
+    # the longest text ends with the last position
+    assert firsts == np.linspace(0, 101 - 22, 6).astype(int).tolist()
+    for sample in moved.texts:
+        assert (np.diff(sample["position_ids"]) == 1).all()
+        assert sample["input_ids"].shape == sample["position_ids"].shape
+    assert np.concatenate([row for sample in moved.texts for row in sample["input_ids"]]).tolist() == (
+        np.concatenate(rows).tolist()
+    )
+    # a model of fewer positions than a text has, as far as is known, reads it as it is
+    still = calibration(tmp_path, None, texts=rows).over_positions(llama, 10)
+    assert {row[0] for sample in still.texts for row in sample["position_ids"]} == {0}
+    assert moved.text_digest != still.text_digest
+
+
 def test_neighbours_of_one_length_share_a_run_of_1024_tokens(tmp_path: Path) -> None:
     lengths = (400, 400, 400, 7, 7, 2000, 7)
     batches = calibration(tmp_path, None, texts=[np.arange(length) for length in lengths]).batches
