@@ -4,6 +4,7 @@
     python tools/studies/eviction.py --share 0.5 --only streaming --only keydiff
     python tools/studies/eviction.py --only 'all, *'                    # caches that keep less of each token
     python tools/studies/eviction.py --only 'read, *'                   # pages that each query chooses of the whole
+    python tools/studies/eviction.py --kernels                          # what is built, at equal bytes
 
 *Emulated* in PyTorch with float weights: the prompt is read densely, then each KV head keeps the same number of tokens,
 the first 64 and the newest 256 among them, and the next 256 tokens of the text read what is left and one another. So
@@ -12,15 +13,18 @@ hand for those scores that need some. ``next queries`` are those that come, whic
 
 Methods that begin with "all" keep all tokens, and less of each; bytes are beside those of float16 keys and values.
 Those that begin with "read" keep the whole cache, of which each query reads pages of 16 with ``--read`` tokens.
+
+``--kernels`` emulates nothing: an artifact for each storage of caches reads the prompt, page by page, its decoder
+evicts as many tokens as leave ``--share`` of the bytes that float16 pages take, and reads the next tokens. Bytes are
+those of all states, slots of floats and scales among them, so fewer bits leave room for more tokens.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +56,7 @@ from tools.studies.caches.coarse_caches import (
     without_tail,
 )
 from tools.studies.caches.compensation import fused, learn_convolutions, with_page_means, with_random_features
+from tools.studies.caches.evicted_pages import Outcome, by_kernels, is_asked
 from tools.studies.caches.eviction_scores import (
     METHODS,
     accumulated,
@@ -170,49 +175,60 @@ def _that_read_less(budget: int) -> dict[str, Callable[[], Way]]:
     return found
 
 
+def _emulated(
+    checkpoint: Path, every_id: Tensor, tokens: int, share: float, read: int, only: Sequence[str]
+) -> Iterator[Outcome]:
+    """Yield what each method does to the prompt, the first ``tokens`` of the text."""
+    if checkpoint.suffix == ".gguf":
+        loaded = load_gguf(checkpoint)[0]
+    else:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32)
+    end, began = tokens + NEXT, time.perf_counter()
+    prompt = Prompt(loaded, every_id[:end])
+    print(f"prompt read in {time.perf_counter() - began:.0f} s", flush=True)
+    reference = prompt.log_probabilities(Way())
+    for name, make in ways(prompt, share, read).items():
+        if not is_asked(name, only):
+            continue
+        if "kvzap" in name and prompt.probes is None:
+            prompt.probes = learn_probes(loaded, every_id[end : end + 4096 + NEXT])
+            prompt.take_model()
+        if "LoCoCo" in name and not prompt.filters:
+            prompt.filters = learn_convolutions(loaded, every_id[end : end + 4096 + NEXT])
+            prompt.take_model()
+        way = make()
+        yield Outcome(name, way.bytes, reference, prompt.log_probabilities(way))
+
+
 def main(
     model: Annotated[str, typer.Option(help="smollm2, a .gguf file, or a Hugging Face folder")] = "smollm2",
     tokens: Annotated[int, typer.Option(min=1024, help="of the prompt")] = 7936,
     share: Annotated[float, typer.Option(min=0.01, max=1, help="of the tokens, that stay")] = 1 / 3,
     read: Annotated[int, typer.Option(min=16, help="tokens of the pages that a query chooses")] = 1024,
     only: Annotated[list[str] | None, typer.Option(help="names of methods, with * for anything")] = None,
+    kernels: Annotated[bool, typer.Option(help="run artifacts instead of emulating")] = False,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     json_file: JsonFile = None,
 ) -> None:
     """Read the prompt, evict by each score, print what that costs."""
     torch.set_num_threads(threads)
     checkpoint = fetch(model) if model == "smollm2" else Path(model)
-    if checkpoint.suffix == ".gguf":
-        loaded = load_gguf(checkpoint)[0]
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(checkpoint.parent), gguf_file=checkpoint.name)
-    else:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(str(checkpoint))
+    source = {"gguf_file": checkpoint.name} if checkpoint.suffix == ".gguf" else {}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(checkpoint.parent if source else checkpoint), **source)
     every_id = torch.tensor(tokenizer(python_documentation())["input_ids"])
     ids = every_id[: tokens + NEXT]
-    began = time.perf_counter()
-    prompt = Prompt(loaded, ids)
-    print(f"prompt read in {time.perf_counter() - began:.0f} s", flush=True)
-    reference = prompt.log_probabilities(Way())
+    if kernels:
+        outcomes = by_kernels(checkpoint, ids, share, only or ())
+    else:
+        outcomes = _emulated(checkpoint, every_id, tokens, share, read, only or ())
     table, rows = Table("kept by", "bytes", "KL, mean", "KL, 99%", "perplexity"), []
-    for name, make in ways(prompt, share, read).items():
-        if only and not any(fnmatch.fnmatch(name, pattern) for pattern in only):
-            continue
-        if "kvzap" in name and prompt.probes is None:
-            prompt.probes = learn_probes(loaded, every_id[len(ids) : len(ids) + 4096 + NEXT])
-            prompt.take_model()
-        if "LoCoCo" in name and not prompt.filters:
-            prompt.filters = learn_convolutions(loaded, every_id[len(ids) : len(ids) + 4096 + NEXT])
-            prompt.take_model()
-        way = make()
-        found = prompt.log_probabilities(way)
-        kl = (reference.exp() * (reference - found)).sum(-1)
-        nats = -found[:-1].gather(-1, ids[-NEXT + 1 :, None])
-        row = {"kept_by": name, "bytes": way.bytes, "kl": float(kl.mean()), "kl_99": float(kl.quantile(0.99))}
-        row["perplexity"] = float(nats.mean().exp())
-        rows.append(row)
-        print(row, flush=True)
-        table.add_row(name, *(f"{row[figure]:.4f}" for figure in ("bytes", "kl", "kl_99", "perplexity")))
+    for outcome in outcomes:
+        kl = (outcome.reference.exp() * (outcome.reference - outcome.found)).sum(-1)
+        nats = -outcome.found[:-1].gather(-1, ids[-NEXT + 1 :, None])
+        figures = {"kl": float(kl.mean()), "kl_99": float(kl.quantile(0.99)), "perplexity": float(nats.mean().exp())}
+        rows.append({"kept_by": outcome.name, "bytes": outcome.bytes, **figures})
+        print(rows[-1], flush=True)
+        table.add_row(outcome.name, f"{outcome.bytes:.4f}", *(f"{figure:.4f}" for figure in figures.values()))
     Console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n")

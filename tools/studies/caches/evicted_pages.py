@@ -1,0 +1,122 @@
+"""Eviction by what is built: artifacts read a prompt by their kernels, then ``Decoder.evict`` leaves a part of it."""
+
+from __future__ import annotations
+
+import fnmatch
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import graphopt
+from graphopt.analysis.structure.paged_caches import PagedLayer
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.states.eviction import Eviction
+from graphopt.passes.algebra.fold_norms.fold_norms import FoldNorms
+from graphopt.passes.algebra.rotate.rotate import Rotate
+from graphopt.passes.cache.quantize_kv import QuantizeKV
+from graphopt.passes.lift.canonicalize import Canonicalize
+from graphopt.passes.recipe import Recipe
+from tools.studies.caches.prompt import NEXT, RECENT, SINKS
+from tools.studies.caches.rounding import Tensor
+
+PAGE = 64
+
+STORAGES: dict[str, tuple[str, str | None]] = {
+    "float16": ("float16", None),
+    "int6": ("int6", None),
+    "int4": ("int4", None),
+    "int4 keys, int3 values": ("int4", "int3"),
+}
+"""Of keys, and of values where they have one of their own; heads are rotated before numbers become codes."""
+
+KINDS = ("streaming", "keydiff", "key-norm")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tokens behind a prompt become.
+
+    Attributes:
+        name: of the way in which the prompt is kept.
+        bytes: of what is kept, beside float16 keys and values of the whole prompt.
+        reference: logarithms of probabilities behind each of the tokens, with the whole prompt, [NEXT, vocabulary].
+        found: the same with what is kept.
+    """
+
+    name: str
+    bytes: float
+    reference: Tensor
+    found: Tensor
+
+
+def is_asked(name: str, only: Sequence[str]) -> bool:
+    """Return whether ``only`` names a way, with * for anything; without names all are asked for."""
+    return not only or any(fnmatch.fnmatch(name, pattern) for pattern in only)
+
+
+def bytes_of(layers: Sequence[PagedLayer], tokens: int) -> int:
+    """Return the bytes of all states of a row with so many tokens: pages, their scales, and slots of floats."""
+    return sum(layer.bytes(1, -(-tokens // PAGE)) for layer in layers)
+
+
+def tokens_in(layers: Sequence[PagedLayer], most_bytes: float, tokens: int) -> int:
+    """Return how many of ``tokens`` tokens the caches of a row hold in so many bytes, in whole pages or all of them."""
+    counts = [*range(PAGE, tokens, PAGE), tokens]
+    return max((count for count in counts if bytes_of(layers, count) <= most_bytes), default=0)
+
+
+def eviction(kind: str, keep: int) -> Eviction:
+    """Return what keeps so many tokens: the first and the newest, or those of the best scores besides."""
+    if kind == "streaming":
+        return Eviction(keep, sinks=SINKS, recent=keep - SINKS, slack=0)
+    return Eviction(keep, kind, SINKS, RECENT, slack=0)
+
+
+def read(decoder: Decoder, ids: Tensor) -> Iterator[Tensor]:
+    """Feed tokens page by page; yield logarithms of probabilities behind those of each page, [tokens, vocabulary]."""
+    for piece in ids.split(PAGE):
+        logits = decoder.step(piece[None].numpy().astype(np.int64))[0]
+        yield torch.log_softmax(torch.from_numpy(np.array(logits, np.float32)), -1)
+
+
+def by_kernels(checkpoint: Path, ids: Tensor, share: float, only: Sequence[str]) -> Iterator[Outcome]:
+    """Yield what evictions of each storage cost that leave the same bytes.
+
+    Args:
+        checkpoint: of the model.
+        ids: of the prompt and ``NEXT`` tokens behind it.
+        share: of the bytes that float16 pages of the whole prompt take.
+        only: the storages and scores that are asked for, see :func:`is_asked`.
+    """
+    prompt, following = ids[:-NEXT], ids[-NEXT:]
+    whole, reference = 0, torch.empty(0)
+    with tempfile.TemporaryDirectory() as temporary:
+        source, made = Path(temporary) / "float32", Path(temporary) / "made"
+        graphopt.export(checkpoint, source)
+        for storage, (of_keys, of_values) in STORAGES.items():
+            kinds = [kind for kind in KINDS if is_asked(f"{storage}, {kind}", only)]
+            if not kinds and whole:
+                continue
+            rotation = (FoldNorms(), Rotate(query_key="hadamard")) if whole else ()
+            last = QuantizeKV(storage=of_keys, value_storage=of_values)
+            recipe = Recipe(name="cache", steps=(Canonicalize(), *rotation, last))
+            graphopt.optimize(source, recipe, made, run=False, overwrite=True)
+            decoder = Decoder(graphopt.load(made), 1, room=len(ids))
+            for _ in read(decoder, prompt):
+                pass
+            layers = decoder.session.interface.layers
+            if not whole:
+                whole = bytes_of(layers, len(prompt))
+                reference = torch.cat([*read(decoder.fork([0]), following)])
+            keep = tokens_in(layers, whole * share, len(prompt))
+            for kind in kinds if keep < len(prompt) else kinds[:1]:
+                kept, name = decoder.fork([0]), f"{storage}, all tokens"
+                if keep < len(prompt):
+                    kept.evict(eviction(kind, keep))
+                    name = f"{storage}, {keep / len(prompt):.0%} of the tokens by {kind}"
+                found = torch.cat([*read(kept, following)])
+                yield Outcome(name, bytes_of(layers, keep) / whole, reference, found)
