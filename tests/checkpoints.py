@@ -31,7 +31,8 @@ EXPORTS = (
 # Families of which one layer is exported instead of two: what links two layers has no part that others here lack.
 ONE_LAYER = frozenset(
     (
-        *("mistral", "mistral_window", "qwen3", "opt", "falcon_new", "stablelm", "olmo2", "granite", "cohere"),
+        *("mistral", "mistral_window", "qwen3", "opt", "stablelm", "olmo2", "granite", "cohere"),
+        *("falcon", "falcon_new"),
         *("deepseek_v3", "gpt_oss"),
         *("mamba", "mamba2", "falcon_h1"),
         *("nomic_bert", "eurobert", "bert_classes", "roberta_tokens", "llama_classes", "distilbert_answers"),

@@ -196,6 +196,23 @@ SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    # heads of another number and size in layers that see all tokens, whose keys are their values too; embeddings for
+    # each layer; the last one reuses keys and values
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **_WINDOWED,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "pad_token_id": 0,
+        },
+    ),
     # rotary pairs as complex numbers in one layer, where attention ends with chunks; experts in the other
     "llama4": (
         "Llama4TextConfig",

@@ -336,6 +336,7 @@ _METHODS: dict[tuple[str, str], Callable[[Calls, Callable[..., Any]], Callable[.
     ("LongcatFlashExperts", "forward"): experts.with_identities,
     ("JetMoeTopKGating", "forward"): experts.counts_of_experts,
     ("JetMoeParallelExperts", "forward"): experts.product_of_counts,
+    ("FalconAttention", "forward"): substitutes.grouped_queries,
     ("Gemma3nTextMLP", "_gaussian_topk"): substitutes.gaussian_top,
     **{(indexer, "forward"): substitutes.minimum_as_node for indexer in _INDEXERS},
     ("Llama4TextRotaryEmbedding", "forward"): substitutes.angles,

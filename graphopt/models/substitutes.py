@@ -104,3 +104,24 @@ def rotate_pairs(calls: Calls, original: Callable[..., Any]) -> Callable[..., An
         return rotate(xq), rotate(xk)
 
     return apply_rotary_emb
+
+
+def grouped_queries(calls: Calls, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``FalconAttention.forward`` that says where query heads share heads of keys and values.
+
+    torch repeats one head of keys for all queries by itself; the exporter wants to be told (``enable_gqa``).
+    """
+    del calls
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        functional = importlib.import_module("torch").nn.functional
+        attend = functional.scaled_dot_product_attention
+
+        def attend_in_groups(query: Any, key: Any, value: Any, **options: Any) -> Any:
+            return attend(query, key, value, enable_gqa=query.shape[1] != key.shape[1], **options)
+
+        with unittest.mock.patch.object(functional, "scaled_dot_product_attention", attend_in_groups):
+            return original(*args, **kwargs)
+
+    return forward

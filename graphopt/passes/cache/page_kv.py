@@ -45,6 +45,9 @@ class PageKV(Pass):
 
         Attention(q2, present_k, present_v, m)      ->      KVAttention(q2', k', v', ..., keys2, values2, ...)
 
+    Heads whose size is no multiple of 16 get zeros behind their queries, keys and values, which change no score, and
+    the output is cut.
+
     The input ``attention_mask`` and what made masks of it disappear; ``past_length`` and ``new_length`` int64 [batch]
     come instead. A graph has one kind of cache: if one layer cannot be rewritten none is, and each says why.
     """

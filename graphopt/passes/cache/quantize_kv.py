@@ -67,6 +67,9 @@ CLIP_SHARE = Rule("quantize_kv.clipped", "codes span {share} of the numbers of a
 FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
 STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
 
+WIDE_HEADS = Rule(
+    "quantize_kv.wide-heads", "{storage} takes heads of up to {most} numbers, and its heads have {head_size}"
+)
 UNEVEN_HEADS = Rule(
     "quantize_kv.uneven-heads", "{storage} packs {unit} numbers at a time, and its heads have {head_size}"
 )
@@ -257,6 +260,11 @@ class QuantizeKV(Pass):
                 node=node.name,
                 remedy=f"set page of quantize_kv to a multiple of {kv.unit}",
             )
+        if layer.head_size > kv.most_channels:
+            limit = kv.most_channels
+            fact = WIDE_HEADS(storage=kv.storage_name, most=limit, head_size=layer.head_size)
+            context.ledger.skipped(node, fact)
+            return None
         if layer.head_size % kv.unit:
             head_size = layer.head_size
             context.ledger.skipped(node, UNEVEN_HEADS(storage=kv.storage_name, unit=kv.unit, head_size=head_size))

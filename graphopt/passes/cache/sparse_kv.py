@@ -16,6 +16,7 @@ from graphopt.passes.base import Pass
 from graphopt.passes.common.paging.paged_attention import Page, page_attention
 from graphopt.passes.common.paging.positions import unbind_positions
 from graphopt.passes.common.paging.states import change
+from graphopt.runtime_ops.kv_attention.spec.attributes import MOST_CHANNELS
 from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES, Parameter, Policy
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ ORIGIN_UNKNOWN = Rule(
     "sparse_kv.origin-unknown", "the graph does not say what it was made from: only its heads were compared"
 )
 OWN_WINDOW = Rule("sparse_kv.own-window", "the model's own window of {window} tokens is all that it reads")
+WIDE_HEADS = Rule(
+    "sparse_kv.wide-heads", "its heads have {size} numbers, and pages are chosen or summed up of up to {most}"
+)
 LATENT_PAGES = Rule(
     "sparse_kv.latent-pages", "its cache holds latents, whose pages are read by all or by streaming heads"
 )
@@ -249,6 +253,9 @@ class SparseKV(_PolicyOptions):
         chooses = any(POLICIES[name].of_options(dict(self)).chooses for name in policies)
         if layer.attributes.value_size and (chooses or options.compensate):
             ledger.skipped(node, LATENT_PAGES())
+            return
+        if layer.head_size > MOST_CHANNELS and (not set(policies) <= {"dense", "streaming"} or options.compensate):
+            ledger.skipped(node, WIDE_HEADS(size=layer.head_size, most=MOST_CHANNELS))
             return
         page = self._page_of(layer, node, ledger)
         if all(POLICIES[name].reads_all and not POLICIES[name].in_blocks for name in policies):

@@ -10,13 +10,10 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.artifact import artifact
-from graphopt.errors import InputError
 from graphopt.graph.weights import weight_of
-from graphopt.models.trace import export_graph
 from graphopt.passes.algebra.rotate import Rotate
-from graphopt.tasks import TASKS
 from tests.checkpoints import ONE_LAYER
-from tests.families import FAMILIES, make_model
+from tests.families import FAMILIES
 from tools.studies.families import Outcome, examine, fold
 
 # Relative to the largest logit, from the export on. Two layers in float32, norms folded and every weight rounded once
@@ -123,9 +120,17 @@ def projection(value: ir.Value | None) -> ir.Node:
     raise AssertionError("no product")
 
 
-def test_a_falcon_with_one_head_of_keys_fails_in_the_exporter() -> None:
-    with pytest.raises(InputError, match="transformers cannot export this FalconForCausalLM to ONNX .*num_heads"):
-        export_graph(make_model("falcon", 1).eval(), "falcon", TASKS["causal_lm"])
+def test_one_head_of_keys_for_all_queries_is_grouped_attention(make_artifact: MakeArtifact) -> None:
+    """Queries, keys and values are entries of one axis: values stay, and what reads them gets a Hadamard."""
+    row, layers = examine("falcon", make_artifact("falcon")), layers_of("falcon")
+    assert {row.outcomes[role] == usual("falcon")[role] for role in ("residual", "query_key")} == {True}
+    assert row.outcomes["weight_input"] == Outcome(rotated=2 * layers, nodes=2 * layers)
+    assert not row.outcomes["value"].rotated
+    assert row.certificate == "proved"
+    assert row.change is not None
+    assert 0 < row.change <= FLOAT32
+    (attention,) = [node for node in artifact.read(make_artifact("falcon")).model.graph if node.op_type == "Attention"]
+    assert [str(attention.inputs[index].shape[1]) for index in range(2)] == ["4", "1"]
 
 
 def test_latents_of_queries_rotate_and_what_the_cache_holds_of_keys_stays(make_artifact: MakeArtifact) -> None:

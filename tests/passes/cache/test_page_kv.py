@@ -16,6 +16,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.graph.weights import new_weight
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import load
+from graphopt.passes.common.paging import attention
 from graphopt.passes.recipe import Recipe
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.decoders import decoder
@@ -33,15 +34,19 @@ WINDOWS = dict.fromkeys(("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "mixtral"
 WINDOWS |= {"gpt_oss": (6,), "gemma3": (6, 0), "mistral_window": (6,), "qwen3": (0,), "falcon_new": (0,)}
 # of two layers the second reads the keys and values of the first
 WINDOWS |= {"gemma3n": (0, 0)}
+# heads of 16 in the first layer, of 32 in the others
+WINDOWS |= {"gemma4": (6, 0, 0)}
 # chunks in the first
 WINDOWS |= {"llama4": (8, 0)}
 
 
-def logits_by_calls(opened: onnxruntime.InferenceSession, calls: list[int], paddings: list[int]) -> np.ndarray:
+def logits_by_calls(
+    opened: onnxruntime.InferenceSession, calls: list[int], paddings: list[int], vocabulary: int = VOCABULARY
+) -> np.ndarray:
     """Feed columns call by call, rows padded on the left; return the logits of all tokens."""
     interface = Interface.of_session(opened)
     length = sum(calls)
-    ids = np.random.default_rng(0).integers(0, VOCABULARY, (len(paddings), length))
+    ids = np.random.default_rng(0).integers(0, vocabulary, (len(paddings), length))
     mask = (np.arange(length) >= np.array(paddings)[:, None]).astype(np.int64)
     past, made, begin = interface.empty_past(len(paddings), length), [], 0
     for count in calls:
@@ -358,13 +363,26 @@ def test_what_is_not_understood_is_left_alone_with_all_other_layers(
     session(model, tmp_path)  # it still loads
 
 
-def test_heads_of_other_sizes_are_refused() -> None:
+def test_heads_of_other_sizes_get_zeros_behind_them(tmp_path: Path) -> None:
+    model = decoder(2)
+    run_pass(model, "canonicalize")
+    before = session(model, tmp_path / "before")
+    report = run_pass(model, "page_kv", page=16)
+    assert not report.skips
+    assert {layer.head_size for layer in layers_of(model.graph)} == {16}
+    assert "with heads of 8 numbers stored as 16" in " ".join(str(change.what) for change in report.changes)
+    after = session(model, tmp_path / "after")
+    for calls, paddings in (([14, 1, 1], [0]), ([5, 20, 1], [0, 11])):
+        expected, found = (logits_by_calls(opened, calls, paddings, vocabulary=48) for opened in (before, after))
+        assert relative(expected, found) < FLOAT32
+
+
+def test_heads_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MOST_OF_FLOATS", 4)
     model = decoder(1)
     run_pass(model, "canonicalize")
     report = run_pass(model, "page_kv")
-    assert [str(skip.reason) for skip in report.skips] == [
-        "its heads have 8 numbers, and KVAttention takes multiples of 16 from 16 to 256"
-    ]
+    assert [str(skip.reason) for skip in report.skips] == ["its heads have 8 numbers, and KVAttention takes up to 4"]
 
 
 def test_attention_in_small_operators_is_lifted_first_and_reported_where_it_was_not(

@@ -266,7 +266,8 @@ def test_options_that_make_no_sense_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "mamba", "rwkv", "deepseek_v3", "granitemoehybrid", "gpt_oss", "gemma3n", "llama4"]
+    "family",
+    ["qwen3_next", "mamba", "rwkv", "deepseek_v3", "granitemoehybrid", "gpt_oss", "gemma3n", "gemma4", "llama4"],
 )
 def test_states_of_requests_give_the_texts_of_requests_alone(
     family: str, make_artifact: MakeArtifact, tmp_path: Path

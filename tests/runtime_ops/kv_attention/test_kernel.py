@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, LEVELS, STORAGES, KVAttributes
 from tests.native import needs_library
 from tests.pairwise import pairwise
 from tests.runtime_ops.kv_cases import (
@@ -263,6 +263,13 @@ def test_queries_of_float16(storage: str, in_place: bool) -> None:
 def test_any_shape(drawn: tuple[KVAttributes, Arrays, list[int], list[list[int]]]) -> None:
     attributes, tokens, calls, new = drawn
     compare(attributes, tokens, 16, calls, new=new)
+
+
+@pytest.mark.parametrize("storage", FLOATS)
+@pytest.mark.parametrize("policies", [[0], [1]])
+def test_floats_have_wider_heads(instructions: str, storage: str, policies: list[int]) -> None:
+    attributes = attributes_of(storage=storage, policies=policies, sinks=2, recent=20)
+    compare(attributes, tokens_of(attributes, 60, head_size=512), 4, (40, 1, 19))
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -311,10 +311,21 @@ def test_refusals(wrong: dict[str, Any], message: str) -> None:
         attributes(**wrong)
 
 
-@pytest.mark.parametrize("head_size", [0, 8, 24, 272])
-def test_head_sizes(head_size: int) -> None:
-    with pytest.raises(ValueError, match="multiple of 16 up to 256"):
-        attributes().state(1, 1, head_size)
+@pytest.mark.parametrize(
+    ("head_size", "most", "others"),
+    [
+        (0, 512, {}),
+        (24, 512, {}),
+        (528, 512, {}),
+        (272, 256, {"storage": "int8"}),
+        (272, 256, {"policies": (2,)}),
+        (272, 256, {"compensate": 1, "policies": (1,)}),
+    ],
+)
+def test_head_sizes(head_size: int, most: int, others: dict[str, Any]) -> None:
+    plain = {"storage": "float32", "policies": (0,), "window": 0}
+    with pytest.raises(ValueError, match=f"multiple of 16 up to {most}, not {head_size}"):
+        attributes(**plain | others).state(1, 1, head_size)
 
 
 def test_attributes_as_a_node_takes_them() -> None:

@@ -98,8 +98,13 @@ def random_case(
     return case_of(inputs, scale=size**-0.5, storage=storage, **attributes)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize(("size", "chunks"), [(64, 0), (192, 0), (256, 0), (64, 1)])
+@pytest.mark.parametrize(
+    ("size", "chunks", "storage"),
+    [
+        *((size, chunks, storage) for size, chunks in [(64, 0), (192, 0), (256, 0), (64, 1)] for storage in STORAGES),
+        *((512, 0, storage) for storage in STORAGES if STORAGES[storage].levels is None),
+    ],
+)
 def test_larger_heads_over_many_blocks(size: int, chunks: int, storage: str) -> None:
     new, past = [1, 70, 1, 3], [200, 0, 37, 5]
     order = iter(np.random.default_rng(0).permutation(40))

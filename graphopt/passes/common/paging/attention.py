@@ -11,13 +11,12 @@ import onnx_ir as ir
 from graphopt.analysis.structure.ports import CachePort, past_port
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.passes.common.sinks import SCORES, sinks_of
-from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT, MOST_OF_FLOATS
 
 if TYPE_CHECKING:
     from graphopt.passes.common.masks import MaskEvaluator, Window
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _VALID = range(7)
-_SIZES = range(16, 257, 16)
 
 
 NO_CACHE = Rule("page_kv.no-cache", "it has no cache of its own among the inputs of the graph")
@@ -29,9 +28,7 @@ HEADS_DO_NOT_FIT = Rule(
     "page_kv.heads-do-not-fit",
     "its queries, keys and values have heads of {query}, {key} and {value} numbers that do not fit",
 )
-HEAD_SIZE = Rule(
-    "page_kv.head-size", "its heads have {size} numbers, and KVAttention takes multiples of 16 from 16 to 256"
-)
+HEAD_SIZE = Rule("page_kv.head-size", "its heads have {size} numbers, and KVAttention takes up to {most}")
 ROW_SIZE = Rule(
     "page_kv.row-size",
     "its latent has {rank} of {size} numbers, and KVAttention takes multiples of 16 up to {most}",
@@ -69,6 +66,11 @@ class Meaning:
     sinks: ir.Value | None = None
     latent: Latent | None = None
     source: ir.Node | None = None
+
+    @property
+    def stored_size(self) -> int:
+        """Numbers of a query, key or value with the zeros behind it that its cache wants."""
+        return -(-self.head_size // LANES) * LANES
 
     @property
     def value_size(self) -> int:
@@ -174,8 +176,8 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     )
     if not size == key_size == value_size or kv_heads != value_heads or query_heads % kv_heads:
         return HEADS_DO_NOT_FIT(query=size, key=key_size, value=value_size)
-    if size not in _SIZES:
-        return HEAD_SIZE(size=size)
+    if size > MOST_OF_FLOATS:
+        return HEAD_SIZE(size=size, most=MOST_OF_FLOATS)
     if any(shape is not None and shape.dtype != ir.DataType.FLOAT for shape in (query, key, value)):
         return NOT_FLOAT32()
     window = _window(node, inputs[_MASK], evaluator)

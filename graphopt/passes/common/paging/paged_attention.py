@@ -15,13 +15,14 @@ from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, inherit, remove
 from graphopt.passes.common.masks import MaskEvaluator, drop_guard
 from graphopt.passes.common.nodes import attentions
-from graphopt.passes.common.paging.attention import Latent, Meaning, latent_of, meaning_of
+from graphopt.passes.common.paging.attention import HEAD_SIZE, Latent, Meaning, latent_of, meaning_of
 from graphopt.passes.common.paging.rows import as_rows, read_rows
 from graphopt.passes.common.paging.states import connect
 from graphopt.passes.common.paging.token_masks import mask_by_lengths, masked_recurrences, why_not_by_lengths
+from graphopt.passes.common.paging.wider_heads import widen
 from graphopt.passes.common.sinks import by_head, no_sinks, sinks_of
 from graphopt.runtime_ops import OPERATORS, bodies_aside, port
-from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, MOST_CHANNELS, STREAMING, KVAttributes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -40,6 +41,8 @@ OWNS_CACHE = Rule(
     chunk=", chunks of {chunk} tokens",
     sinks=", with logits of sinks",
     source=", and stores the keys and values of {source} once more",
+    stored=", with heads of {size} numbers stored as {stored}",
+    also=["size"],
 )
 LENGTHS = Rule("page_kv.lengths", "lengths per row say what is padding: past_length, new_length")
 NO_ATTENTION = Rule("page_kv.no-attention", "it has no standard Attention; canonicalize lifts what exporters spell out")
@@ -57,7 +60,11 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
         return
     evaluator = MaskEvaluator(model, context)
     meanings = {node: meaning_of(node, evaluator) for node in nodes}
-    refusals = {node: meaning for node, meaning in meanings.items() if isinstance(meaning, Fact)}
+    refusals = {
+        node: meaning if isinstance(meaning, Fact) else HEAD_SIZE(size=meaning.head_size, most=MOST_CHANNELS)
+        for node, meaning in meanings.items()
+        if isinstance(meaning, Fact) or (context.target == "ort-cuda" and meaning.head_size > MOST_CHANNELS)
+    }
     recurrences = masked_recurrences(graph)
     reason: Fact | None = None
     if refusals:
@@ -135,7 +142,7 @@ def _rewrite(
         rows = [*_latent_rows(graph, node, latent), placeholder]
     layer = PagedLayer(
         number=meaning.number,
-        head_size=meaning.head_size,
+        head_size=meaning.stored_size,
         attributes=KVAttributes(
             meaning.kv_heads,
             meaning.scale,
@@ -167,6 +174,8 @@ def _rewrite(
     for present in node.outputs[1:3] if latent is None else latent.presents:
         if present.is_graph_output():
             graph.outputs.remove(present)
+    if meaning.stored_size != meaning.head_size:
+        y = widen(graph, attention, replace(layer, head_size=meaning.head_size), layer)
     read_rows(graph, old, y, attention)
     if y_behind is not node.outputs[0] and sources[-1].graph is not None:
         remove(sources[-1])  # and with it all that only it reads
@@ -179,6 +188,8 @@ def _rewrite(
     figures = {"sinks": meaning.sinks is not None, "source": None if source is None else source.name}
     tokens, is_chunk = meaning.window
     sizes = {"window": 0 if is_chunk else tokens, "chunk": tokens if is_chunk else None}
+    if meaning.stored_size != meaning.head_size:
+        sizes |= {"size": meaning.head_size, "stored": meaning.stored_size}
     ledger.changed(attention, OWNS_CACHE(page=page, **sizes, **figures), sources)
     return attention
 

@@ -18,6 +18,8 @@ from graphopt.passes.base import Pass
 from graphopt.passes.common.lm_head_path import nodes_of_product, path_to_lm_head
 from graphopt.passes.common.nodes import attentions
 from graphopt.passes.common.paging.paged_attention import page_attention, why_masks_stay
+from graphopt.passes.common.paging.wider_heads import widen
+from graphopt.passes.interface.serve.equal_heads import WIDER_BLOCKS, equal_layers
 from graphopt.passes.interface.serve.packed_tokens import END, PackedTokens
 from graphopt.passes.interface.serve.request_states import (
     add_empty_blocks,
@@ -42,11 +44,18 @@ ROUNDED_ALONE = Rule(
     "serve.rounded-alone", "blocks round each token with a scale of its own: key_feedback has no effect"
 )
 SHARES = Rule(
-    "serve.shares", "its cache lies in blocks of {block} tokens, of {blocks} that requests share", rounded="; {rounded}"
+    "serve.shares",
+    "its cache lies in blocks of {block} tokens, of {blocks} that requests share",
+    widened="; {widened}",
+    rounded="; {rounded}",
 )
 LAST_OF_EACH = Rule("serve.last-of-each", "logits of the last token of each request")
 TOKEN_SCALES = Rule("serve.rounded", "each token is stored as {storage} with scales of its own")
 NO_BLOCKS = Rule("serve.no-blocks", "a block of all layers takes {block} bytes, and the memory for caches is {memory}")
+OTHER_STORAGE = Rule(
+    "serve.other-storage",
+    "layers store their caches as {storages:and}, and an engine gives all layers one kind of block",
+)
 OTHER_LAYER = Rule("serve.other-layer", "{node} has to stay, and a graph has one kind of cache")
 NO_TOKENS = Rule("serve.no-tokens", "it reads embeddings, and an engine feeds tokens")
 NO_STATE = Rule(
@@ -99,6 +108,9 @@ class Serve(Pass):
     A latent (``absorb_latent``) is one row of a token, of which values are a part, and is stored once: half of a
     block's tokens lie among the keys and half among the values, which engines give the same bytes.
 
+    An engine gives all layers blocks of one shape. Where layers differ in the number or the size of their heads (Gemma
+    4), queries, keys and values of the narrow ones get zeros behind them, and their output is cut.
+
     A model without attention gets blocks that hold nothing, since an engine counts tokens by blocks.
 
     Attributes:
@@ -127,10 +139,15 @@ class Serve(Pass):
         if has_attention and not layers:
             return
         path = path_to_lm_head(graph, next(value for value in graph.outputs if value.name == LOGITS))
-        refusals = {node: refusal for node in layers if (refusal := why_not_shared(node, self.block)) is not None}
-        size = 0 if refusals else sum(block_bytes(layer, self.block) for layer in layers.values())
+        stored_layers = equal_layers(layers)
+        refusals = {
+            node: refusal
+            for node, layer in stored_layers.items()
+            if (refusal := why_not_shared(node, layer, self.block)) is not None
+        }
+        size = 0 if refusals else sum(block_bytes(layer, self.block) for layer in stored_layers.values())
         blocks = self.memory // size if size else _EMPTY_BLOCKS
-        reason = self._why_not(path, refusals, size)
+        reason = self._why_not(path, refusals, size) or _why_not_alike(layers)
         if reason is None and not layers:
             reason = why_masks_stay(model, context) if recurrent else NO_STATE()
         if reason is not None:
@@ -141,10 +158,12 @@ class Serve(Pass):
             return
         assert not isinstance(path, Fact)
         tokens = PackedTokens(graph)
-        for node, layer in layers.items():
+        for node, layer in stored_layers.items():
             rounding = _rounding(node, layer, ledger)
+            widening = _widen_layer(graph, node, layers[node], layer)
             attention = share_blocks(graph, node, layer, tokens, self.block)
-            ledger.changed(attention, SHARES(block=self.block, blocks=blocks, rounded=rounding), [node])
+            fact = SHARES(block=self.block, blocks=blocks, widened=widening, rounded=rounding)
+            ledger.changed(attention, fact, [node])
             if rounding is not None:
                 ledger.report.effect = "lossy"
         give_each_request_a_row(graph, recurrent, tokens, ledger)
@@ -177,6 +196,20 @@ def _rounding(node: ir.Node, layer: PagedLayer, ledger: Ledger) -> Fact | None:
     if kv.key_feedback:
         ledger.skipped(node, ROUNDED_ALONE())
     return TOKEN_SCALES(storage=kv.storage)
+
+
+def _widen_layer(graph: ir.Graph, node: ir.Node, old: PagedLayer, new: PagedLayer) -> Fact | None:
+    """Give a ``KVAttention`` the heads of ``new``; return what is told of it, ``None`` where it has them already."""
+    if new == old:
+        return None
+    widen(graph, node, old, new)
+    heads, most_heads = old.attributes.kv_heads, new.attributes.kv_heads
+    return WIDER_BLOCKS(heads=heads, size=old.head_size, most_heads=most_heads, most=new.head_size)
+
+
+def _why_not_alike(layers: Mapping[ir.Node, PagedLayer]) -> Fact | None:
+    storages = sorted({layer.attributes.storage for layer in layers.values()})
+    return OTHER_STORAGE(storages=storages) if len(storages) > 1 else None
 
 
 def _reads_tokens(graph: ir.Graph) -> bool:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure.paged_caches import PagedLayer, layer_of
 from graphopt.analysis.structure.ports import GROWING, SCALES, STATES, CachePort
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import shared_constant
@@ -17,18 +16,24 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING
 from graphopt.runtime_ops.paged_attention.spec.layout import latent_width, width
 
 if TYPE_CHECKING:
+    from graphopt.analysis.structure.paged_caches import PagedLayer
     from graphopt.passes.interface.serve.packed_tokens import PackedTokens
 
 READS_LESS = Rule("serve.reads-less", "it reads a part of its cache: leave out the step sparse_kv")
 STORED_AS = Rule("serve.stored-as", "its cache cannot be stored so in blocks that requests share: {why}")
 
 
-def why_not_shared(node: ir.Node, block: int) -> Fact | None:
+def why_not_shared(node: ir.Node, layer: PagedLayer, block: int) -> Fact | None:
     """Return why ``PagedAttention`` on blocks of so many tokens cannot compute what the ``KVAttention`` node does.
 
     ``None`` where it can.
+
+    Args:
+        node: of the layer.
+        layer: as it is to be stored.
+        block: tokens of a block.
     """
-    kv, sinks = layer_of(node).attributes, input_of(node, "sink_query")
+    kv, sinks = layer.attributes, input_of(node, "sink_query")
     has_window = set(kv.policies) == {STREAMING} and not kv.sinks and kv.window and kv.recent >= kv.window
     if not (set(kv.policies) == {DENSE} or has_window) or kv.compensate:
         return READS_LESS()
@@ -39,7 +44,7 @@ def why_not_shared(node: ir.Node, block: int) -> Fact | None:
     if kv.value_storage:
         return STORED_AS(why=f"blocks store keys and values alike, not {kv.storage_name}: leave value_storage out")
     try:
-        _width(layer_of(node), block)
+        _width(layer, block)
     except ValueError as error:
         return STORED_AS(why=str(error))
     return None

@@ -50,7 +50,7 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   call->policies = attributes.policies.get();
   Layout& layout = call->layout;
   const Given &query = tensors[kQuery], &key = tensors[kKey], &value = tensors[kValue];
-  const int64_t heads = static_cast<int64_t>(layout.kv_heads), most = layout.latent() ? kMostLatent : kMostSize;
+  const int64_t heads = static_cast<int64_t>(layout.kv_heads), most = attributes.most_channels();
   if (key.rank != 3 || key.shape[2] % heads || (key.shape[2] / heads) % 16 || key.shape[2] / heads < 16 ||
       key.shape[2] / heads > most) {
     return node.error("key must have the shape [batch, tokens, %lld heads x size], size a multiple of 16 up to %lld; "

@@ -12,7 +12,7 @@ enum KVInput : size_t {
   kQuery, kKey, kValue, kPast, kNew, kSinkLogits, kSinkQuery, kKeys, kValues, kScales, kRecent, kSummaries, kKVInputs
 };
 constexpr size_t kKeyFeedback = kKVInputs;  // behind them, of nodes with the attribute key_feedback
-constexpr int64_t kMostSize = 256, kMostLatent = 1024;  // channels of a head
+constexpr int64_t kMostSize = 256, kMostOfFloats = 512, kMostLatent = 1024;  // channels of a head
 constexpr size_t kStates = 5;  // keys to summaries; output 1 + i is the updated input kKeys + i
 
 // The types of a node's tensors, from that of queries, keys and values, and that of pages.
@@ -43,6 +43,15 @@ struct KVAttributes {
       if (policies[head] == policy) return true;
     }
     return false;
+  }
+  // Channels of a head, at most: kernels for codes and for the choice of pages have room for fewer.
+  int64_t most_channels() const {
+    if (layout.latent()) return kMostLatent;
+    bool chooses = layout.integers() || layout.compensate;
+    for (size_t head = 0; head < layout.kv_heads; ++head) {
+      chooses = chooses || makes_lists(policies[head]) || chooses_in_blocks(policies[head]);
+    }
+    return chooses ? kMostSize : kMostOfFloats;
   }
 
   OrtStatus* read(const Node& node, const OrtKernelInfo* info, int type);

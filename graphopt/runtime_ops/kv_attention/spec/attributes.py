@@ -35,8 +35,8 @@ FLOATS = {name: parameter.dtype for name, parameter in STORAGE_OF.items() if par
 LEVELS = {name: parameter.levels for name, parameter in STORAGE_OF.items() if parameter.levels is not None}
 """The largest code of a storage of integers."""
 
-MOST_CHANNELS, MOST_LATENT = 256, 1024
-"""Numbers of a head, at most; and of a row of which values are a part."""
+MOST_CHANNELS, MOST_OF_FLOATS, MOST_LATENT = 256, 512, 1024
+"""Numbers of a head, at most; of one in pages of floats that no policy chooses; of a row of which values are a part."""
 
 LANES = 16
 """Tokens or channels that stand side by side in a stored page; head sizes are multiples of it."""
@@ -323,6 +323,13 @@ class KVAttributes:
         page, newest = np.asarray(page, np.int64), (np.asarray(tokens, np.int64) - 1) // self.page
         return (page < self.sink_pages) | (page > newest - (self.recent_pages + 1))
 
+    @property
+    def most_channels(self) -> int:
+        """Numbers of a head, at most: kernels for codes and for the choice of pages have room for fewer."""
+        if self.value_size:
+            return MOST_LATENT
+        return MOST_CHANNELS if self.levels is not None or self.chooses or self.summarizes else MOST_OF_FLOATS
+
     def summary_floats(self, head_size: int) -> int:
         """Return the first numbers of a page's summary, to choose pages by; means of what was dropped come behind."""
         return self.summary_policy.summary_floats(head_size) if self.summary_policy is not None else 0
@@ -342,7 +349,7 @@ class KVAttributes:
         Raises:
             ValueError: the head size is not supported.
         """
-        most_channels = MOST_LATENT if self.value_size else MOST_CHANNELS
+        most_channels = self.most_channels
         if head_size % LANES or not max(LANES, self.value_size) <= head_size <= most_channels:
             bound = f" from {self.value_size}" if self.value_size else ""
             raise ValueError(

@@ -1,7 +1,8 @@
 """``ai.graphopt::KVAttention``, version 1: attention that owns its cache, in pages, of which a policy reads some.
 
 B rows (sequences), S columns of a call, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
-D head size (a multiple of 16, up to 256, or to 1024 with a ``value_size``), T tokens of a page, P pages of capacity.
+D head size (a multiple of 16, up to 256; to 512 where pages hold floats and have no summaries, and no policy chooses
+them; to 1024 with a ``value_size``), T tokens of a page, P pages of capacity.
 
 Inputs, all but the last required; unused ones have no elements:
     query: float or float16 [B, S, Hq D].

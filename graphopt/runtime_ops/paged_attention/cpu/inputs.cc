@@ -92,7 +92,8 @@ OrtStatus* PagedGiven::check_pools(const Node& node, Attention* call) const {
   const int64_t tokens = keys.rank == 4 ? keys.shape[1] : 0, width = keys.rank == 4 ? keys.shape[3] : 0;
   // half of a latent: half of a block's tokens lie among the values; 64 codes of 6 bits are packed together
   const int64_t step = layout.latent() ? 8 : bits == 6 ? 48 : 16,
-                most = layout.latent() ? kMostLatent / 2 : kMostSize * bits / 8;
+                most = layout.latent() ? kMostLatent / 2
+                       : layout.scales_tokens() ? kMostSize * bits / 8 : kMostOfFloats;
   const bool fits = keys.rank == 4 && values.rank == 4 && !std::memcmp(keys.shape, values.shape, sizeof keys.shape);
   if (!fits || keys.shape[2] != heads || width % step || width < step || width > most) {
     return node.error("keys and values must have the shape [blocks, tokens, %lld, n], n a multiple of %lld up to %lld; "

@@ -24,7 +24,7 @@ from graphopt.runtime_ops.paged_attention.spec.body_blocks import (
     latents_of,
     pages_of,
 )
-from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
+from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES, most_channels
 from graphopt.runtime_ops.paged_attention.spec.schema import SCHEMA
 
 if TYPE_CHECKING:
@@ -207,7 +207,10 @@ def _refusal(
     begins = op.Mul(_range(op, columns), page)
     outside = op.Or(op.Less(table, 0), op.GreaterOrEqual(table, op.Shape(blocks, start=0, end=1)))
     wide, pages = op.Shape(blocks, start=3, end=4), PAGES[1:] if value_size else PAGES
-    step, largest = (48 if storage == "int6" else LANES), STORAGES[storage or "float32"].elements(256)
+    step, largest = (
+        (48 if storage == "int6" else LANES),
+        STORAGES[storage or "float32"].elements(most_channels(storage or "float32")),
+    )
     if value_size:
         step, largest = LANES // 2, MOST_LATENT // 2  # half of a latent
     wrong = [

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_CHANNELS, MOST_LATENT, MOST_OF_FLOATS
 from graphopt.runtime_ops.kv_attention.spec.layout import round_tokens, to_storage
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 
@@ -48,12 +48,17 @@ def width(head_size: int, storage: str) -> int:
     """
     if storage not in STORAGES:
         raise ValueError(f"blocks are stored as {', '.join(STORAGES)}, not {storage}")
-    elements = STORAGES[storage].elements(head_size)
-    if head_size % _multiple(storage) or not 0 < head_size <= 256 or elements < LANES:
+    elements, limit = STORAGES[storage].elements(head_size), most_channels(storage)
+    if head_size % _multiple(storage) or not 0 < head_size <= limit or elements < LANES:
         raise ValueError(
-            f"a head of {storage} has a multiple of {_multiple(storage)} channels up to 256, not {head_size}"
+            f"a head of {storage} has a multiple of {_multiple(storage)} channels up to {limit}, not {head_size}"
         )
     return elements
+
+
+def most_channels(storage: str) -> int:
+    """Return the largest D of blocks without latents."""
+    return MOST_OF_FLOATS if STORAGES[storage].levels is None else MOST_CHANNELS
 
 
 def latent_width(size: int, storage: str, tokens: int) -> int:

@@ -1,8 +1,8 @@
 """``ai.graphopt::PagedAttention``, version 1: attention of many requests, whose tokens stand one behind the other.
 
 B requests, T new tokens of all of them, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
-D head size (a multiple of 16, up to 256, or to 1024 with a ``value_size``; of 32 for int4), N blocks of P tokens each
-(16, 32, 64 or 128), C columns of the block table.
+D head size (a multiple of 16, up to 512, or to 1024 with a ``value_size``; for codes up to 256, of 32 for int4, of 64
+for int6), N blocks of P tokens each (16, 32, 64 or 128), C columns of the block table.
 
 Inputs, all required:
     query: float or float16 [..., Hq D]; the leading dimensions together are the T tokens.

@@ -1,0 +1,37 @@
+"""Layers whose heads differ in number or size: an engine gives all layers blocks of one shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from graphopt.graph.diagnostics import Rule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import onnx_ir as ir
+
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+
+WIDER_BLOCKS = Rule(
+    "serve.widened",
+    "its {heads} KV heads of {size} numbers are stored as {most_heads} of {most}, which the widest layer has: an "
+    "engine gives all layers blocks of one shape",
+)
+
+
+def equal_layers(layers: Mapping[ir.Node, PagedLayer]) -> dict[ir.Node, PagedLayer]:
+    """Return the layers with as many KV heads, of as many numbers, as the widest of them.
+
+    A latent has one head, of which values are a part, and heads with policies of their own are counted: graphs with
+    such layers stay as they are.
+    """
+    if any(layer.attributes.value_size or len(layer.attributes.policies) > 1 for layer in layers.values()):
+        return dict(layers)
+    heads = max((layer.attributes.kv_heads for layer in layers.values()), default=0)
+    size = max((layer.head_size for layer in layers.values()), default=0)
+    return {
+        node: replace(layer, head_size=size, attributes=replace(layer.attributes, kv_heads=heads))
+        for node, layer in layers.items()
+    }
