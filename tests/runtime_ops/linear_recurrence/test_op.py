@@ -115,6 +115,40 @@ def test_padding_is_as_if_it_were_not_there_whatever_it_holds(by: Any, tokens: i
         np.testing.assert_allclose(new_state[row], after[0], atol=1e-5)
 
 
+@needs_library
+@pytest.mark.parametrize("isa", INSTRUCTIONS)
+@pytest.mark.parametrize("per_key", [2, 3, 6])  # 6 are more than go together, so a task has the heads of two keys
+def test_heads_that_share_a_key_give_the_bits_that_they_give_with_keys_of_their_own(
+    per_key: int, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without(isa)
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    random, (tokens, key_heads, channels, width) = np.random.default_rng(0), (37, 2, 18, 20)
+    heads = key_heads * per_key
+    for decays in (1, channels):
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("query", "key"), (1, tokens, key_heads, channels))
+        shapes |= {"value": (1, tokens, heads, width), "decay": (1, tokens, heads, decays)}
+        shapes |= {"beta": (1, tokens, heads, 1), "state": (1, heads, channels, width)}
+        fed: dict[str, np.ndarray] = {
+            name: random.uniform(-1, 0, shape).astype(np.float32) for name, shape in shapes.items()
+        }
+        fed["key"] /= np.linalg.norm(fed["key"], axis=-1, keepdims=True)
+        fed["mask"] = random.integers(0, 3, (1, tokens))
+        apart = fed | {name: np.repeat(fed[name], per_key, axis=2) for name in ("query", "key")}
+        shared, own = (
+            by_kernel(
+                Case(
+                    "LinearRecurrence",
+                    {name: Tensor(inputs[name], "fed") for name in NAMES},
+                    {"delta": 1, "scale": 0.5},
+                )
+            )
+            for inputs in (fed, apart)
+        )
+        for one, other in zip(shared, own, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_a_decay_of_minus_infinity_forgets() -> None:
     for decays in (1, 18):
         case = case_of(70, decays=decays)

@@ -19,43 +19,46 @@ namespace {
 
 class Chunks {
  public:
-  Chunks(const Recurrence& call, size_t row, size_t head, float* scratch)
-      : call_(call), row_(row), head_(head), key_head_(head / (call.heads / call.key_heads)), K_(call.channels),
-        Kp_(in_lines(K_)), V_(call.width), Vp_(in_lines(V_)), by_channel_(call.decays > 1) {
+  // The heads from `first`.
+  Chunks(const Recurrence& call, size_t row, size_t first, size_t heads, float* scratch)
+      : call_(call), row_(row), first_head_(first), end_head_(first + heads), K_(call.channels), Kp_(in_lines(K_)),
+        V_(call.width), Vp_(in_lines(V_)), by_channel_(call.decays > 1) {
     const auto take = [&](size_t numbers) {
       float* const first = scratch;
       scratch += numbers;
       return first;
     };
-    pairs_ = take(2 * kChunk * kChunk), between_ = take(kChunk * kChunk);
+    pairs_ = take(2 * kChunk * kChunk), products_ = take(2 * kChunk * kChunk), between_ = take(kChunk * kChunk);
     u_ = take(kChunk * kTileLines * kColumns), written_u_ = take(kChunk * Vp_);
     values_ = take(kChunk * Vp_), read_ = take(kTurned * Vp_);
     betas_ = take(kChunk), prefixes_ = take(kChunk), suffixes_ = take(kChunk);
-    whole_ = take(Kp_), turned_ = written_ = take(kTurned * Kp_), panels_ = take(Vp_ * K_);
+    whole_ = take(Kp_), turned_ = written_ = take(kTurned * Kp_);
     numbers_ = left_ = take(kTurned * Kp_);
     if (by_channel_) {
       left_ = take(kTurned * Kp_), written_ = take(kTurned * Kp_);
       suffixed_ = take(kChunk * Kp_), factors_ = take(kChunk * Kp_), line_ = take(2 * Kp_);
     }
-    const size_t of_head = (row * call.heads + head) * K_ * V_;
-    before_ = call.before + of_head, state_ = call.state + of_head;
+    all_panels_ = scratch;
   }
 
   void run() {
     size_t left = 0;
     for (size_t i = 0; i < call_.tokens; ++i) left += is_read(i);
-    if (!left && before_ != state_) __builtin_memmove(state_, before_, K_ * V_ * sizeof(float));
+    const size_t heads = end_head_ - first_head_, at = (row_ * call_.heads + first_head_) * K_ * V_;
+    const float* const before = call_.before + at;
+    float* const state = call_.state + at;
+    if (!left && before != state) __builtin_memmove(state, before, heads * K_ * V_ * sizeof(float));
     is_first_ = true;
     for (size_t i = 0; i < call_.tokens; ++i) {
       const size_t token = row_ * call_.tokens + i;
       if (!is_read(i)) {
-        fill(call_.output + (token * call_.heads + head_) * V_, V_, 0);
+        fill(call_.output + (token * call_.heads + first_head_) * V_, heads * V_, 0);
         continue;
       }
       tokens_[count_++] = token;
       if (count_ < kChunk && count_ < left) continue;
       is_last_ = count_ == left;
-      run_chunk();
+      for (size_t head = first_head_; head < end_head_; ++head) run_chunk(head);
       left -= count_, count_ = 0, is_first_ = false;
     }
   }
@@ -65,15 +68,19 @@ class Chunks {
 
   bool is_read(size_t token) const { return !call_.mask || call_.mask[row_ * call_.tokens + token]; }
 
-  void run_chunk() {
-    pack();
+  void run_chunk(size_t head) {
+    const size_t of_head = (row_ * call_.heads + head) * K_ * V_, per_key = call_.heads / call_.key_heads;
+    head_ = head, key_head_ = head / per_key;
+    before_ = call_.before + of_head, state_ = call_.state + of_head, panels_ = all_panels_ + (head - first_head_) * Vp_ * K_;
+    const bool is_new_key = head == first_head_ || head % per_key == 0;
+    pack(is_new_key);
     if (by_channel_) {
       decay_channels();
       turn(left_, 2 * count_, turned_), turn(suffixed_, count_, written_);
       relate_channels();
     } else {
       decay_tokens();
-      turn(numbers_, 2 * count_, turned_);
+      if (is_new_key) turn(numbers_, 2 * count_, turned_), multiply_keys();
       relate_tokens();
     }
     // tokens that fill up the last rows of the solution
@@ -93,11 +100,13 @@ class Chunks {
   }
 
   // Keys and behind them queries times the scale, in whole lines; values, whose place outputs take; and betas.
-  void pack() {
+  void pack(bool is_new_key) {
     for (size_t i = 0; i < count_; ++i) {
       const size_t of_key = (tokens_[i] * call_.key_heads + key_head_) * K_;
-      copy_lines(numbers_ + i * Kp_, call_.key + of_key, K_, 1);
-      copy_lines(numbers_ + (count_ + i) * Kp_, call_.query + of_key, K_, call_.scale);
+      if (is_new_key) {
+        copy_lines(numbers_ + i * Kp_, call_.key + of_key, K_, 1);
+        copy_lines(numbers_ + (count_ + i) * Kp_, call_.query + of_key, K_, call_.scale);
+      }
       copy_lines(values_ + i * Vp_, call_.value + (tokens_[i] * call_.heads + head_) * V_, V_, 1);
       betas_[i] = call_.beta ? call_.beta[tokens_[i] * call_.heads + head_] : 1;
     }
@@ -163,10 +172,9 @@ class Chunks {
     }
   }
 
-  // pairs_: -b_i A_ij below the diagonal, and behind it B_ij up to the diagonal; the rest is 0. Here where all channels
-  // of a token decay alike: products of keys and queries with keys, times the factors between them.
-  void relate_tokens() {
-    const auto relate = [&](size_t of, bool is_key, float* pairs) {
+  // products_: of keys with keys, and behind them of queries with keys; heads that share a key share these.
+  void multiply_keys() {
+    const auto multiply = [&](size_t of, float* products) {
       by_tiles(count_, [&](auto size, size_t first) __attribute__((always_inline)) {
         Floats sums[size][1];
         for_lines(sums, first, [&](size_t i, size_t, size_t) __attribute__((always_inline)) {
@@ -174,12 +182,23 @@ class Chunks {
         });
         add_product(turned_ + of + first, 1, kTurned, turned_, kTurned, K_, sums);
         for_lines(sums, first, [&](size_t i, size_t row, size_t) __attribute__((always_inline)) {
-          store_pairs(pairs, row, sums[i][0] * load_line<Floats>(between_ + row * kChunk), is_key);
+          store_line(products + row * kChunk, sums[i][0]);
         });
       });
     };
-    if (call_.delta) relate(0, true, pairs_);
-    relate(count_, false, pairs_ + kChunk * kChunk);
+    if (call_.delta) multiply(0, products_);
+    multiply(count_, products_ + kChunk * kChunk);
+  }
+
+  // pairs_: -b_i A_ij below the diagonal, and behind it B_ij up to the diagonal; the rest is 0. Here where all channels
+  // of a token decay alike: products of keys and queries with keys, times the factors between them.
+  void relate_tokens() {
+    for (size_t i = 0; i < count_; ++i) {
+      const Floats between = load_line<Floats>(between_ + i * kChunk);
+      const float *const of_keys = products_ + i * kChunk, *const of_queries = of_keys + kChunk * kChunk;
+      if (call_.delta) store_pairs(pairs_, i, load_line<Floats>(of_keys) * between, true);
+      store_pairs(pairs_ + kChunk * kChunk, i, load_line<Floats>(of_queries) * between, false);
+    }
   }
 
   void store_pairs(float* pairs, size_t row, const Floats& line, bool is_key) const {
@@ -350,31 +369,35 @@ class Chunks {
     }
   }
 
-  // What memory may bring while a panel is computed: the same part of the tokens of the next chunk, or of the states of
-  // the next head.
+  // What memory may bring while a panel is computed: the same part of the tokens of the next head, those of the first head
+  // in the next chunk, or of the states of the head behind these.
   template <size_t Lines>
   void look_ahead(size_t v, Ahead* keys, Ahead* values) const {
-    if (is_last_) {
+    const bool has_next = head_ + 1 < end_head_;
+    if (is_last_ && !has_next) {
       if (row_ + 1 == call_.rows && head_ + 1 == call_.heads) return;
       const size_t at = K_ * V_ + v * K_;
       *keys = {before_ + at, state_ + at, kColumns, Lines * K_};
       return;
     }
-    const size_t token = tokens_[count_ - 1] + 1, last = row_ * call_.tokens + call_.tokens;
+    const size_t token = has_next ? tokens_[0] : tokens_[count_ - 1] + 1, last = row_ * call_.tokens + call_.tokens;
     const size_t count = last - token < kChunk ? last - token : kChunk;
-    const size_t of_key = (token * call_.key_heads + key_head_) * K_ + v;
-    const size_t of_value = (token * call_.heads + head_) * V_ + v;
+    const size_t head = has_next ? head_ + 1 : first_head_, key_head = head / (call_.heads / call_.key_heads);
+    const size_t of_key = (token * call_.key_heads + key_head) * K_ + v;
+    const size_t of_value = (token * call_.heads + head) * V_ + v;
     if (v < K_) *keys = {call_.key + of_key, call_.query + of_key, call_.key_heads * K_, count};
     *values = {call_.value + of_value, call_.output + of_value, call_.heads * V_, count};
   }
 
   const Recurrence& call_;
-  const size_t row_, head_, key_head_, K_, Kp_, V_, Vp_;
+  const size_t row_, first_head_, end_head_, K_, Kp_, V_, Vp_;
   const bool by_channel_;
-  float *pairs_, *between_, *u_, *written_u_, *values_, *betas_, *prefixes_, *suffixes_, *whole_;
+  size_t head_, key_head_;  // of the heads, the one that is computed
+  float *pairs_, *products_, *between_, *u_, *written_u_, *values_, *betas_, *prefixes_, *suffixes_, *whole_;
   float *numbers_, *left_, *suffixed_, *factors_, *line_;  // token by token
   float *turned_, *written_;                               // left_ and suffixed_, channel by channel
-  float *panels_, *read_;                                  // the state between chunks; what one chunk alone reads of it
+  float *all_panels_, *panels_;                            // the states between chunks, and that of the head
+  float* read_;                                            // what one chunk alone reads of it
   Ahead ahead_;                                            // of one chunk alone
   const float* before_;                                    // the state before the call
   float* state_;                                           // where it has to be after it

@@ -96,7 +96,7 @@ void run(const Recurrence& call, size_t row, size_t head, float* scratch) {
   const size_t left = call.heads - head, together = heads_together(call), heads = left < together ? left : together;
   if (call.width >= kColumns) {
     if (call.tokens <= kFewTokens) run_tokens(call, row, head, scratch);
-    else Chunks(call, row, head, scratch).run();
+    else Chunks(call, row, head, heads, scratch).run();
   } else if (call.width == 1 && call.channels == 1) {
     run_numbers(call, row, head, heads);
   } else if (call.channels == kColumns) {

@@ -24,9 +24,13 @@ constexpr size_t kRecurrenceLine = 16, kChunk = kRecurrenceLine;
 // So few tokens go one by one.
 constexpr size_t kFewTokens = 3;
 
-// How a call is cut: each head by itself where its values fill a line, and heads side by side where not.
+// How a call is cut: where values fill a line, each head by itself, or up to four that share a key where there are several
+// chunks; and heads side by side where not.
 inline size_t heads_together(const Recurrence& call) {
-  if (call.width >= kRecurrenceLine) return 1;
+  if (call.width >= kRecurrenceLine) {
+    const size_t of_key = call.heads / call.key_heads;
+    return call.tokens <= kChunk ? 1 : of_key < 4 ? of_key : 4;
+  }
   return call.width == 1 && call.channels == 1 ? 8 * kRecurrenceLine : kRecurrenceLine;
 }
 
@@ -39,7 +43,7 @@ inline size_t recurrence_scratch(const Recurrence& call) {
   if (call.tokens <= kFewTokens) return K;
   // keys and queries by token and by channel; the state; pairs of tokens; what is written and read of a panel
   const size_t apart = call.decays > 1 ? t * K * 6 + 2 * K : 0;  // the same times factors, and the factors
-  return t * K * 4 + K + V * (call.channels + 4 * t) + 3 * t * t + 2 * t * kRecurrenceLine + 3 * t + apart;
+  return t * K * 4 + K + V * (heads_together(call) * call.channels + 4 * t) + 5 * t * t + 2 * t * kRecurrenceLine + 3 * t + apart;
 }
 
 struct RecurrenceKernels {
