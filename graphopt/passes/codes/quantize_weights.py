@@ -330,7 +330,8 @@ class QuantizeWeights(Pass):
                     statistics,
                     0 if node in lm_heads else self.low_rank,
                     corrects=not tied.get(node),
-                    with_values=in_sequence,
+                    # Nothing is behind a product that makes an output alone.
+                    with_values=in_sequence and bool(not node.outputs[0].is_graph_output() or node.outputs[0].uses()),
                 )
             return plans[key]
 
@@ -375,7 +376,12 @@ class QuantizeWeights(Pass):
 
         def round_product(node: ir.Node, statistics: InputStatistics) -> ir.TensorProtocol | None:
             plan = plan_of(node, statistics)
-            return None if plan is None else store.obtain(expression_of(plan.tensors["values"])).tensor()
+            if plan is None:
+                return None
+            if "values" not in plan.tensors:
+                store.obtain(expression_of(plan.tensors["codes"]))
+                return None
+            return store.obtain(expression_of(plan.tensors["values"])).tensor()
 
         def is_rounded(node: ir.Node, statistics: InputStatistics) -> bool:
             plan = plan_of(node, statistics)

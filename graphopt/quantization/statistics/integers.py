@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ from graphopt.errors import InputError
 from graphopt.quantization.rounding.single_thread import one_thread
 from graphopt.runtime_ops.library import library_function, library_path
 from graphopt.util.processors import run_in_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Doubles = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]
@@ -43,6 +47,7 @@ class _Work(ctypes.Structure):
         ("number_stride", ctypes.c_size_t),
         ("integers", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("squares", ctypes.c_void_p),
     ]
 
 
@@ -71,18 +76,33 @@ class Integers:
     Attributes:
         numbers: int16 [panels, pairs, 64, 2]: pairs of neighbouring numbers of 64 vectors; zeros behind the last ones.
         scales: what an integer of each vector means, float32 [vectors]; NaN where a number is NaN or infinite.
+        squares: the sum of the squares of each vector's integers, uint64 [vectors].
+        length: numbers of a vector.
     """
 
     numbers: npt.NDArray[np.int16]
     scales: Singles
+    squares: npt.NDArray[np.uint64]
+    length: int
 
     def __getitem__(self, vectors: slice) -> Integers:
         """Return some vectors, from the first one of a panel on."""
         begin, end = vectors.start // PANEL, -(-vectors.stop // PANEL)
-        return Integers(self.numbers[begin:end], self.scales[vectors])
+        return Integers(self.numbers[begin:end], self.scales[vectors], self.squares[vectors], self.length)
 
     def __len__(self) -> int:
         return len(self.scales)
+
+    @cached_property
+    def has_noise(self) -> bool:
+        """Whether rounding adds more than 0.1% to the squares of the vectors, on their average.
+
+        It does where the largest number of a vector is about a hundred times as large as the others, or not finite: an
+        integer is off by 1/12 in the mean of squares. All terms are exact, so it is the same on any machine.
+        """
+        noise = np.where(self.squares == 0, 0, self.length / 12)
+        shares = np.where(np.isnan(self.scales), np.inf, noise / np.maximum(self.squares, 1))
+        return not shares.mean() <= _NOISE
 
     def whole(self) -> Doubles:
         """Return the integers as float64 [vectors, length, made even]."""
@@ -103,13 +123,14 @@ def integers_of(x: Singles, axis: int) -> Integers:
     """
     vectors, length = x.shape[1 - axis], x.shape[axis]
     numbers = np.empty((-(-vectors // PANEL), (length + 1) // 2, PANEL, 2), np.int16)
-    scales = np.empty(vectors, np.float32)
+    scales, squares = np.empty(vectors, np.float32), np.empty(vectors, np.uint64)
     convert = _function("graphopt_to_integers")
     if convert is None:
         return _integers_of(x if axis else x.T, numbers, scales)
     strides = (1, x.shape[1]) if axis == 0 else (x.shape[1], 1)
-    _call(convert, _Work(x.ctypes.data, vectors, length, *strides, numbers.ctypes.data, scales.ctypes.data))
-    return Integers(numbers, scales)
+    results = (array.ctypes.data for array in (numbers, scales, squares))
+    _call(convert, _Work(x.ctypes.data, vectors, length, *strides, *results))
+    return Integers(numbers, scales, squares, length)
 
 
 def add_products(row_vectors: Integers, column_vectors: Integers, sums: Doubles, *, half: bool = False) -> None:
@@ -167,11 +188,10 @@ class Matrix:
     def __init__(self, numbers: Singles) -> None:
         self.numbers = np.ascontiguousarray(numbers, np.float32)
         self.integers = integers_of(self.numbers, 0)
-        self.has_noise = has_noise(self.integers, self.numbers, 0)
 
 
-def multiply(x: Singles, matrix: Matrix) -> Singles:
-    """Return x [..., rows] times a matrix, float32 [..., columns], with a scale for each vector of x.
+def multiply(x: Singles, matrices: Sequence[Matrix]) -> list[Singles]:
+    """Return x [..., rows] times each matrix, float32 [..., columns], with a scale for each vector of x.
 
     Where one number of a vector is so large that the others would suffer, it is a product of floats.
 
@@ -179,29 +199,19 @@ def multiply(x: Singles, matrix: Matrix) -> Singles:
         InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
     """
     vectors = np.ascontiguousarray(x.reshape(-1, x.shape[-1]), np.float32)
-    products = np.empty((len(vectors), matrix.numbers.shape[1]), np.float32)
+    products = [np.empty((len(vectors), matrix.numbers.shape[1]), np.float32) for matrix in matrices]
 
     def multiply_part(rows: slice) -> None:
         row_vectors = integers_of(vectors[rows], 1)
-        if matrix.has_noise or has_noise(row_vectors, vectors[rows], 1):
-            with one_thread():
-                np.matmul(vectors[rows], matrix.numbers, out=products[rows])
-        else:
-            products_of(row_vectors, matrix.integers, products[rows])
+        for matrix, product in zip(matrices, products, strict=True):
+            if matrix.integers.has_noise or row_vectors.has_noise:
+                with one_thread():
+                    np.matmul(vectors[rows], matrix.numbers, out=product[rows])
+            else:
+                products_of(row_vectors, matrix.integers, product[rows])
 
     run_in_threads(multiply_part, [slice(begin, begin + _ROWS) for begin in range(0, len(vectors), _ROWS)])
-    return products.reshape(*x.shape[:-1], -1)
-
-
-def has_noise(integers: Integers, x: Singles, axis: int) -> bool:
-    """Return whether rounding adds more than 0.1% to the squares of vectors along an axis of x, on their average.
-
-    It does where the largest number of a vector is about a hundred times as large as the others, or not finite.
-    """
-    squares = np.einsum("ij,ij->i" if axis else "ij,ij->j", x, x)
-    noise = np.square(integers.scales) * np.float32(x.shape[axis] / 12)
-    shares = np.divide(noise, squares, out=np.zeros_like(noise), where=noise != 0)
-    return not shares.mean(dtype=np.float64) <= _NOISE
+    return [product.reshape(*x.shape[:-1], -1) for product in products]
 
 
 def _products_work(
@@ -234,7 +244,8 @@ def _integers_of(vectors: Singles, numbers: npt.NDArray[np.int16], scales: Singl
     whole = np.zeros((panels * PANEL, 2 * pairs), np.int16)
     whole[: vectors.shape[0], : vectors.shape[1]] = whole_numbers
     numbers[...] = whole.reshape(panels, PANEL, pairs, 2).transpose(0, 2, 1, 3)
-    return Integers(numbers, scales)
+    squares = np.square(whole_numbers, dtype=np.int64).sum(1).astype(np.uint64)
+    return Integers(numbers, scales, squares, vectors.shape[1])
 
 
 def _products_of(row_vectors: Integers, column_vectors: Integers) -> Doubles:

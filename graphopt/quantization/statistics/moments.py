@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import InputError
-from graphopt.quantization.statistics.integers import has_noise, integers_of
 from graphopt.quantization.statistics.squares import Doubles, Product, Squares, products_of
 from graphopt.runtime_ops.library import library_function, library_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from graphopt.quantization.statistics.integers import Integers
 
 # What :attr:`Moments.noise` means: numbers of a group, and codes.
 _GROUP, _CODES = 32, 16
@@ -101,10 +102,14 @@ class Moments:
         self.squares.add_products(terms.products)
         self._add_vectors(terms)
 
-    def add_rounded(self, x: npt.NDArray[np.float32]) -> None:
-        """Add x [tokens, rows], contiguous, up to 1024 tokens, as integers of 11 bits, or as floats if they need it."""
-        integers = integers_of(x, 0)
-        if has_noise(integers, x, 0):
+    def add_rounded(self, x: npt.NDArray[np.float32], integers: Integers) -> None:
+        """Add x [tokens, rows], contiguous, up to 1024 tokens, as integers of 11 bits, or as floats if they need it.
+
+        Args:
+            x: the inputs.
+            integers: its columns.
+        """
+        if integers.has_noise:
             self.add(x)
         else:
             self._add_vectors(Terms(len(x), [], *sums_of(x)))

@@ -28,7 +28,7 @@ import onnx_ir as ir
 from graphopt.errors import InputError
 from graphopt.graph.weights import weight_of
 from graphopt.quantization.rounding.single_thread import one_thread
-from graphopt.quantization.statistics.integers import Matrix, add_products, has_noise, integers_of, multiply
+from graphopt.quantization.statistics.integers import Matrix, add_products, integers_of, multiply
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.part_runs import boundary_folder, open_part
 from graphopt.quantization.statistics.partition import Piece, columns_of, pieces_of
@@ -45,12 +45,13 @@ if TYPE_CHECKING:
 
     from graphopt.ort.runner import Runner
     from graphopt.ort.session import Array
-    from graphopt.quantization.statistics.integers import Singles
+    from graphopt.quantization.statistics.integers import Integers, Singles
     from graphopt.quantization.statistics.squares import Doubles
     from graphopt.tasks.ports import IntArray
 
     RoundProduct = Callable[[ir.Node, InputStatistics], ir.TensorProtocol | None]
-    """Returns what a product will multiply by, given what its inputs look like; ``None`` where it stays as it is."""
+    """Returns what a product will multiply by, given what its inputs look like; ``None`` where it stays as it is, or
+    where no product is behind it."""
 
 # Tokens whose integers have a scale of their own.
 _TOKENS = 1024
@@ -156,23 +157,30 @@ class _Sums:
     shift: Doubles
 
     def add(self, original_inputs: Array, inputs: Array, *, threads: Executor) -> list[Future[None]]:
-        """Let threads add a text; each of the two sums has one."""
+        """Let threads add a text; each of the two sums has one, and both read the same integers of Y."""
         rows = self.moments.rows
         x, y = (np.ascontiguousarray(array.reshape(-1, rows), np.float32) for array in (original_inputs, inputs))
-        return [threads.submit(self._add_squares, y), threads.submit(self._add_shift, x, y)]
+        # Threads take tasks in this order, so the integers that the others wait for are being made when they begin.
+        integers = threads.submit(lambda: [integers_of(part, 0) for part in _parts(y)])
+        return [threads.submit(self._add_shift, x, y, integers), threads.submit(self._add_squares, y, integers)]
 
-    def _add_squares(self, y: Singles) -> None:
-        for start in range(0, len(y), _TOKENS):
-            self.moments.add_rounded(y[start : start + _TOKENS])
+    def _add_squares(self, y: Singles, integers: Future[list[Integers]]) -> None:
+        for inputs, input_integers in zip(_parts(y), integers.result(), strict=True):
+            self.moments.add_rounded(inputs, input_integers)
 
-    def _add_shift(self, x: Singles, y: Singles) -> None:
-        for start in range(0, len(y), _TOKENS):
-            inputs, change = y[start : start + _TOKENS], x[start : start + _TOKENS] - y[start : start + _TOKENS]
-            input_integers, change_integers = integers_of(inputs, 0), integers_of(change, 0)
-            if has_noise(input_integers, inputs, 0) or has_noise(change_integers, change, 0):
+    def _add_shift(self, x: Singles, y: Singles, integers: Future[list[Integers]]) -> None:
+        for number, (original_inputs, inputs) in enumerate(zip(_parts(x), _parts(y), strict=True)):
+            change = original_inputs - inputs
+            change_integers, input_integers = integers_of(change, 0), integers.result()[number]
+            if input_integers.has_noise or change_integers.has_noise:
                 self.shift += inputs.T @ change
             else:
                 add_products(input_integers, change_integers, self.shift)
+
+
+def _parts(x: Singles) -> list[Singles]:
+    """Return the rows whose integers have scales of their own."""
+    return [x[start : start + _TOKENS] for start in range(0, len(x), _TOKENS)]
 
 
 def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
@@ -282,14 +290,14 @@ def _taps(
 ) -> Iterator[Iterator[Array]]:
     """Open a piece, and give what its products read, text after text; what later pieces read is handed on."""
     piece, products = stream.pieces[number], stream.products(number)
-    matrices = [(_name(product.inputs[0]), _name(product.outputs[0]), _matrix(product)) for product in products]
+    names, matrices = [_name(product.outputs[0]) for product in products], [_matrix(product) for product in products]
 
     def run_texts() -> Iterator[Array]:
         for row, feeds in enumerate(feeds_of_batches):
             text = str(row)
             values = {**feeds, **stream.take(number, text)}
-            for source, name, matrix in matrices:
-                values[name] = multiply(values[source], matrix)
+            if products:  # all of them read one value
+                values |= zip(names, multiply(values[_name(products[0].inputs[0])], matrices), strict=True)
             values = pass_through(session, f"text {row + 1}", values)
             stream.hand_on(number, text, values)
             yield values[_name(piece.taps[0])]

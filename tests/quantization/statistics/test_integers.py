@@ -43,7 +43,7 @@ def test_the_library_gives_the_bits_of_numpy(shape: tuple[int, int], monkeypatch
         add_products(left, left, half, half=True)
         products = np.empty((shape[0], 66), np.float32)
         products_of(integers_of(np.ascontiguousarray(x), 1), integers_of(numbers((shape[1], 66), 3), 0), products)
-        results.append([left.numbers, left.scales, sums, half, products])
+        results.append([left.numbers, left.scales, left.squares, sums, half, products])
     for one, other in zip(*results, strict=True):
         assert np.array_equal(one, other)
 

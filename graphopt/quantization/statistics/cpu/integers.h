@@ -16,6 +16,7 @@ struct IntegersWork {
   size_t vectors, length, vector_stride, number_stride;
   int16_t* integers;  // [panels of 64 vectors, pairs, 64, 2], zeros where there is nothing
   float* scales;      // [vectors], what an integer means
+  uint64_t* squares;  // [vectors], the sum of the integers' squares
 };
 
 // The products of each vector of one array with each of another. Sums are exact, then multiplied by both scales in

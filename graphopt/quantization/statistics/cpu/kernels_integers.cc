@@ -9,7 +9,7 @@ namespace graphopt {
 namespace {
 
 constexpr size_t kPanel = kIntegerPanel;
-constexpr size_t kPairs = 64;  // of both panels, which stay in the first cache
+constexpr size_t kPairs = 32;  // of both panels, which stay in the first cache, half of it for a tile of sums
 
 // Scales of vectors from their largest magnitudes, which become what a number is multiplied by.
 void set_scales(float* largest, float* scales, size_t count) {
@@ -44,17 +44,25 @@ void convert_columns(const IntegersWork& work, size_t begin, size_t width) {
   set_scales(factors, work.scales + begin, width);
   const size_t pairs = (work.length + 1) / 2;
   int16_t* to = work.integers + begin * pairs * 2;
-  for (size_t pair = 0; pair < pairs; ++pair, to += 2 * kPanel) {
-    int16_t rows[2][kPanel] = {};
-    for (size_t half = 0; half < 2 && 2 * pair + half < work.length; ++half) {
-      const float* row = work.x + (2 * pair + half) * work.number_stride + begin;
-      for (size_t i = 0; i < width; ++i) rows[half][i] = round_to_even(row[i], factors[i]);
+  uint64_t totals[kPanel] = {};
+  for (size_t segment = 0; segment < pairs; segment += kIntegerSegment) {
+    const size_t end = pairs - segment < kIntegerSegment ? pairs : segment + kIntegerSegment;
+    int32_t squares[kPanel] = {};
+    for (size_t pair = segment; pair < end; ++pair, to += 2 * kPanel) {
+      int16_t rows[2][kPanel] = {};
+      for (size_t half = 0; half < 2 && 2 * pair + half < work.length; ++half) {
+        const float* row = work.x + (2 * pair + half) * work.number_stride + begin;
+        for (size_t i = 0; i < width; ++i) rows[half][i] = round_to_even(row[i], factors[i]);
+      }
+      for (size_t i = 0; i < kPanel; ++i) {
+        to[2 * i] = rows[0][i];
+        to[2 * i + 1] = rows[1][i];
+        squares[i] += int32_t{rows[0][i]} * rows[0][i] + int32_t{rows[1][i]} * rows[1][i];
+      }
     }
-    for (size_t i = 0; i < kPanel; ++i) {
-      to[2 * i] = rows[0][i];
-      to[2 * i + 1] = rows[1][i];
-    }
+    for (size_t i = 0; i < kPanel; ++i) totals[i] += static_cast<uint64_t>(squares[i]);
   }
+  for (size_t i = 0; i < width; ++i) work.squares[begin + i] = totals[i];
 }
 
 // Vectors whose numbers lie side by side.
@@ -74,6 +82,7 @@ void convert_rows(const IntegersWork& work, size_t begin, size_t width) {
   }
   set_scales(factors, work.scales + begin, width);
   int16_t* to = work.integers + begin * pairs * 2;
+  uint64_t totals[kPanel] = {};
   for (size_t first = 0; first < pairs; first += kStrip / 2) {
     const size_t count = pairs - first < kStrip / 2 ? pairs - first : kStrip / 2;
     for (size_t i = 0; i < kPanel; ++i) {
@@ -82,12 +91,16 @@ void convert_rows(const IntegersWork& work, size_t begin, size_t width) {
         const float* row = work.x + (begin + i) * work.vector_stride + 2 * first;
         const size_t numbers = work.length - 2 * first < kStrip ? work.length - 2 * first : kStrip;
         for (size_t j = 0; j < numbers; ++j) strip[j] = round_to_even(row[j], factors[i]);
+        int32_t squares = 0;
+        for (size_t j = 0; j < kStrip; ++j) squares += int32_t{strip[j]} * strip[j];
+        totals[i] += static_cast<uint64_t>(squares);
       }
       for (size_t pair = 0; pair < count; ++pair) {
         __builtin_memcpy(to + 2 * ((first + pair) * kPanel + i), strip + 2 * pair, 2 * sizeof(int16_t));
       }
     }
   }
+  for (size_t i = 0; i < width; ++i) work.squares[begin + i] = totals[i];
 }
 
 void convert(const IntegersWork& work) {
@@ -107,6 +120,7 @@ GRAPHOPT_FORCE_INLINE void add_products(const int16_t* left, const int16_t* righ
       __builtin_memcpy(&sums[row][i], tile + row * kPanel + i * kLanesOf, sizeof(Lanes));
     }
   }
+#pragma GCC unroll 4
   for (size_t pair = 0; pair < pairs; ++pair, left += 2 * kPanel, right += 2 * kPanel) {
     Pairs numbers[kPlaces];
 #pragma GCC unroll 8

@@ -9,7 +9,7 @@ using Lanes = __m256i;
 using Pairs = __m256i;
 
 // Vectors of the left side, and lines of the right one, whose sums stay in registers.
-constexpr size_t kLanesOf = 8, kRows = 2, kPlaces = 4;
+constexpr size_t kLanesOf = 8, kRows = 4, kPlaces = 2;
 
 // Loaded once: compilers would read memory again for each row, and there are two loads in a cycle.
 GRAPHOPT_FORCE_INLINE Pairs load_pairs(const int16_t* from) {
