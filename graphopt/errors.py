@@ -47,6 +47,10 @@ class InputError(GraphoptError):
     exit_code = 2
 
 
+class MissingTokenizerError(InputError):
+    """A model has no tokenizer, so it can be run on no text."""
+
+
 class VerificationError(GraphoptError):
     """A rewritten model failed a check; nothing was written."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import Tokenizer
 
-from graphopt.errors import InputError
+from graphopt.errors import InputError, MissingTokenizerError
 from graphopt.util.stdlib_text import training_texts
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ def tokenizer_among(companions: Mapping[str, Path]) -> Tokenizer:
     """Return the tokenizer of a model, by the files that lie beside it.
 
     Raises:
-        InputError: there is none.
+        MissingTokenizerError: there is none.
     """
     file = companions.get(TOKENIZER)
     tokenizer = None if file is None else read_tokenizer(file)
     if tokenizer is None:
-        raise InputError(
+        raise MissingTokenizerError(
             f"the model has no {TOKENIZER}",
             remedy="put the one that it was trained with beside it; to quantize without text, take a recipe that "
             "rounds to nearest, such as int4-rtn",

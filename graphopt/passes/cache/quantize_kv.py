@@ -10,7 +10,7 @@ import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
 from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
-from graphopt.errors import InputError
+from graphopt.errors import InputError, MissingTokenizerError
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.weights import new_weight
 from graphopt.passes.base import Pass
@@ -59,6 +59,10 @@ STATISTICS = Rule(
 )
 GPU_FEEDBACK = Rule(
     "quantize_kv.gpu-feedback", "kernels on GPUs round each channel of keys by itself: key_feedback has no effect"
+)
+NO_TEXT = Rule(
+    "quantize_kv.no-text",
+    "the model has no tokenizer, so no text says what its queries look like: each channel of keys is rounded by itself",
 )
 LATENT_FEEDBACK = Rule(
     "quantize_kv.latent-feedback", "its keys are values too: each channel is rounded by itself, without key_feedback"
@@ -143,7 +147,8 @@ class QuantizeKV(Pass):
         token_factors: whether keys of integers have a factor per token; ``None``: int3 and int2 have, more bits gain
             nothing by it. For CPUs only.
         key_feedback: whether errors of channels of keys are made up for by those behind them, for integers. Needs a
-            text to run the model on. For CPUs only: on GPUs each channel is rounded by itself, and the report says so.
+            text to run the model on. Without a tokenizer, and on GPUs, each channel is rounded by itself, and the
+            report says so.
     """
 
     name: ClassVar[str] = "quantize_kv"
@@ -178,15 +183,21 @@ class QuantizeKV(Pass):
         """Change the storage of every cache; say why where there is none in pages.
 
         Raises:
-            InputError: options do not fit one another, the pages or the target; or there is no text to measure queries
-                on.
+            InputError: options do not fit one another, the pages or the target; or the model may not be run on a text.
         """
         page_attention(model, context, self.page or _PAGE)
         self._check(context.target)
         layers = {node: self._new_layer(node, context) for node in kv_nodes(model.graph)}
         new_layers = {node: layer for node, layer in layers.items() if layer is not None}
         with_feedback = [node for node, layer in new_layers.items() if layer.attributes.key_feedback]
-        moments = self._query_moments(model, with_feedback, context)
+        try:
+            moments = self._query_moments(model, with_feedback, context)
+        except MissingTokenizerError:
+            moments = {}
+            for node in with_feedback:
+                context.ledger.skipped(node, NO_TEXT())
+                kv = replace(new_layers[node].attributes, key_feedback=0)
+                new_layers[node] = replace(new_layers[node], attributes=kv)
         for node, layer in new_layers.items():
             kv = layer.attributes
             change(model.graph, node, {name: getattr(kv, name) for name in _OPTIONS})

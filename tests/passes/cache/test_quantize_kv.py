@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.analysis.structure.paged_caches import layers_of
+from graphopt.analysis.structure.paged_caches import kv_nodes, layer_of, layers_of
 from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
 from graphopt.errors import InputError
@@ -240,6 +242,20 @@ def test_feedback_is_for_codes_of_keys_on_cpus(llama: ir.Model, llama_artifact: 
         "kernels on GPUs round each channel of keys by itself: key_feedback has no effect"
     }
     assert {layer.attributes.key_feedback for layer in layers_of(made.model.graph)} == {0}
+
+
+def test_a_model_without_a_tokenizer_has_no_queries_to_learn_from(llama_artifact: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama_artifact, tmp_path / "silent", ignore=shutil.ignore_patterns("tokenizer*"))
+    manifest = json.loads((tmp_path / "silent" / "manifest.json").read_text(encoding="utf-8"))
+    manifest["files"] = {name: record for name, record in manifest["files"].items() if "tokenizer" not in name}
+    (tmp_path / "silent" / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    made = optimize(tmp_path / "silent", recipe({**FEEDBACK, "storage": "int4"}), tmp_path / "rounded")
+    report = next(report for report in made.manifest.passes if report.name == "quantize_kv")
+    assert {skip.reason.code for skip in report.skips} == {"quantize_kv.no-text"}
+    (node, *_) = kv_nodes(made.model.graph)
+    assert (layer_of(node).attributes.key_feedback, len(node.inputs)) == (0, 12)
+    checks = verify(tmp_path / "silent", tmp_path / "rounded").checks
+    assert [check.status for check in checks] == ["proved", "measured"]
 
 
 def test_codes_that_do_not_fit_pages_are_refused(llama_artifact: Path, tmp_path: Path) -> None:
