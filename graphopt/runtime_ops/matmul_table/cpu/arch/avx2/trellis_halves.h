@@ -23,41 +23,28 @@ class TrellisHalves {
   }
 
   explicit TrellisHalves(const Table& table)
-      : head_(register_of(table.signed_head)), tail_(register_of(table.tail)) {}
+      : head_(register_of(table.signed_head, false)), tail_(register_of(table.tail, Bits == 3)) {}
 
   // sums: those of heads on what they begin with, and of tails.
   template <size_t Width>
   GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[1][Width][2], const uint8_t* unit,
                                            const uint32_t* word) const {
     static_assert(Width == 1);
+    __m256i indices[kParts][2];
+    const auto same = [](__m256i index, size_t, size_t, size_t) __attribute__((always_inline)) { return index; };
     if constexpr (Bits == 4) {
-      const Bytes first = load_line<Bytes>(unit), second = load_line<Bytes>(unit + kLine);
 #pragma GCC unroll 2
       for (size_t i = 0; i < kParts; ++i) {
-        const __m256i codes[2] = {part_of(first, i), part_of(second, i)};
-        multiply_lines<0, 1, 2, 3>(sums[0][0], i, codes, codes, word);
+        indices[i][0] = load(unit + i * kVectorBytes), indices[i][1] = load(unit + kLine + i * kVectorBytes);
       }
+      multiply_lines<0, 1, 2, 3>(sums[0][0], indices, same, word);
     } else if constexpr (Bits == 3) {
-      // two bits of a code below two of neighbours: heads take both uppermost bits, tails two of the right one
-      const Bytes low = load_line<Bytes>(unit), high = spread_single_bits(unit + kLine);
-      const Bytes next_low = rotate_columns<1>(low, unit), next_high = rotate_columns<1>(high, nullptr);
-      const Bytes of_head = select(high, shift_right<-1>(next_high), 0x55), of_tail = select(next_high, next_low, 0x55);
-      const Bytes right = shift_right<2>(low);
-#pragma GCC unroll 2
-      for (size_t i = 0; i < kParts; ++i) {
-        __m256i heads[2], tails[2];
-        put_above(part_of(low, i), part_of(right, i), part_of(of_head, i), heads);
-        put_above(part_of(low, i), part_of(right, i), part_of(of_tail, i), tails);
-        multiply_lines<0, 2, 1, 3>(sums[0][0], i, heads, tails, word);
-      }
+      multiply_threes(sums[0][0], unit, word);
     } else {
       const Bytes codes = load_line<Bytes>(unit), next = rotate_columns<1>(codes, unit), right = shift_right<2>(codes);
 #pragma GCC unroll 2
-      for (size_t i = 0; i < kParts; ++i) {
-        __m256i indices[2];
-        put_above(part_of(codes, i), part_of(right, i), part_of(next, i), indices);
-        multiply_lines<0, 2, 1, 3>(sums[0][0], i, indices, indices, word);
-      }
+      for (size_t i = 0; i < kParts; ++i) put_above(part_of(codes, i), part_of(right, i), part_of(next, i), indices[i]);
+      multiply_lines<0, 2, 1, 3>(sums[0][0], indices, same, word);
     }
   }
 
@@ -87,12 +74,14 @@ class TrellisHalves {
     return entries;
   }
 
-  // Entries less the least one; of two codes of 2 bits the first is the lower one here.
-  static __m256i register_of(const uint8_t* table) {
+  // Entries less the least one; of two codes of 2 bits the first is the lower one here. `swaps`: the upper two bits of an
+  // index are the other way round here.
+  static __m256i register_of(const uint8_t* table, bool swaps) {
     const int least = entries_of(table).least;
     uint8_t bytes[kEntries];
     for (int i = 0; i < kEntries; ++i) {
-      bytes[Bits == 2 ? i >> 2 | (i & 3) << 2 : i] = static_cast<uint8_t>(static_cast<int8_t>(table[i]) - least);
+      const int swapped = (i & 3) | (i & 4) << 1 | (i & 8) >> 1;
+      bytes[Bits == 2 ? i >> 2 | (i & 3) << 2 : swaps ? swapped : i] = static_cast<uint8_t>(static_cast<int8_t>(table[i]) - least);
     }
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
   }
@@ -108,26 +97,72 @@ class TrellisHalves {
     nibbles[1] = _mm256_xor_si256(above, swapped);
   }
 
-  // Four lines, by the lower and the upper nibbles of two registers.
-  template <size_t First, size_t Second, size_t Third, size_t Fourth>
-  GRAPHOPT_FORCE_INLINE void multiply_lines(Integers (&sums)[2], size_t i, const __m256i (&heads)[2],
-                                            const __m256i (&tails)[2], const uint32_t* word) const {
+  // Four lines of 3 bits. What names a head is a code, h and two bits below it, and n above them, the uppermost bit of the
+  // code to the right; what names a tail, where it is looked up, the same with the second bit of that code in place of h.
+  GRAPHOPT_FORCE_INLINE void multiply_threes(Integers (&sums)[2], const uint8_t* unit, const uint32_t* word) const {
+    // Even bits of this plane are those of the left eight columns, odd ones of the right eight. It is turned by a column;
+    // what comes to the end is of the other eight.
+    const __m256i high = load(unit + kLine);
+    const __m256i turned = _mm256_alignr_epi8(_mm256_permute2x128_si256(high, high, 1), high, 4);
+    const __m256i first = _mm256_set1_epi32(word_of(unit));
+    __m256i heads[kParts][2], differ[kParts][2];
+#pragma GCC unroll 2
+    for (size_t i = 0; i < kParts; ++i) {
+      const __m256i low = load(unit + i * kVectorBytes), own = i ? _mm256_srli_epi16(high, 1) : high;
+      const __m256i next_low = i ? _mm256_blend_epi32(load(unit + kVectorBytes + 4), first, 0x80) : load(unit + 4);
+      const __m256i next = _mm256_sllv_epi32(
+          turned, i ? _mm256_setr_epi32(0, 0, 0, 0, 0, 0, 0, 1) : _mm256_setr_epi32(1, 1, 1, 1, 1, 1, 1, 0));
+      const __m256i evens = _mm256_and_si256(_mm256_xor_si256(own, next), _mm256_set1_epi8(0x55));
+      put_above(low, _mm256_srli_epi16(low, 2), _mm256_xor_si256(evens, next), heads[i]);
+      // 1 where the bits that stand for each other differ: bits 2 and 6, of lines 0 and 2, and of lines 1 and 3
+      const __m256i both = _mm256_xor_si256(high, i ? next_low : _mm256_srli_epi16(next_low, 1));
+      differ[i][0] = _mm256_and_si256(_mm256_slli_epi16(both, i ? 1 : 2), _mm256_set1_epi8(0x44));
+      differ[i][1] = _mm256_and_si256(i ? _mm256_srli_epi16(both, 1) : both, _mm256_set1_epi8(0x44));
+    }
+    const auto of_tail = [&](__m256i index, size_t i, size_t pair, size_t upper) __attribute__((always_inline)) {
+      // a shuffle does not look at bits 4 to 6
+      return _mm256_xor_si256(index, upper ? _mm256_srli_epi16(differ[i][pair], 4) : differ[i][pair]);
+    };
+    multiply_lines<0, 2, 1, 3>(sums, heads, of_tail, word);
+  }
+
+  static GRAPHOPT_FORCE_INLINE __m256i load(const uint8_t* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  }
+
+  static GRAPHOPT_FORCE_INLINE int word_of(const uint8_t* from) {
+    int word;
+    __builtin_memcpy(&word, from, sizeof word);
+    return word;
+  }
+
+  // Four lines, by the lower and the upper nibbles of two registers for each half of the columns. of_tail(index of a head,
+  // half of the columns, register, 1 for the upper nibble): the index of a tail.
+  template <size_t First, size_t Second, size_t Third, size_t Fourth, typename OfTail>
+  GRAPHOPT_FORCE_INLINE void multiply_lines(Integers (&sums)[2], const __m256i (&indices)[kParts][2],
+                                            const OfTail& of_tail, const uint32_t* word) const {
     constexpr size_t kLines[4] = {First, Second, Third, Fourth};
-    __m256i of_tails;
+    __m256i of_tails[kParts];
 #pragma GCC unroll 2
     for (size_t pair = 0; pair < 2; ++pair) {
-      __m256i of_heads;
+      __m256i of_heads[kParts];
 #pragma GCC unroll 2
       for (size_t line = 0; line < 2; ++line) {
         const __m256i x = _mm256_set1_epi32(static_cast<int>(word[kLines[2 * pair + line]]));
-        const __m256i head = _mm256_maddubs_epi16(_mm256_shuffle_epi8(head_, nibble(heads[pair], line)), x);
-        const __m256i tail = _mm256_maddubs_epi16(_mm256_shuffle_epi8(tail_, nibble(tails[pair], line)), x);
-        of_heads = line ? _mm256_add_epi16(of_heads, head) : head;
-        of_tails = pair || line ? _mm256_add_epi16(of_tails, tail) : tail;
+#pragma GCC unroll 2
+        for (size_t i = 0; i < kParts; ++i) {
+          const __m256i index = nibble(indices[i][pair], line), other = of_tail(index, i, pair, line);
+          const __m256i head = _mm256_maddubs_epi16(_mm256_shuffle_epi8(head_, index), x);
+          const __m256i tail = _mm256_maddubs_epi16(_mm256_shuffle_epi8(tail_, other), x);
+          of_heads[i] = line ? _mm256_add_epi16(of_heads[i], head) : head;
+          of_tails[i] = pair || line ? _mm256_add_epi16(of_tails[i], tail) : tail;
+        }
       }
-      add(sums[0].part[i], of_heads);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kParts; ++i) add(sums[0].part[i], of_heads[i]);
     }
-    add(sums[1].part[i], of_tails);
+#pragma GCC unroll 2
+    for (size_t i = 0; i < kParts; ++i) add(sums[1].part[i], of_tails[i]);
   }
 
   static GRAPHOPT_FORCE_INLINE __m256i nibble(__m256i nibbles, size_t upper) {
