@@ -3,12 +3,11 @@
     python tools/bench/rounding.py gptq                  # a layer, beside its Cholesky factorization and products
     python tools/bench/rounding.py wide --rows 8192      # a Hessian factored whole, and in panels as wide ones are
     python tools/bench/rounding.py integers              # products and sums of integers of 11 bits, beside floats
-    python tools/bench/rounding.py solve                 # what a matrix makes up for, solved in float32 and by NumPy
     python tools/bench/rounding.py calibration FOLDER    # statistics of a model, beside a prefill of the same text
 
-Times of ``gptq``, ``wide``, ``integers`` and ``solve`` are processor time on one core, those of ``calibration`` seconds
-on all cores, and of processors: onnxruntime's threads choose their cores themselves. Each part of it, and of ``wide``,
-runs in a process of its own, whose peak of resident memory the system reports; it counts pages of mapped files too.
+Times of ``gptq``, ``wide`` and ``integers`` are processor time on one core, those of ``calibration`` seconds on all
+cores, and of processors: onnxruntime's threads choose their cores themselves. Each part of it, and of ``wide``, runs in
+a process of its own, whose peak of resident memory the system reports; it counts pages of mapped files too.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from graphopt.numerics.formats import format_of
 from graphopt.ort.session import open_session, run
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.rounding import factors
-from graphopt.quantization.rounding.correction import solve_positive
 from graphopt.quantization.rounding.methods.gptq import GPTQ
 from graphopt.quantization.rounding.single_thread import one_thread
 from graphopt.quantization.statistics.integers import Matrix, add_products, integers_of, multiply
@@ -166,26 +164,6 @@ def integers(
             seconds = seconds_of(call, rounds)
             print(f"{name}: {1e3 * seconds:.2f} ms, {2e-9 * tokens * rows * width / seconds:.0f} GFLOP/s")
     print(f"error of the product: {error:.5f}")
-
-
-@app.command("solve")
-def solve(
-    rows: int = 1536,
-    columns: int = 576,
-    rounds: Annotated[int, typer.Option(help="the least of so many times counts")] = 5,
-) -> None:
-    """Solve H X = B for inputs that are correlated, with a tenth of H's mean on its diagonal."""
-    random = np.random.default_rng(0)
-    inputs = random.standard_normal((2 * rows, rows), np.float32)
-    inputs += 3 * inputs[:, :1]
-    hessian, right = inputs.T @ inputs / np.float32(len(inputs)), random.standard_normal((rows, columns), np.float32)
-    hessian.reshape(-1)[:: rows + 1] += np.float32(0.1 * np.diagonal(hessian).mean())
-    exact = np.linalg.solve(hessian.astype(np.float64), right.astype(np.float64))
-    with one_thread():
-        for name, call in (("NumPy", np.linalg.solve), ("float32, in panels", solve_positive)):
-            seconds = seconds_of(lambda call=call: call(hessian, right), rounds)  # type: ignore[misc]
-            error = float(np.linalg.norm(call(hessian, right) - exact) / np.linalg.norm(exact))
-            print(f"{name}: {1e3 * seconds:.1f} ms, error {error:.1e}")
 
 
 @app.command("wide-part", hidden=True)

@@ -5,15 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import numpy.typing as npt
 
 from graphopt.graph.weights import Array, Expression, Region, SameShape
 from graphopt.quantization.rounding.single_thread import one_thread
-
-Singles = npt.NDArray[np.float32]
-
-# Rows of a panel.
-_PANEL = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,36 +45,5 @@ class CorrectedMatrix(SameShape):
         if mean:
             H.reshape(-1)[:: len(H) + 1] += np.float32(self.damping * mean)
             with one_thread():
-                matrix = matrix + solve_positive(H, self.shift.numpy() @ matrix)
+                matrix = matrix + np.linalg.solve(H, self.shift.numpy() @ matrix)
         return matrix.astype(self.dtype.numpy(), copy=False)[region]
-
-
-def solve_positive(matrix: Singles, right: Singles) -> Singles:
-    """Return A^-1 B for a symmetric positive definite A, computed in float32.
-
-    NumPy solves in float64 whatever the type, and by the LU factorization. Here A = L L^T in panels of rows, each
-    panel's own block in float64, the rest by products (Golub and Van Loan, Matrix Computations, 4th edition, section
-    4.2.6). Where float32 is not enough for the factorization, NumPy solves.
-
-    Args:
-        matrix: A, [rows, rows].
-        right: B, [rows, columns].
-    """
-    lower, result, starts = matrix.copy(), right.copy(), range(0, len(matrix), _PANEL)
-    inverses: list[Singles] = []
-    try:
-        for start in starts:
-            panel, tail = slice(start, start + _PANEL), slice(start + _PANEL, None)
-            block = np.linalg.cholesky(lower[panel, panel].astype(np.float64))
-            inverses.append(np.linalg.inv(block).astype(np.float32))
-            result[panel] = inverses[-1] @ result[panel]
-            rows_behind = lower[tail, panel] @ inverses[-1].T
-            lower[tail, panel] = rows_behind
-            lower[tail, tail] -= rows_behind @ rows_behind.T
-            result[tail] -= rows_behind @ result[panel]
-    except np.linalg.LinAlgError:
-        return np.asarray(np.linalg.solve(matrix, right), np.float32)
-    for start, inverse in zip(reversed(starts), reversed(inverses), strict=True):
-        panel, tail = slice(start, start + _PANEL), slice(start + _PANEL, None)
-        result[panel] = inverse.T @ (result[panel] - lower[tail, panel].T @ result[tail])
-    return result

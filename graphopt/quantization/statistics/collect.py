@@ -204,7 +204,7 @@ class Calibration:
                 number += len(batch)
             return samples
 
-        calibration = Calibration(
+        calibration = type(self)(
             self.folder,
             samples,
             self._runner,
