@@ -94,4 +94,8 @@ def honest(
         attributes["value_size"] = value_size
     if attributes["window"] and draw(st.booleans()):
         attributes["chunks"] = 1
+    if STORAGES[storage].levels is not None and draw(st.booleans()):
+        attributes["key_feedback"] = 1
+        # numbers on and below the diagonal are not read
+        inputs["feedback"] = random.uniform(-0.5, 0.5, (kv_heads, size, size)).astype(np.float16)
     return Case("PagedAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes)

@@ -11,7 +11,12 @@ import numpy.typing as npt
 import torch
 
 from graphopt.quantization.rounding.ldl import key_feedback
-from graphopt.runtime_ops.kv_attention.spec.layout import factors_of_tokens, round_page, round_with_feedback
+from graphopt.runtime_ops.kv_attention.spec.layout import (
+    factors_of_tokens,
+    round_page,
+    round_tokens,
+    round_with_feedback,
+)
 from tools.studies.caches.rounding import Tail, Tensor, rotation
 from tools.studies.caches.spectral import Statistics
 
@@ -63,7 +68,35 @@ class FeedbackMethod:
         return np.concatenate([x, padding], axis=1).reshape(len(x), -1, self.tail.page, x.shape[-1])
 
 
-def feedback_methods(statistics: Sequence[Statistics], tail: Tail) -> list[FeedbackMethod]:
+@dataclass(frozen=True)
+class FeedbackBlocks:
+    """Rotated keys and values in blocks of a server, each token with a scale of its own.
+
+    Attributes:
+        name: what it is.
+        feedback: as of :class:`FeedbackMethod`.
+        bits: of a code.
+        tail: there is none: every token is rounded when it comes.
+    """
+
+    name: str
+    feedback: Sequence[npt.NDArray[np.float32]]
+    bits: int
+    tail: Tail | None = None
+
+    def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
+        del rotary
+        basis, levels = rotation(keys.shape[-1]).numpy(), 2**self.bits - 1
+        restored = []
+        for x, feedback in ((keys, self.feedback[layer]), (values, None)):
+            codes, scales = round_tokens((x.numpy() @ basis).swapaxes(0, 1), levels, feedback)
+            numbers = scales[..., np.newaxis] * (codes.astype(np.float32) - np.float32(levels / 2))
+            restored.append(torch.from_numpy(numbers.swapaxes(0, 1) @ basis.T))
+        return restored[0], restored[1]
+
+
+def feedback_methods(statistics: Sequence[Statistics], tail: Tail) -> list[FeedbackMethod | FeedbackBlocks]:
     """Return methods whose keys are rounded for the queries of another text.
 
     Args:
@@ -75,7 +108,9 @@ def feedback_methods(statistics: Sequence[Statistics], tail: Tail) -> list[Feedb
         basis = rotation(of_layer.queries.shape[-1])
         moments = (basis.mT @ of_layer.queries @ basis).numpy()
         feedback.append(key_feedback(moments).astype(np.float32))
-    return [
+    blocks = [FeedbackBlocks(f"feedback, blocks, int{bits}, rotated", feedback, bits) for bits in (6, 4)]
+    pages = [
         FeedbackMethod(f"feedback, int{keys} keys, int{values} values, rotated", feedback, keys, values, tail)
         for keys, values in ((6, 6), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
     ]
+    return [*pages, *blocks]

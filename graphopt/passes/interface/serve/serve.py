@@ -34,15 +34,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from graphopt.analysis.structure.paged_caches import PagedLayer
-    from graphopt.passes.context import Context, Ledger
+    from graphopt.passes.context import Context
 
 _PAGE = 64
 _EMPTY_BLOCKS = 1 << 14
 """Blocks of a graph without attention: they hold nothing, and bound the tokens of all requests together."""
 
-ROUNDED_ALONE = Rule(
-    "serve.rounded-alone", "blocks round each token with a scale of its own: key_feedback has no effect"
-)
 SHARES = Rule(
     "serve.shares",
     "its cache lies in blocks of {block} tokens, of {blocks} that requests share",
@@ -159,7 +156,7 @@ class Serve(Pass):
         assert not isinstance(path, Fact)
         tokens = PackedTokens(graph)
         for node, layer in stored_layers.items():
-            rounding = _rounding(node, layer, ledger)
+            rounding = _rounding(layer)
             widening = _widen_layer(graph, node, layers[node], layer)
             attention = share_blocks(graph, node, layer, tokens, self.block)
             fact = SHARES(block=self.block, blocks=blocks, widened=widening, rounded=rounding)
@@ -188,14 +185,9 @@ class Serve(Pass):
         return NO_BLOCKS(block=size, memory=int(self.memory)) if size > self.memory else None
 
 
-def _rounding(node: ir.Node, layer: PagedLayer, ledger: Ledger) -> Fact | None:
-    """Return how blocks round what a layer stores, ``None`` for floats; the ledger says what they leave out."""
-    kv = layer.attributes
-    if kv.levels is None:
-        return None
-    if kv.key_feedback:
-        ledger.skipped(node, ROUNDED_ALONE())
-    return TOKEN_SCALES(storage=kv.storage)
+def _rounding(layer: PagedLayer) -> Fact | None:
+    """Return how blocks round what a layer stores; ``None`` for floats."""
+    return None if layer.attributes.levels is None else TOKEN_SCALES(storage=layer.attributes.storage)
 
 
 def _widen_layer(graph: ir.Graph, node: ir.Node, old: PagedLayer, new: PagedLayer) -> Fact | None:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.ports import GROWING, SCALES, STATES, CachePort
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import shared_constant
+from graphopt.graph.weights import new_weight
 from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops import port as input_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING
@@ -73,7 +74,7 @@ def share_blocks(graph: ir.Graph, node: ir.Node, layer: PagedLayer, tokens: Pack
     kv = layer.attributes
     names = ("kv_heads", "window", "scale", "softcap", "storage")
     attributes = {name: getattr(kv, name) for name in names}
-    attributes |= {name: getattr(kv, name) for name in ("value_size", "chunks") if getattr(kv, name)}
+    attributes |= {name: getattr(kv, name) for name in ("value_size", "chunks", "key_feedback") if getattr(kv, name)}
     shape: list[int | str | None] = ["num_blocks", block, kv.kv_heads, _width(layer, block)]
     dtype = ir.DataType.from_numpy(kv.stored.dtype)
     pools = {part: ir.val(CachePort(layer.number, part).past, dtype, shape) for part in GROWING}
@@ -84,6 +85,8 @@ def share_blocks(graph: ir.Graph, node: ir.Node, layer: PagedLayer, tokens: Pack
     no_scales = shared_constant(graph, "serve.no_scales", np.zeros(0, np.float32))
     states = dict(zip((*GROWING, *SCALES), ("keys", "values", "key_scales", "value_scales"), strict=True))
     inputs |= {state: pools.get(part, no_scales) for part, state in states.items()}
+    if kv.key_feedback:
+        inputs["feedback"] = _wide_feedback(graph, node, layer)
     attention = OPERATORS["PagedAttention"].node(inputs, attributes, name=node.name)
     attention.metadata_props.update(node.metadata_props)
     for state in STATES:
@@ -108,3 +111,15 @@ def share_blocks(graph: ir.Graph, node: ir.Node, layer: PagedLayer, tokens: Pack
             graph.outputs.append(value)
     graph.inputs.extend(pools.values())
     return attention
+
+
+def _wide_feedback(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> ir.Value:
+    """Return the feedback of a node with zeros for channels and heads that were added to it."""
+    value = input_of(node, "feedback")
+    assert value is not None and value.const_value is not None
+    matrices = value.const_value.numpy()
+    heads, channels = layer.attributes.kv_heads - len(matrices), layer.head_size - matrices.shape[1]
+    if not heads and not channels:
+        return value
+    wide = np.pad(matrices, ((0, heads), (0, channels), (0, channels)))
+    return new_weight(graph, f"{value.name}.wide", ir.tensor(wide))

@@ -204,32 +204,40 @@ inline void put(const float* token, Stored* to, size_t size) {
   for (size_t c = 0; c < size; ++c) put_one(token[c], to + c);
 }
 
+// What keys of a head are rounded with: weights as floats and room for a key; null where there are none.
+struct Feedback {
+  const float* weights = nullptr;
+  float* rest = nullptr;
+};
+
 template <typename Stored>
 inline void put_token(Numbers<Stored>, const float* key, const float* value, size_t size, size_t offset,
-                      const TokenRun& run) {
+                      const TokenRun& run, const Feedback&) {
   Stored* const lane = reinterpret_cast<Stored*>(run.keys) + offset / kColumns * size * kColumns + offset % kColumns;
   for (size_t c = 0; c < size; ++c) put_one(key[c], lane + c * kColumns);
   if (value) put(value, reinterpret_cast<Stored*>(run.values) + offset * size, size);
 }
 template <unsigned Bits>
 inline void put_token(Numbers<Scaled<Bits>>, const float* key, const float* value, size_t size, size_t offset,
-                      const TokenRun& run) {
+                      const TokenRun& run, const Feedback& feedback) {
   uint8_t codes[kMostFactors];
-  run.key_scales[offset] = round_token<Bits>(key, size, codes);
+  run.key_scales[offset] = feedback.weights
+                               ? round_token<Bits>(key, size, feedback.weights, feedback.rest, codes)
+                               : round_token<Bits>(key, size, codes);
   put_codes(codes, size, offset, true, reinterpret_cast<Scaled<Bits>*>(run.keys));
   run.value_scales[offset] = round_token<Bits>(value, size, codes);
   put_codes(codes, size, offset, false, reinterpret_cast<Scaled<Bits>*>(run.values));
 }
 template <unsigned Bits>
-inline void put_token(Codes<Bits>, const float*, const float*, size_t, size_t, const TokenRun&) {}  // a slot is written
+inline void put_token(Codes<Bits>, const float*, const float*, size_t, size_t, const TokenRun&, const Feedback&) {}  // a slot is written
 
 // Writes the key and the value of a token where a page of numbers has it.
 inline void put_token(const Attention& call, const float* key, const float* value, size_t row, size_t head,
-                      int64_t position) {
+                      int64_t position, const Feedback& feedback) {
   const size_t tokens = call.run_tokens(), at = static_cast<size_t>(position);
   const TokenRun run(call, call.place(row, head, at / tokens));
   with_any_storage(call.layout.storage, [&](auto holds) {
-    put_token(holds, key, value, call.layout.size, at % tokens, run);
+    put_token(holds, key, value, call.layout.size, at % tokens, run, feedback);
   });
 }
 
@@ -238,6 +246,11 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
   const size_t size = layout.size;
   const HeadState state(layout, call.state, row, head);
   const Half* const feedback = call.feedback ? call.feedback + head * size * size : nullptr;
+  Feedback of_tokens;
+  if (feedback && !layout.integers() && call.first_column(row) < call.end_column(row)) {
+    widen(feedback, size * size, scratch);
+    of_tokens = {scratch, scratch + size * size};
+  }
   for (size_t column = call.first_column(row); column < call.end_column(row); ++column) {
     const int64_t position = call.position(row, column), page = layout.page_of(position);
     const size_t offset = static_cast<size_t>(position - page * static_cast<int64_t>(layout.page));
@@ -246,7 +259,7 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     if (layout.known) summarize(layout, key, offset, state.summaries + layout.physical(page) * layout.summary);
     if (layout.compensate && position >= layout.sinks) follow(layout, key, value, position, state.summaries);
     if (!layout.integers()) {
-      put_token(call, key, value, row, head, position);
+      put_token(call, key, value, row, head, position, of_tokens);
       continue;
     }
     float* const slot = state.recent + layout.slot(page) * layout.slot_floats();

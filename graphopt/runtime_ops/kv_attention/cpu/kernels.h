@@ -181,7 +181,7 @@ struct KVAttentionKernels {
 
 // Floats of scratch that `append` needs.
 GRAPHOPT_INLINE size_t append_scratch(const Layout& layout) {
-  if (!layout.integers()) return 0;
+  if (!layout.integers()) return layout.key_feedback ? (layout.size + 1) * layout.size : 0;
   const size_t of_page = 4 * layout.size + 2 * layout.page;
   const size_t divided = layout.token_factors ? layout.page * layout.size : 0;
   return of_page + divided + (layout.key_feedback ? (layout.size + 16) * layout.size : 0);

@@ -98,6 +98,29 @@ float round_token(const float* token, size_t size, uint8_t* codes) {
   return lanes[0];
 }
 
+// The same, with what a channel is rounded by going to those behind it by the weights [size, size]; `rest` has room for
+// the token. See round_with_feedback.
+template <unsigned Bits>
+float round_token(const float* token, size_t size, const float* feedback, float* rest, uint8_t* codes) {
+  const float scale = round_token<Bits>(token, size, codes), levels = kLargestCode<Bits>;
+  if (!(scale > 0)) return scale;  // codes are 0
+  float largest = 0;
+  for (size_t c = 0; c < size; ++c) largest = __builtin_fabsf(token[c]) > largest ? __builtin_fabsf(token[c]) : largest;
+  const float low = -largest, inverse = levels / (largest + largest);
+  __builtin_memcpy(rest, token, size * sizeof *rest);
+  for (size_t c = 0; c < size; ++c) {
+    const float steps = (rest[c] - low) * inverse, above = steps > 0 ? steps : 0;
+    const float code = __builtin_rintf(above < levels ? above : levels), e = rest[c] - (low + scale * code);
+    const float error = e - e == 0 ? e : 0;
+    codes[c] = static_cast<uint8_t>(code);
+    for (size_t i = c / kColumns * kColumns; i < size; i += kColumns) {
+      const Floats change = all_lanes(error) * load_line<Floats>(feedback + c * size + i);
+      store_line(rest + i, load_line<Floats>(rest + i) - change);
+    }
+  }
+  return scale;
+}
+
 // Writes the codes of a token at `offset` of a run: keys [tokens / 16, size, 16], values [tokens, size].
 inline void put_codes(const uint8_t* codes, size_t size, size_t offset, bool is_key, Scaled<8>* to) {
   if (!is_key) return static_cast<void>(__builtin_memcpy(to + offset * size, codes, size));

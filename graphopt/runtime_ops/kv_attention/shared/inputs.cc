@@ -43,6 +43,20 @@ bool Given::empty() const {
   return false;
 }
 
+OrtStatus* Given::read_feedback(const Node& node, OrtKernelContext* context, size_t input, Attention* call) {
+  const OrtValue* value = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, input, &value));
+  if (!value) return node.error("feedback must be given, as its attribute key_feedback is 1");
+  GRAPHOPT_RETURN_IF_ERROR(read(node, value, "feedback"));
+  const auto heads = static_cast<int64_t>(call->layout.kv_heads), size = static_cast<int64_t>(call->layout.size);
+  if (rank != 3 || shape[0] != heads || shape[1] != size || shape[2] != size) {
+    return node.error("feedback must have the shape [%lld, %lld, %lld]; it is %s", print(heads), print(size),
+                      print(size), Text(*this).characters);
+  }
+  call->feedback = static_cast<const Half*>(static_cast<const void*>(data));
+  return nullptr;
+}
+
 OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtKernelContext* context,
                           Attention* call) {
   GRAPHOPT_RETURN_IF_ERROR(read_given(node, context, kNames, tensors));
@@ -111,26 +125,12 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
     }
     call->sink_query = static_cast<const float*>(sink_query.data);
   }
-  if (layout.key_feedback) GRAPHOPT_RETURN_IF_ERROR(read_feedback(node, context, call));
+  if (layout.key_feedback) GRAPHOPT_RETURN_IF_ERROR(feedback.read_feedback(node, context, kKeyFeedback, call));
   const Given& keys = tensors[kKeys];
   layout.pages = keys.rank == 4 ? static_cast<size_t>(keys.shape[2]) : 0;
   layout.complete([&](Policy policy) { return attributes.uses(policy); });
   GRAPHOPT_RETURN_IF_ERROR(check_state(node, *call));
   return check_lengths(node, attributes, *call);
-}
-
-OrtStatus* KVInputs::read_feedback(const Node& node, OrtKernelContext* context, Attention* call) {
-  const OrtValue* value = nullptr;
-  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, kKeyFeedback, &value));
-  if (!value) return node.error("feedback must be given, as its attribute key_feedback is 1");
-  GRAPHOPT_RETURN_IF_ERROR(feedback.read(node, value, "feedback"));
-  const auto heads = static_cast<int64_t>(call->layout.kv_heads), size = static_cast<int64_t>(call->layout.size);
-  if (feedback.rank != 3 || feedback.shape[0] != heads || feedback.shape[1] != size || feedback.shape[2] != size) {
-    return node.error("feedback must have the shape [%lld, %lld, %lld]; it is %s", print(heads), print(size),
-                      print(size), Text(feedback).characters);
-  }
-  call->feedback = static_cast<const Half*>(feedback.data);
-  return nullptr;
 }
 
 OrtStatus* KVInputs::check_state(const Node& node, const Attention& call) const {

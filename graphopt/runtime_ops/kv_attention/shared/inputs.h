@@ -68,6 +68,8 @@ struct Given {
   int64_t shape[4] = {};
 
   OrtStatus* read(const Node& node, const OrtValue* value, const char* name);
+  // Reads the input `feedback`, [kv_heads, size, size], into the call, whose sizes are known.
+  OrtStatus* read_feedback(const Node& node, OrtKernelContext* context, size_t input, Attention* call);
   bool empty() const;
   size_t width() const;  // bytes of a number
   size_t bytes() const;
@@ -106,7 +108,6 @@ struct KVInputs {
  private:
   OrtStatus* check_memory(const Node& node, void* const* outputs) const;
   OrtStatus* check_state(const Node& node, const Attention& call) const;
-  OrtStatus* read_feedback(const Node& node, OrtKernelContext* context, Attention* call);
   OrtStatus* check_lengths(const Node& node, const KVAttributes& attributes, const Attention& call) const;
 };
 

@@ -19,6 +19,8 @@ from graphopt.runtime_ops.kv_attention.spec.layout import SQUARE_STEPS, TINY
 from graphopt.runtime_ops.tape import ints
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from onnxscript import OpBuilder
 
     from graphopt.runtime_ops.kv_attention.spec.storages import Storage
@@ -89,17 +91,20 @@ def round_with_feedback(
         levels: the largest code.
         clip: of the set, as for :func:`round_numbers`.
     """
-    low, span = _span(op, keys, -2, clip)
-    is_bad, is_flat, divisor = _flatness(op, keys, span, -2)
-    step = op.Where(is_flat, 0.0, op.Div(divisor, float(levels)))
-    low = op.Where(is_bad, math.nan, low)
-    scales = [op.Squeeze(x, [-2]) for x in (low, step, op.Where(is_flat, 0.0, op.Div(float(levels), divisor)))]
-    by_channel = [op.Transpose(x, perm=[3, 0, 1, 2]) for x in scales]  # D, B, n, H
+    low, step, inverse = _steps(op, keys, *_span(op, keys, -2, clip), -2, levels)
+    by_channel = [op.Transpose(op.Squeeze(x, [-2]), perm=[3, 0, 1, 2]) for x in (low, step, inverse)]  # D, B, n, H
+    return _round_channels(op, keys, feedback, channels, by_channel, levels), low, step
+
+
+def _round_channels(
+    op: OpBuilder, keys: ir.Value, feedback: ir.Value, channels: ir.Value, scales: Sequence[ir.Value], levels: int
+) -> ir.Value:
+    """Return codes uint8 of keys [B, n, H, T, D] by low, step and inverse step [D, B, n, H]."""
     rows = op.Transpose(op.Cast(feedback, to=ir.DataType.FLOAT), perm=[1, 0, 2])  # D, H, D
-    body = _feedback_step(levels, *by_channel, rows)
+    body = _feedback_step(levels, *scales, rows)
     goes_on = op.Cast(op.Constant(value_int=1), to=ir.DataType.BOOL)
     _, codes = op.Loop(op.Squeeze(channels, [0]), goes_on, keys, body=body, _outputs=2)
-    return op.Cast(op.Transpose(codes, perm=[1, 2, 3, 4, 0]), to=ir.DataType.UINT8), low, step
+    return op.Cast(op.Transpose(codes, perm=[1, 2, 3, 4, 0]), to=ir.DataType.UINT8)
 
 
 def _feedback_step(levels: int, *of_channels: ir.Value) -> ir.Graph:
@@ -148,11 +153,32 @@ def factors_of_tokens(op: OpBuilder, keys: ir.Value, channels: ir.Value) -> ir.V
     return op.Where(op.Greater(total, 0.0), op.Sqrt(op.Div(total, steps)), 1.0)
 
 
-def rounded_tokens(op: OpBuilder, tokens: ir.Value, levels: int) -> tuple[ir.Value, ir.Value]:
-    """Return codes uint8 of tokens [..., D], and scales with an axis of 1; see ``round_tokens``."""
+def rounded_tokens(
+    op: OpBuilder, tokens: ir.Value, levels: int, feedback: ir.Value | None = None
+) -> tuple[ir.Value, ir.Value]:
+    """Return codes uint8 of tokens [..., D], and scales with an axis of 1; see ``round_tokens``.
+
+    Args:
+        op: takes the nodes.
+        tokens: float [..., D]; with ``feedback`` [T, H, D].
+        levels: the largest code.
+        feedback: float16 [H, D, D]; ``None`` for none.
+    """
     magnitude = op.ReduceMax(op.Abs(tokens), [-1], keepdims=1)
     low = op.Neg(magnitude)
-    codes, low, step = _round_between(op, tokens, low, op.Sub(magnitude, low), -1, levels)
+    span = op.Sub(magnitude, low)
+    if feedback is None:
+        codes, low, step = _round_between(op, tokens, low, span, -1, levels)
+    else:
+        channels = op.Shape(tokens, start=2)
+        scales = low, step, _ = _steps(op, tokens, low, span, -1, levels)
+        # T, H, 1 as D, T, 1, H
+        by_token = [op.Transpose(op.Unsqueeze(x, [0]), perm=[3, 1, 0, 2]) for x in scales]
+        shape = op.Concat(channels, [1, 1, 1], axis=0)
+        by_channel = [op.Expand(x, shape) for x in by_token]
+        codes = op.Squeeze(
+            _round_channels(op, op.Unsqueeze(tokens, [1, 3]), feedback, channels, by_channel, levels), [1, 3]
+        )
     return codes, op.Where(op.IsNaN(low), low, step)
 
 
@@ -173,6 +199,15 @@ def _flatness(op: OpBuilder, page: ir.Value, span: ir.Value, axis: int) -> tuple
     is_bad = op.IsNaN(spoiler)
     is_flat = op.Or(is_bad, op.Less(span, float(TINY)))
     return is_bad, is_flat, op.Where(is_flat, 1.0, span)
+
+
+def _steps(
+    op: OpBuilder, page: ir.Value, low: ir.Value, span: ir.Value, axis: int, levels: int
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return low, step and inverse step of each set: NaN, 0 and 0 where it is not finite."""
+    is_bad, is_flat, divisor = _flatness(op, page, span, axis)
+    step, inverse = op.Div(divisor, float(levels)), op.Div(float(levels), divisor)
+    return op.Where(is_bad, math.nan, low), op.Where(is_flat, 0.0, step), op.Where(is_flat, 0.0, inverse)
 
 
 def _round_between(

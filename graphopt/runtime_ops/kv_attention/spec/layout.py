@@ -20,13 +20,16 @@ This layout is part of the operator's meaning.
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -130,8 +133,13 @@ def round_with_feedback(
     Returns:
         As :func:`round_page` for the tokens' axis.
     """
-    low, span = _span(keys, -2, clip)
-    low, step, inverse = _steps(low, span, levels)
+    low, step, inverse = _steps(*_span(keys, -2, clip), levels)
+    return _round_channels(keys, feedback, (low, step, inverse), levels), low.squeeze(-2), step.squeeze(-2)
+
+
+def _round_channels(keys: Singles, feedback: Singles, scales: Sequence[Singles], levels: int) -> Bytes:
+    """Return codes of keys [Hk, ..., D] by low, step and inverse step, see :func:`round_with_feedback`."""
+    low, step, inverse = (np.broadcast_to(tensor, keys.shape) for tensor in scales)
     numbers, codes = keys.copy(), np.zeros(keys.shape, np.uint8)
     leading = (len(feedback), *(1,) * (keys.ndim - 2))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -142,7 +150,7 @@ def round_with_feedback(
             error = x - (low[..., c] + step[..., c] * code)
             error = np.where(np.isfinite(error), error, np.float32(0))
             numbers[..., c + 1 :] -= error[..., np.newaxis] * feedback[:, c, c + 1 :].reshape(*leading, -1)
-    return codes, low.squeeze(-2), step.squeeze(-2)
+    return codes
 
 
 def factors_of_tokens(keys: Singles) -> Singles:
@@ -166,21 +174,31 @@ def factors_of_tokens(keys: Singles) -> Singles:
     return np.where(total > 0, np.sqrt(total / np.float32(SQUARE_STEPS * keys.shape[-1])), np.float32(1))
 
 
-def round_tokens(tokens: Singles, levels: int) -> tuple[Bytes, Singles]:
+def round_tokens(tokens: Singles, levels: int, feedback: Singles | None = None) -> tuple[Bytes, Singles]:
     """Round each token to codes around zero: as :func:`round_page`, from -m to m with m = max |x| of the token.
+
+    With ``feedback`` its channels are rounded one after the other, as :func:`round_with_feedback` does it.
 
     A code c stands for scale (c - levels / 2).
 
     Args:
-        tokens: float32 [..., D].
+        tokens: float32 [..., D]; with ``feedback`` [T, Hk, D].
         levels: the largest code.
+        feedback: float32 [Hk, D, D].
 
     Returns:
         codes uint8, the shape of ``tokens``; scales float32 [...], NaN where a number is not finite.
     """
     magnitude = np.abs(tokens).max(-1, keepdims=True)
     with np.errstate(over="ignore"):
-        codes, low, step = _round(tokens, -magnitude, magnitude + magnitude, -1, levels)
+        span = magnitude + magnitude
+        if feedback is None:
+            codes, low, step = _round(tokens, -magnitude, span, -1, levels)
+        else:
+            scales = _steps(-magnitude, span, levels)
+            by_head = tuple(tensor.swapaxes(0, 1) for tensor in scales)
+            codes = _round_channels(tokens.swapaxes(0, 1), feedback, by_head, levels).swapaxes(0, 1)
+            low, step = (tensor.squeeze(-1) for tensor in scales[:2])
     return codes, np.where(np.isnan(low), low, step)
 
 

@@ -65,6 +65,11 @@ OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, in
   if (layout.latent() && layout.scales_tokens()) {
     return node.error("with a value_size its attribute storage must be one of float32, float16, bfloat16, not '%s'", storage);
   }
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "key_feedback", &layout.key_feedback));
+  if (layout.key_feedback != 0 && !(layout.key_feedback == 1 && layout.scales_tokens())) {
+    return node.error("its attribute key_feedback must be 0 or 1, and 0 for floats; it is %lld for %s",
+                      print(layout.key_feedback), storage);
+  }
   layout.window = std::min(layout.window, kMostTokens);
   layout.kv_heads = static_cast<size_t>(heads);
   policies.reset(new (std::nothrow) Policy[layout.kv_heads]());
@@ -79,6 +84,7 @@ OrtStatus* PagedGiven::read(const Node& node, const PagedAttributes& attributes,
   size_t tokens = 0;
   GRAPHOPT_RETURN_IF_ERROR(check_pools(node, call));
   GRAPHOPT_RETURN_IF_ERROR(check_tokens(node, call, &tokens));
+  if (call->layout.key_feedback) GRAPHOPT_RETURN_IF_ERROR(feedback.read_feedback(node, context, kPagedInputs, call));
   GRAPHOPT_RETURN_IF_ERROR(check_lengths(node, call, tokens));
   return check_blocks(node, *call, tokens);
 }

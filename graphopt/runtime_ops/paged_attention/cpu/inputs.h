@@ -25,6 +25,7 @@ struct PagedAttributes {
 struct PagedGiven {
   static const char* const kNames[kPagedInputs];
   Given tensors[kPagedInputs];
+  Given feedback;                      // of nodes with the attribute key_feedback
   std::unique_ptr<int64_t[]> lengths;  // past, then new tokens of each request
   Given y;                             // the output as it will be: only its type and its shape
 

@@ -17,10 +17,11 @@ namespace {
 template <int Activations>
 struct Kernel {
   static constexpr const char* kName = "PagedAttention";
-  static constexpr size_t kInputs = kPagedInputs, kOutputs = 1 + kPools;
+  static constexpr size_t kInputs = kPagedInputs + 1, kOptionalInputs = 1, kOutputs = 1 + kPools;
   static int input_type(size_t index, int blocks) {
     if (index <= kPagedValue) return Activations;
     if (index <= kTable) return kInt32;
+    if (index == kPagedInputs) return kFloat16;  // feedback
     return index == kKeyBlocks || index == kValueBlocks ? blocks : static_cast<int>(kFloat);
   }
   static int output_type(size_t index, int blocks) {

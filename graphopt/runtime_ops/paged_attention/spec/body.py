@@ -13,6 +13,7 @@ overload tells bodies apart, as those of ``KVAttention``.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -55,7 +56,10 @@ def overload(**attributes: Any) -> str:
     if value_size and not is_float:
         raise ValueError(f"PagedAttention: with a value_size storage is one of floats, not {storage!r}")
     parts = [f"value_size={value_size}"] if value_size else [] if is_float else [str(storage)]
-    return ",".join([*parts, "chunks=1"] if attributes.get("chunks", 0) else parts)
+    if attributes.get("key_feedback", 0) and is_float:
+        raise ValueError(f"PagedAttention: key_feedback is 0, or 1 for integers; it is 1 for {storage!r}")
+    parts += [f"{name}=1" for name in ("chunks", "key_feedback") if attributes.get(name, 0)]
+    return ",".join(parts)
 
 
 def function(opset: int, **attributes: Any) -> ir.Function:
@@ -72,7 +76,9 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     name, value_size = overload(**attributes), attributes.get("value_size", 0)
     storage = attributes["storage"] if STORAGES[attributes["storage"]].levels is not None else ""
     is_chunked = bool(attributes.get("chunks", 0))
-    return build_body(SCHEMA, name, opset, lambda op, inputs: _write(op, storage, value_size, is_chunked, inputs))
+    ports = [port for port in SCHEMA.inputs if not port.is_trailing or attributes.get("key_feedback", 0)]
+    schema = replace(SCHEMA, inputs=tuple(ports))
+    return build_body(schema, name, opset, lambda op, inputs: _write(op, storage, value_size, is_chunked, inputs))
 
 
 def _write(
@@ -99,8 +105,11 @@ def _write(
         key_scales, value_scales = (op.Identity(tensor) for tensor in scales)
     else:
         value = op.Reshape(value, op.Shape(key))
-        keys, key_scales = append_tokens(op, storage, pools[0], scales[0], key, block, slot, are_keys=True)
-        values, value_scales = append_tokens(op, storage, pools[1], scales[1], value, block, slot)
+        destination, feedback = (block, slot), inputs.get("feedback")
+        keys, key_scales = append_tokens(
+            op, storage, pools[0], scales[0], key, destination, are_keys=True, feedback=feedback
+        )
+        values, value_scales = append_tokens(op, storage, pools[1], scales[1], value, destination)
 
     # tokens as rows of the longest new length, pages as far as the longest request needs them
     longest = op.ReduceMax(lengths, keepdims=1)

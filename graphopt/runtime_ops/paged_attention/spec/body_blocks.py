@@ -57,10 +57,10 @@ def append_tokens(
     pool: ir.Value,
     scales: ir.Value,
     tokens: ir.Value,
-    block: ir.Value,
-    slot: ir.Value,
+    destination: tuple[ir.Value, ir.Value],
     *,
     are_keys: bool = False,
+    feedback: ir.Value | None = None,
 ) -> tuple[ir.Value, ir.Value]:
     """Return a pool and its scales with new tokens.
 
@@ -70,14 +70,15 @@ def append_tokens(
         pool: [N, P, H, W].
         scales: [N, P, H], or [0].
         tokens: float [T, H, D].
-        block: int64 [T], where each token goes.
-        slot: int64 [T], where in its block.
+        destination: where each token goes: the block, and the slot in it, int64 [T] each.
         are_keys: whether these are keys, and not values.
+        feedback: float16 [H, D, D], of keys; ``None`` for none.
     """
+    block, slot = destination
     after, numbers = op.Identity(scales), tokens
     if storage:
         page, heads = (op.Shape(pool, start=axis, end=axis + 1) for axis in (1, 2))
-        codes, steps = rounded_tokens(op, tokens, _levels(storage))
+        codes, steps = rounded_tokens(op, tokens, _levels(storage), feedback)
         # T, H, 1 as places of [P, H]
         head = op.Reshape(_range(op, heads), [1, -1, 1])
         offset = op.Add(op.Mul(head, page), op.Reshape(slot, [-1, 1, 1]))

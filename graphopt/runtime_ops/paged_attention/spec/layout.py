@@ -145,12 +145,18 @@ def pack_latents(numbers: Array, storage: str) -> tuple[Array, Array]:
     return keys, values
 
 
-def store_tokens(tokens: Array, storage: str) -> tuple[Array, Array | None]:
-    """Return tokens [..., D] as they are stored: numbers, or codes as uint8 and their scales float32 [...]."""
+def store_tokens(tokens: Array, storage: str, feedback: Array | None = None) -> tuple[Array, Array | None]:
+    """Return tokens [..., D] as they are stored: numbers, or codes as uint8 and their scales float32 [...].
+
+    Args:
+        tokens: floats.
+        storage: of the blocks.
+        feedback: float16 [Hk, D, D], of keys [T, Hk, D] that are stored as codes; ``None`` for none.
+    """
     levels = STORAGES[storage].levels
     if levels is None:
         return to_storage(tokens.astype(np.float32), storage), None
-    return round_tokens(tokens.astype(np.float32), levels)
+    return round_tokens(tokens.astype(np.float32), levels, None if feedback is None else feedback.astype(np.float32))
 
 
 def restore_tokens(held: Array, scales: Array | None, storage: str) -> npt.NDArray[np.float64]:

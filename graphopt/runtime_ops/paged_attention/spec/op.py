@@ -4,7 +4,7 @@ B requests, T new tokens of all of them, Hq query heads, Hk KV heads, G = Hq / H
 D head size (a multiple of 16, up to 512, or to 1024 with a ``value_size``; for codes up to 256, of 32 for int4, of 64
 for int6), N blocks of P tokens each (16, 32, 64 or 128), C columns of the block table.
 
-Inputs, all required:
+Inputs, all but the last required:
     query: float or float16 [..., Hq D]; the leading dimensions together are the T tokens.
     key, value: the type of query, [..., Hk D], the same tokens; value is [0] with a ``value_size``.
     starts: int32 [B + 1]: the new tokens of request b are starts[b] .. starts[b + 1] - 1. starts[0] = 0, starts[B] = T.
@@ -16,6 +16,7 @@ Inputs, all required:
         and 3 D / 4 for int6. What lies where within a block says :mod:`.layout`, and not this shape: heads one
         behind the other, keys [P/16, W, 16]. With a ``value_size`` W = D / 2, and both hold half of a block's tokens.
     key_scales, value_scales: float [N, P, Hk], of blocks of integers; [0] for floats.
+    feedback: float16 [Hk, D, D], of nodes with ``key_feedback``, which alone have it.
 
 Attributes:
     kv_heads: int, Hk.
@@ -27,6 +28,8 @@ Attributes:
     value_size: int, optional, V: values are the first V numbers of keys, a multiple of 16, and are not stored; where it
         is 0 or absent they are. With it query heads read one row of a token, a latent (DeepSeek-V2, section 2.1.2),
         which is stored as floats, in blocks of 32 tokens or more.
+    key_feedback: int, 0 or 1, of blocks of integers; absent: 0. With 1 the channels of a new key are rounded one after
+        the other, and what one is rounded by changes those behind it by ``feedback``, as in ``KVAttention``.
 
 Outputs:
     y: the type and the shape of query; [..., Hq V] with a ``value_size``.

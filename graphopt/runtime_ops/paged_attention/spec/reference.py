@@ -34,13 +34,14 @@ def reference(
     storage: str,
     value_size: int = 0,
     chunks: int = 0,
+    key_feedback: int = 0,
 ) -> tuple[Array, ...]:
     """Return y, float64 in the shape of `query`, and the blocks and scales after the call.
 
     With a ``value_size`` heads of y have so many numbers.
 
     Args:
-        inputs: all eleven of the node, see :mod:`graphopt.runtime_ops.paged_attention.spec.schema`.
+        inputs: all of the node, see :mod:`graphopt.runtime_ops.paged_attention.spec.schema`.
         kv_heads: as the node has it, and so are the others.
         window: tokens, 0 for none.
         scale: of q . k.
@@ -48,6 +49,7 @@ def reference(
         storage: of the blocks.
         value_size: 0 where values are stored.
         chunks: 1 where the window is a chunk.
+        key_feedback: 1 where the last input is ``feedback``.
 
     Raises:
         ValueError: shapes or numbers do not fit one another; nothing is computed then.
@@ -58,6 +60,9 @@ def reference(
         raise ValueError(f"PagedAttention: chunks is 0, or 1 with a window above 0; they are {chunks} and {window}")
     if storage not in STORAGES:
         raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
+    if key_feedback not in (0, 1) or (key_feedback and STORAGES[storage].levels is None):
+        raise ValueError(f"PagedAttention: key_feedback is 0, or 1 for integers; it is {key_feedback} for {storage}")
+    inputs, feedback = (inputs[:-1], inputs[-1]) if key_feedback else (inputs, None)
     query, key, value, starts, past, block_table, sink_logits, keys, values, key_scales, value_scales = inputs
     _check_pools(keys, values, (key_scales, value_scales), kv_heads, storage, value_size)
     size = 2 * keys.shape[3] if value_size else head_size(keys.shape[3], storage)
@@ -65,6 +70,10 @@ def reference(
     if value_size and value.shape != (0,):
         raise ValueError(f"PagedAttention: with a value_size value is [0], not {list(value.shape)}")
     _check_rows(starts, past, block_table, tokens)
+    if feedback is not None and (feedback.dtype != np.float16 or feedback.shape != (kv_heads, size, size)):
+        raise ValueError(
+            f"PagedAttention: feedback is float16 {[kv_heads, size, size]}, not {feedback.dtype} {list(feedback.shape)}"
+        )
     q = query.reshape(tokens, kv_heads, -1, size).astype(np.float64)
     blocks, slots = _slots(starts, past, block_table, keys).T
     if value_size:
@@ -76,7 +85,8 @@ def reference(
     after, scales, numbers = [], [], []
     for pool, given, new, are_keys in ((keys, key_scales, key, True), (values, value_scales, value, False)):
         held, block_scales = unpack(pool, storage, are_keys=are_keys).copy(), given.copy()
-        new_tokens, steps = store_tokens(new.reshape(tokens, kv_heads, size), storage)
+        of_keys = feedback if are_keys else None
+        new_tokens, steps = store_tokens(new.reshape(tokens, kv_heads, size), storage, of_keys)
         held[blocks, :, slots] = new_tokens
         by_head = None
         if steps is not None:

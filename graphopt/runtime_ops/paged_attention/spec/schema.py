@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.spec.schema import SINK_LOGITS, TOKENS, outputs_of, shapes_of
+from graphopt.runtime_ops.kv_attention.spec.schema import FEEDBACK, SINK_LOGITS, TOKENS, outputs_of, shapes_of
 from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.schema import Cost, Port, Role, Schema
 
@@ -31,7 +31,7 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     Each query head reads the key and the value of each token: a multiplication and an addition for each of their
     numbers. Shapes tell no types: blocks without scales count as float32.
     """
-    query, key, value, _, _, table, _, keys, _, scales, _ = shapes
+    query, key, value, _, _, table, _, keys, _, scales, *_ = shapes
     tokens = prod(query[:-1])
     cache_numbers = table[1] * keys[1]
     width = 1 if prod(scales) else 4
@@ -50,6 +50,7 @@ SCHEMA = Schema(
         Port("block_table", Role.INDICES, (ir.DataType.INT32,)),
         SINK_LOGITS,
         *POOLS,
+        FEEDBACK,
     ),
     outputs=outputs_of(POOLS),
     attributes={
@@ -57,7 +58,7 @@ SCHEMA = Schema(
         **dict.fromkeys(("scale", "softcap"), ir.AttributeType.FLOAT),
         "storage": ir.AttributeType.STRING,
     },
-    optional={"value_size": ir.AttributeType.INT, "chunks": ir.AttributeType.INT},
+    optional=dict.fromkeys(("value_size", "chunks", "key_feedback"), ir.AttributeType.INT),
     shapes=shapes_of(POOLS),
     cost=cost,
 )
