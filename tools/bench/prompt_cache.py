@@ -40,7 +40,7 @@ from tools.studies.real.models import fetch
 
 def main(
     model: Annotated[Path | None, typer.Argument(help="an artifact; SmolLM2 is made by default")] = None,
-    recipe: Annotated[str, typer.Option(help="of SmolLM2, a preset or a file")] = "rotate-kv4",
+    recipe: Annotated[str, typer.Option(help="of SmolLM2, a preset or a file")] = "rotate-kv4-rtn",
     tokens: Annotated[str, typer.Option(help="of the prompt")] = "7936",
     following: Annotated[int, typer.Option("--next", min=1, help="tokens behind it that are compared")] = 256,
     json_file: JsonFile = None,

@@ -69,7 +69,7 @@ def compare(expected: Logs, result: Logs) -> dict[str, float]:
 
 
 def recipe_of(name: str) -> str | Recipe:
-    """Return a preset or file, or for the name of a storage ``rotate-kv4`` with that storage."""
+    """Return a preset or file, or for the name of a storage ``rotate-kv4-rtn`` with that storage."""
     if name not in ("float32", "float16", "int8", "int6"):
         return name
     steps = [{"step": "canonicalize"}, {"step": "fold_norms"}, {"step": "rotate", "query_key": "hadamard"}]

@@ -15,7 +15,7 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.weights import new_weight
 from graphopt.passes.base import Pass
 from graphopt.passes.common.paging.paged_attention import Page, page_attention
-from graphopt.passes.common.paging.states import change
+from graphopt.passes.common.paging.states import connect
 from graphopt.quantization.rounding.ldl import key_feedback, moments_by_head
 from graphopt.runtime_ops import schema_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, PAGES, STORAGES
@@ -29,16 +29,6 @@ if TYPE_CHECKING:
     from graphopt.quantization.statistics import InputStatistics
 
 _PAGE = 64
-_OPTIONS = (
-    "storage",
-    "value_storage",
-    "page",
-    "sink_pages",
-    "recent_pages",
-    "clip",
-    "token_factors",
-    "key_feedback",
-)
 _CLIPS = {"int2": 0.9}
 _WITH_FACTORS = ("int3", "int2")
 
@@ -200,7 +190,7 @@ class QuantizeKV(Pass):
                 new_layers[node] = replace(new_layers[node], attributes=kv)
         for node, layer in new_layers.items():
             kv = layer.attributes
-            change(model.graph, node, {name: getattr(kv, name) for name in _OPTIONS})
+            connect(model.graph, node, layer)
             if node in moments:
                 _add_feedback(model.graph, node, layer, moments[node])
             floats = FLOATS(first=self.sink_pages, newest=self.recent_pages) if kv.levels is not None else None

@@ -60,7 +60,7 @@ _VERSION = 6
 # Tokens of texts that are run at once; a longer text is run alone.
 _BATCH_TOKENS = 1024
 
-# Positions that texts are spread over, at most: those that most contexts have.
+# Positions that texts are spread over, at most: few contexts are longer.
 _POSITIONS = 16384
 
 # Bytes of Hessians that may wait on the disk while other machines make something of them, and pieces.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import onnxruntime_genai
 import pytest
 from pydantic import ValidationError
 
+from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.analysis.structure.ports import BLOCK_TABLE, POOL
 from graphopt.artifact.artifact import verify_files
 from graphopt.artifact.genai import GENAI_CONFIG
@@ -23,8 +25,10 @@ from graphopt.inference.generation import generate
 from graphopt.inference.session import load
 from graphopt.ort.session import open_session
 from graphopt.passes.interface.serve import Serve
+from graphopt.passes.interface.serve.shared_blocks import wide_feedback
 from graphopt.passes.recipe import Recipe
-from graphopt.runtime_ops import library_path
+from graphopt.runtime_ops import DOMAIN, library_path
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import run_pass
 
@@ -191,6 +195,20 @@ def test_families_compute_what_they_did(family: str, make_artifact: MakeArtifact
     interface = Interface.of_graph(made.model.graph)
     assert interface.has_shared_pool
     assert {interface.inputs[name].shape[1] for name in interface.past} == {32}
+
+
+def test_feedback_of_heads_that_are_stored_wider_has_zeros_behind_it() -> None:
+    matrices = np.random.default_rng(0).uniform(-1, 1, (2, 16, 16)).astype(np.float16)
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 23}, name="one")
+    feedback = ir.val("feedback", const_value=ir.tensor(matrices))
+    node = ir.node("KVAttention", [None] * 12 + [feedback], domain=DOMAIN, name="attention")
+    kv = KVAttributes(2, 1.0, storage="int4", key_feedback=1)
+    assert wide_feedback(graph, node, PagedLayer(0, 16, kv)) is feedback
+    wide = wide_feedback(graph, node, PagedLayer(0, 32, replace(kv, kv_heads=3))).const_value
+    assert wide is not None
+    expected = np.zeros((3, 32, 32), np.float16)
+    expected[:2, :16, :16] = matrices
+    np.testing.assert_array_equal(wide.numpy(), expected)
 
 
 def test_blocks_may_be_float16(llama: ir.Model) -> None:

@@ -176,8 +176,8 @@ def test_feedback_makes_the_scores_of_given_queries_nearer(seed: int, size: int,
     errors = []
     for codes, low, step in (round_page(keys, -2, levels), round_with_feedback(keys, feedback, levels)):
         errors.append(np.square(queries @ (low + step * codes - keys)[0].T).mean())
-    # 3 of the directions have most of the weight; of 60 draws none came above 0.6
-    assert errors[1] < 0.8 * errors[0]
+    # 3 of the directions have most of the weight; the largest of 2400 draws was 0.49
+    assert errors[1] < 0.6 * errors[0]
 
 
 def test_feedback_of_zero_rounds_each_channel_by_itself() -> None:

@@ -121,7 +121,7 @@ def test_padding_is_as_if_it_were_not_there_whatever_it_holds(by: Any, tokens: i
 def test_heads_that_share_a_key_give_the_bits_that_they_give_with_keys_of_their_own(
     per_key: int, isa: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    skip_without(isa)
+    skip_without(isa)  # a machine runs what it has
     monkeypatch.setenv(ISA_VARIABLE, isa)
     random, (tokens, key_heads, channels, width) = np.random.default_rng(0), (37, 2, 18, 20)
     heads = key_heads * per_key

@@ -86,7 +86,7 @@ def share_blocks(graph: ir.Graph, node: ir.Node, layer: PagedLayer, tokens: Pack
     states = dict(zip((*GROWING, *SCALES), ("keys", "values", "key_scales", "value_scales"), strict=True))
     inputs |= {state: pools.get(part, no_scales) for part, state in states.items()}
     if kv.key_feedback:
-        inputs["feedback"] = _wide_feedback(graph, node, layer)
+        inputs["feedback"] = wide_feedback(graph, node, layer)
     attention = OPERATORS["PagedAttention"].node(inputs, attributes, name=node.name)
     attention.metadata_props.update(node.metadata_props)
     for state in STATES:
@@ -113,8 +113,8 @@ def share_blocks(graph: ir.Graph, node: ir.Node, layer: PagedLayer, tokens: Pack
     return attention
 
 
-def _wide_feedback(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> ir.Value:
-    """Return the feedback of a node with zeros for channels and heads that were added to it."""
+def wide_feedback(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> ir.Value:
+    """Return the feedback of a node, [Hk, D, D], with zeros for the channels and heads that ``layer`` has besides."""
     value = input_of(node, "feedback")
     assert value is not None and value.const_value is not None
     matrices = value.const_value.numpy()

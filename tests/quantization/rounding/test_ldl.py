@@ -1,0 +1,35 @@
+"""What errors of channels of keys are made up for by, from the queries that read them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from graphopt.quantization.rounding.ldl import key_feedback, moments_by_head
+
+
+def test_queries_of_a_head_of_keys_are_those_next_to_one_another() -> None:
+    random, (tokens, heads, group, size) = np.random.default_rng(0), (50, 3, 2, 4)
+    # heads of other sizes, so that none can stand for another
+    queries = random.standard_normal((tokens, heads, group, size)) * np.arange(1, heads + 1)[:, None, None]
+    rows = queries.reshape(tokens, -1)
+    moments = moments_by_head(rows.T @ rows / tokens, heads, size)
+    expected = np.einsum("thgd,thge->hde", queries, queries) / (tokens * group)
+    # sums of 50 products in float64, in another order
+    np.testing.assert_allclose(moments, expected, rtol=0, atol=1e-12)
+
+
+def test_feedback_is_that_of_the_inverse_moments() -> None:
+    random, damping = np.random.default_rng(0), 0.1
+    queries = random.standard_normal((2, 90, 16)) @ random.standard_normal((16, 16))
+    moments = np.swapaxes(queries, 1, 2) @ queries / 90
+    for feedback, moment in zip(key_feedback(moments, damping), moments, strict=True):
+        damped = moment + damping * np.diagonal(moment).mean() * np.eye(16)
+        # as GPTQ has it: rows of the upper factor of the inverse, each by its diagonal
+        upper = np.linalg.cholesky(np.linalg.inv(damped)).T
+        expected = np.triu(upper / np.diag(upper)[:, np.newaxis], 1)
+        # float16 has 11 significant bits
+        np.testing.assert_allclose(feedback, expected, rtol=2**-11, atol=2**-11 * np.abs(expected).max())
+
+
+def test_queries_that_are_all_zero_leave_channels_to_themselves() -> None:
+    assert not key_feedback(np.zeros((1, 16, 16))).any()
