@@ -18,7 +18,6 @@ comes later.
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import inspect
 import json
 import sys
@@ -47,7 +46,7 @@ from graphopt.passes.cache.quantize_kv import QuantizeKV
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe, Step
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
-from tools.bench.parts.options import JsonFile
+from tools.bench.parts.options import JsonFile, is_asked
 from tools.studies.caches.attention import RoundedModel
 from tools.studies.caches.feedback import FeedbackBlocks, FeedbackMethod, feedback_methods
 from tools.studies.caches.methods import TAIL, methods
@@ -107,11 +106,6 @@ def library_sources() -> str:
     return "\n\n".join(inspect.getsource(module) for module in (argparse, inspect, typing))
 
 
-def chosen(name: str, only: list[str] | None) -> bool:
-    """Return whether a method is asked for."""
-    return not only or any(fnmatch.fnmatch(name, pattern) for pattern in only)
-
-
 def by_kernels(session: graphopt.Session, ids: Tensor, scored: int) -> Tensor:
     """Feed a text page by page; return logarithms of probabilities behind its last tokens."""
     decoder, pieces = Decoder(session, 1), []
@@ -135,7 +129,7 @@ def kernel_rows(checkpoint: Path, ids: Tensor, scored: int, only: list[str] | No
             for storage, *of_values in STORAGES:
                 name = " keys, ".join([storage, *(f"{values} values" for values in of_values)])
                 name += (", rotated" if rotated else "") + (", feedback" if feedback else "")
-                if (storage == "float32" and rotated) or (reference is not None and not chosen(name, only)):
+                if (storage == "float32" and rotated) or (reference is not None and not is_asked(name, only)):
                     continue
                 began = time.perf_counter()
                 values = of_values[0] if of_values else None
@@ -182,7 +176,7 @@ def main(
             statistics = rounded.statistics(other)
             every += [*feedback_methods(statistics, TAIL), *of_text(statistics, TAIL)]
         for method in every:
-            if chosen(method.name, only):
+            if is_asked(method.name, only):
                 began = time.perf_counter()
                 found = rounded.log_probabilities(method)
                 rows.append(row(method.name, "emulated", method.bits, rounded.reference, found, ids, began))

@@ -38,7 +38,7 @@ from rich.table import Table
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.models.gguf.checkpoint import load_gguf
-from tools.bench.parts.options import JsonFile
+from tools.bench.parts.options import JsonFile, is_asked
 from tools.studies.cache_quality import python_documentation
 from tools.studies.caches.coarse_caches import (
     coarse_rest,
@@ -56,7 +56,7 @@ from tools.studies.caches.coarse_caches import (
     without_tail,
 )
 from tools.studies.caches.compensation import fused, learn_convolutions, with_page_means, with_random_features
-from tools.studies.caches.evicted_pages import Outcome, by_kernels, is_asked
+from tools.studies.caches.evicted_pages import Outcome, by_kernels
 from tools.studies.caches.eviction_scores import (
     METHODS,
     accumulated,
@@ -223,8 +223,8 @@ def main(
         outcomes = _emulated(checkpoint, every_id, tokens, share, read, only or ())
     table, rows = Table("kept by", "bytes", "KL, mean", "KL, 99%", "perplexity"), []
     for outcome in outcomes:
-        kl = (outcome.reference.exp() * (outcome.reference - outcome.found)).sum(-1)
-        nats = -outcome.found[:-1].gather(-1, ids[-NEXT + 1 :, None])
+        kl = (outcome.reference.exp() * (outcome.reference - outcome.evicted)).sum(-1)
+        nats = -outcome.evicted[:-1].gather(-1, ids[-NEXT + 1 :, None])
         figures = {"kl": float(kl.mean()), "kl_99": float(kl.quantile(0.99)), "perplexity": float(nats.mean().exp())}
         rows.append({"kept_by": outcome.name, "bytes": outcome.bytes, **figures})
         print(rows[-1], flush=True)

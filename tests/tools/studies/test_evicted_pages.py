@@ -12,7 +12,8 @@ import graphopt
 from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.inference.decoding.decoder import Decoder
 from tests.runtime_ops.kv_cases import attributes_of
-from tools.studies.caches.evicted_pages import KINDS, PAGE, bytes_of, eviction, is_asked, read, tokens_in
+from tools.bench.parts.options import is_asked
+from tools.studies.caches.evicted_pages import KINDS, PAGE, bytes_of, eviction, read, tokens_in
 from tools.studies.caches.prompt import RECENT, SINKS
 
 TOKENS = 4000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -75,3 +76,8 @@ def token_count(text: str) -> int:
     if not digits.isdecimal():
         raise typer.BadParameter(f"{text!r} is not a number of tokens, such as 4096, 16k or 1M")
     return int(digits) * unit
+
+
+def is_asked(name: str, only: Sequence[str] | None) -> bool:
+    """Return whether ``only`` names a method, with * for anything; without names all are asked for."""
+    return not only or any(fnmatch.fnmatch(name, pattern) for pattern in only)

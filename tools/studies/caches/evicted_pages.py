@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from graphopt.passes.algebra.rotate.rotate import Rotate
 from graphopt.passes.cache.quantize_kv import QuantizeKV
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe
+from tools.bench.parts.options import is_asked
 from tools.studies.caches.prompt import NEXT, RECENT, SINKS
 from tools.studies.caches.rounding import Tensor
 
@@ -44,18 +44,13 @@ class Outcome:
         name: of the way in which the prompt is kept.
         bytes: of what is kept, beside float16 keys and values of the whole prompt.
         reference: logarithms of probabilities behind each of the tokens, with the whole prompt, [NEXT, vocabulary].
-        found: the same with what is kept.
+        evicted: the same with what is kept.
     """
 
     name: str
     bytes: float
     reference: Tensor
-    found: Tensor
-
-
-def is_asked(name: str, only: Sequence[str]) -> bool:
-    """Return whether ``only`` names a way, with * for anything; without names all are asked for."""
-    return not only or any(fnmatch.fnmatch(name, pattern) for pattern in only)
+    evicted: Tensor
 
 
 def bytes_of(layers: Sequence[PagedLayer], tokens: int) -> int:
@@ -95,7 +90,7 @@ def by_kernels(checkpoint: Path, ids: Tensor, share: float, only: Sequence[str])
     prompt, following = ids[:-NEXT], ids[-NEXT:]
     whole, reference = 0, torch.empty(0)
     with tempfile.TemporaryDirectory() as temporary:
-        source, made = Path(temporary) / "float32", Path(temporary) / "made"
+        source, compressed = Path(temporary) / "float32", Path(temporary) / "compressed"
         graphopt.export(checkpoint, source)
         for storage, (of_keys, of_values) in STORAGES.items():
             kinds = [kind for kind in KINDS if is_asked(f"{storage}, {kind}", only)]
@@ -104,8 +99,8 @@ def by_kernels(checkpoint: Path, ids: Tensor, share: float, only: Sequence[str])
             rotation = (FoldNorms(), Rotate(query_key="hadamard")) if whole else ()
             last = QuantizeKV(storage=of_keys, value_storage=of_values)
             recipe = Recipe(name="cache", steps=(Canonicalize(), *rotation, last))
-            graphopt.optimize(source, recipe, made, run=False, overwrite=True)
-            decoder = Decoder(graphopt.load(made), 1, room=len(ids))
+            graphopt.optimize(source, recipe, compressed, run=False, overwrite=True)
+            decoder = Decoder(graphopt.load(compressed), 1, room=len(ids))
             for _ in read(decoder, prompt):
                 pass
             layers = decoder.session.interface.layers
@@ -118,5 +113,5 @@ def by_kernels(checkpoint: Path, ids: Tensor, share: float, only: Sequence[str])
                 if keep < len(prompt):
                     kept.evict(eviction(kind, keep))
                     name = f"{storage}, {keep / len(prompt):.0%} of the tokens by {kind}"
-                found = torch.cat([*read(kept, following)])
-                yield Outcome(name, bytes_of(layers, keep) / whole, reference, found)
+                evicted = torch.cat([*read(kept, following)])
+                yield Outcome(name, bytes_of(layers, keep) / whole, reference, evicted)
