@@ -16,7 +16,7 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from graphopt.models.recurrent_calls import Calls, convolve, mask_new_tokens, recur
+from graphopt.models.recurrent_calls import Calls, convolve, keep_tail, mask_new_tokens, recur
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,10 +62,8 @@ def with_cached_states(calls: Calls, original: Callable[..., Any]) -> Callable[.
         state = layer.recurrent_states[0] if layer.has_previous_state[0] else None
         x, tail = convolve(calls, x, tail, self.conv_1d.weight[:, 0], self.conv_1d.bias, None)
         y, state = _rg_lru(calls, self.rg_lru, x.transpose(1, 2), position_ids, state)
-        layer.conv_states[0], layer.conv_kernel_size[0], layer.recurrent_states[0] = tail, self.conv1d_width - 1, state
-        layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
-        layer.has_previous_state[0] = True
-        layer.dtype, layer.device = tail.dtype, tail.device
+        keep_tail(layer, 0, tail)
+        layer.recurrent_states[0], layer.is_recurrent_states_initialized[0] = state, True
         return self.linear_out(y * gate), None
 
     return forward

@@ -24,8 +24,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
-from graphopt.models import experts, griffin, lightning, rwkv, substitutes
-from graphopt.models.recurrent_calls import Calls, convolve, mask_new_tokens, recur
+from graphopt.models import experts, griffin, lightning, rwkv, selective_scan, substitutes
+from graphopt.models.recurrent_calls import Calls, convolve, keep_tail, mask_new_tokens, recur, step_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,21 +127,12 @@ def _update_conv_state(
         state = conv_states.new_zeros((*conv_states.shape[:2], taps))
     torch._check(state.shape[0] == conv_states.shape[0])
     tokens = torch.cat([state, conv_states], dim=-1)
-    _keep_tail(layer, state_idx, tokens[..., -taps:])
+    keep_tail(layer, state_idx, tokens[..., -taps:])
     return tokens
 
 
-def _keep_tail(layer: Any, number: int, tail: Any) -> None:
-    """Store the tail of a convolution in a layer of a cache, [batch, channels, tokens]."""
-    layer.conv_states[number], layer.conv_kernel_size[number] = tail, tail.shape[-1]
-    layer.is_conv_states_initialized[number] = layer.has_previous_state[number] = True
-    layer.dtype, layer.device = tail.dtype, tail.device
-
-
 def _update_recurrent_state(layer: Any, recurrent_states: Any, state_idx: int = 0, **_: Any) -> Any:
-    """Store a state [batch, heads, K, V]; heads that a model scans in groups, [batch, groups, heads, K, V], as one."""
-    if recurrent_states.dim() == 5:
-        recurrent_states = recurrent_states.flatten(1, 2)
+    """Store a state [batch, heads, K, V]."""
     layer.recurrent_states[state_idx] = recurrent_states
     layer.is_recurrent_states_initialized[state_idx] = True
     layer.has_previous_state[state_idx] = True
@@ -153,7 +144,6 @@ def _recording(calls: Calls, get_recurrent_state: Callable[..., Any]) -> Callabl
 
     def get(*args: Any, **kwargs: Any) -> Any:
         calls.recurrent_state = get_recurrent_state(*args, **kwargs)
-        calls.channel = 0
         return calls.recurrent_state
 
     return get
@@ -179,7 +169,7 @@ def _causal_conv1d_fn(
         state = hidden_states.new_zeros((*hidden_states.shape[:2], weight.shape[-1] - 1))
     y, new_state = convolve(calls, hidden_states, state, weight, bias, activation)
     if layer is not None:
-        _keep_tail(layer, number, new_state)
+        keep_tail(layer, number, new_state)
     return y
 
 
@@ -240,7 +230,7 @@ def _mamba2_chunk_scan(  # noqa: PLR0913, the arguments are those of transformer
 ) -> Any:
     """SSD of Mamba2: values [batch, tokens, heads, P], steps dt [batch, tokens, heads], B and C [..., groups, N]."""
     del chunk_size
-    dt = _step_size(dt, dt_bias, dt_softplus)
+    dt = step_size(dt, dt_bias, dt_softplus)
     if tuple(dt_limit) != (0.0, float("inf")):
         dt = dt.clamp(*dt_limit)
     operands = [C, B, hidden_states, (dt * A)[..., None], dt[..., None]]
@@ -248,53 +238,6 @@ def _mamba2_chunk_scan(  # noqa: PLR0913, the arguments are those of transformer
     if D is not None:
         output = output + D[..., None] * hidden_states
     return (output, state) if return_final_states else output
-
-
-def _mamba_selective_scan(  # noqa: PLR0913, the arguments are those of transformers
-    calls: Calls,
-    hidden_states: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any = None,
-    z: Any = None,
-    delta_bias: Any = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **_: Any,
-) -> Any:
-    """Selective scan of Mamba: each channel is a head with a value of one number.
-
-    Values and steps are [batch, channels, tokens], A [channels, N], B and C [batch, N, tokens].
-    """
-    torch = importlib.import_module("torch")
-    dt = _step_size(dt.transpose(1, 2), delta_bias, delta_softplus)
-    values = hidden_states.transpose(1, 2)
-    query, key = (part.transpose(1, 2)[:, :, None] for part in (C, B))
-    operands = [query, key, values[..., None], dt[..., None] * A, dt[..., None]]
-    output, state = recur(calls, operands, _next_channels(calls, values.shape[2]), delta=False, scale=1.0)
-    output = output[..., 0]
-    if D is not None:
-        output = output + values * D
-    output = output.transpose(1, 2)
-    if z is not None:
-        output = output * torch.nn.functional.silu(z)
-    return (output, state) if return_last_state else output
-
-
-def _next_channels(calls: Calls, count: int) -> Any:
-    """Return the state of the next ``count`` channels of a layer: some families scan the channels in several calls."""
-    state = calls.recurrent_state
-    if state is None or state.shape[1] == count:
-        return state
-    first, calls.channel = calls.channel, calls.channel + count
-    return state[:, first : calls.channel]
-
-
-def _step_size(dt: Any, bias: Any, softplus: bool) -> Any:
-    dt = dt if bias is None else dt + bias
-    return importlib.import_module("torch").nn.functional.softplus(dt) if softplus else dt
 
 
 def _state_update(calls: Calls, state: Any, hidden_states: Any, *_: Any, **__: Any) -> Any:
@@ -313,7 +256,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "recurrent_kimi_delta_attention": _gated_delta_rule,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
     "mamba2_selective_state_update": _state_update,
-    "mamba_selective_scan": _mamba_selective_scan,
+    "mamba_selective_scan": selective_scan.mamba_selective_scan,
     "mamba_selective_state_update": _state_update,
 }
 
@@ -332,6 +275,7 @@ _METHODS: dict[tuple[str, str], Callable[[Calls, Callable[..., Any]], Callable[.
     ("MiniMaxForCausalLM", "forward"): lightning.with_cache,
     ("modeling_minimax", "MiniMaxCache"): lightning.plain_cache,
     ("MiniMaxLightningAttention", "forward"): lightning.with_cached_state,
+    ("ZambaMambaMixer", "forward"): selective_scan.in_one_scan,
     ("DbrxExperts", "forward"): experts.gated_by_matrices,
     ("LongcatFlashExperts", "forward"): experts.with_identities,
     ("JetMoeTopKGating", "forward"): experts.counts_of_experts,

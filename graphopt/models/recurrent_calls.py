@@ -19,14 +19,12 @@ class Calls:
             the number of the state in it.
         tails: index and number of states that a model convolves itself.
         recurrent_state: what the layer that is running has, as it asked for it.
-        channel: the first of its channels that was not scanned since then.
     """
 
     mask: Any = None
     inputs: dict[int, tuple[Any, Any, int, int]] = field(default_factory=dict)
     tails: set[tuple[int, int]] = field(default_factory=set)
     recurrent_state: Any = None
-    channel: int = 0
 
     def know_tails(self) -> bool:
         """Let models have the tails that no known function convolved; return whether there were any."""
@@ -92,6 +90,19 @@ def recur(calls: Calls, inputs: list[Any], state: Any, *, delta: bool, scale: fl
         state = value.new_zeros((value.shape[0], value.shape[2], key.shape[3], value.shape[3]))
     operands = [*(tensor.float() for tensor in inputs), *rows_of_state(calls, value, state)]
     return _operator("LinearRecurrence", operands, (value, state), delta=int(delta), scale=float(scale))
+
+
+def keep_tail(layer: Any, number: int, tail: Any) -> None:
+    """Store the tail of a convolution in a layer of a cache, [batch, channels, tokens]."""
+    layer.conv_states[number], layer.conv_kernel_size[number] = tail, tail.shape[-1]
+    layer.is_conv_states_initialized[number] = layer.has_previous_state[number] = True
+    layer.dtype, layer.device = tail.dtype, tail.device
+
+
+def step_size(dt: Any, bias: Any, softplus: bool) -> Any:
+    """Return softplus(``dt`` + ``bias``), of [batch, tokens, heads] and [heads]: how far a state moves at a token."""
+    dt = dt if bias is None else dt + bias
+    return importlib.import_module("torch").nn.functional.softplus(dt) if softplus else dt
 
 
 def rows_of_state(calls: Calls, tokens: Any, state: Any) -> tuple[Any, Any]:

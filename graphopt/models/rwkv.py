@@ -16,7 +16,7 @@ import importlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from graphopt.models.recurrent_calls import Calls, convolve, mask_new_tokens, recur
+from graphopt.models.recurrent_calls import Calls, convolve, keep_tail, mask_new_tokens, recur
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +98,5 @@ def _shift(calls: Calls, x: Any, layer: Any, number: int) -> Any:
     state = layer.conv_states[number] if layer.has_previous_state[number] else x.new_zeros((x.shape[0], channels, 1))
     taps = torch.tensor([[1.0, 0.0]]).repeat(channels, 1)
     previous, state = convolve(calls, x.transpose(1, 2), state, taps, None, None)
-    layer.conv_states[number], layer.conv_kernel_size[number] = state, 1
-    layer.is_conv_states_initialized[number] = layer.has_previous_state[number] = True
-    layer.dtype, layer.device = state.dtype, state.device
+    keep_tail(layer, number, state)
     return previous.transpose(1, 2)

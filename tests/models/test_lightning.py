@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,8 +11,8 @@ from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttenti
 
 from graphopt.models import lightning
 from graphopt.models.recurrent_calls import Calls
-from graphopt.runtime_ops import OPERATORS
 from tests.families import HIDDEN, randomize
+from tests.recurrences import run_by_reference
 
 # Relative to the largest output: blocks of transformers sum in float32 in another order.
 TOLERANCE = 1e-5
@@ -22,15 +20,7 @@ TOLERANCE = 1e-5
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_outputs_are_those_of_blocks(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def recur(_: Calls, inputs: list[Any], state: Any, **attributes: Any) -> tuple[Any, Any]:
-        arrays = [tensor.detach().numpy() for tensor in inputs]
-        shape = (arrays[2].shape[0], arrays[2].shape[2], arrays[1].shape[3], arrays[2].shape[3])
-        assert state is None
-        no_mask, zeros = np.zeros((shape[0], 0), np.int64), np.zeros(shape, np.float32)
-        output, new_state = OPERATORS["LinearRecurrence"].reference(*arrays, no_mask, zeros, **attributes)
-        return torch.from_numpy(output), torch.from_numpy(new_state)
-
-    monkeypatch.setattr(lightning, "recur", recur)
+    names = run_by_reference(monkeypatch)
     config = transformers.MiniMaxConfig(
         hidden_size=HIDDEN, num_attention_heads=4, head_dim=16, num_hidden_layers=2, block_size=8
     )
@@ -45,5 +35,6 @@ def test_outputs_are_those_of_blocks(tokens: int, monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         expected, expected_state = layer(x, None, None)
         output, _ = forward(layer, x, past_key_values=cache)
+    assert names == ["LinearRecurrence"]
     assert (output - expected).abs().max() <= TOLERANCE * expected.abs().max()
     assert (states[0] - expected_state).abs().max() <= TOLERANCE * expected_state.abs().max()
