@@ -37,7 +37,7 @@ FAMILY_GROUPS = (
             "gpt_neo", "gpt_neox", "gptj", "granite", "granite_swa", "helium", "hunyuan_v1_dense",
             "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3",
             "mistral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
-            "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+            "openai-gpt", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
             "starcoder2", "vaultgemma", "xglm",
         ),
     ),
@@ -69,6 +69,7 @@ FAMILY_GROUPS = (
     FamilyGroup("delta rule gated per channel and latent attention", (*_RECURRENCE, *_ATTENTION), ("kimi_linear",)),
     FamilyGroup("lightning attention and attention", ("recurrent_state", *_ATTENTION), ("minimax",)),
     FamilyGroup("weighted means", _RECURRENCE, ("rwkv",)),
+    FamilyGroup("matrix memories with a normalizer", ("recurrent_state",), ("xlstm",)),
     FamilyGroup("RG-LRU and attention", (*_RECURRENCE, *_ATTENTION), ("recurrent_gemma",)),
     FamilyGroup("SSD", _RECURRENCE, ("mamba2",)),
     FamilyGroup(

@@ -24,7 +24,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
-from graphopt.models import experts, griffin, lightning, rwkv, selective_scan, substitutes
+from graphopt.models import experts, griffin, lightning, openai_gpt, rwkv, selective_scan, substitutes, xlstm
 from graphopt.models.recurrent_calls import Calls, convolve, keep_tail, mask_new_tokens, recur, step_size
 
 if TYPE_CHECKING:
@@ -272,10 +272,12 @@ _METHODS: dict[tuple[str, str], Callable[[Calls, Callable[..., Any]], Callable[.
     ("RecurrentGemmaForCausalLM", "forward"): griffin.with_cache,
     ("RecurrentGemmaRecurrentBlock", "forward"): griffin.with_cached_states,
     ("RwkvForCausalLM", "forward"): rwkv.with_cache,
+    ("xLSTMForCausalLM", "forward"): xlstm.with_cache,
     ("MiniMaxForCausalLM", "forward"): lightning.with_cache,
     ("modeling_minimax", "MiniMaxCache"): lightning.plain_cache,
     ("MiniMaxLightningAttention", "forward"): lightning.with_cached_state,
     ("ZambaMambaMixer", "forward"): selective_scan.in_one_scan,
+    ("OpenAIGPTLMHeadModel", "forward"): openai_gpt.with_cache,
     ("DbrxExperts", "forward"): experts.gated_by_matrices,
     ("LongcatFlashExperts", "forward"): experts.with_identities,
     ("JetMoeTopKGating", "forward"): experts.counts_of_experts,
