@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import io
 import logging
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -119,6 +120,7 @@ def load_model(
 
     Raises:
         InputError: weights are missing or cannot be loaded.
+        MissingDependencyError: transformers needs a package that is not installed.
         NotLazyError: transformers loads this checkpoint by more than moving and widening numbers.
     """
     torch, transformers = import_export_packages()
@@ -136,6 +138,8 @@ def load_model(
             if {name.partition(".")[0] for name in loading["missing_keys"]} == {_POOLER}:
                 # Trained to fill in masked words, such a checkpoint has no pooler, and embeddings need none.
                 model, loading = kind.from_pretrained(folder, add_pooling_layer=False, **options, **states)
+        except ImportError as error:
+            raise other_package(error, source) from error
         except Exception as error:
             raise InputError(
                 f"the weights cannot be loaded ({reason_of(error)})",
@@ -154,6 +158,14 @@ def load_model(
         with quiet(), contextlib.suppress(OSError):
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     return model.eval()
+
+
+def other_package(error: ImportError, source: str) -> MissingDependencyError:
+    """Return what says which package transformers lacks for a model (a tower of timm, say), from its own words."""
+    return MissingDependencyError(
+        f"transformers cannot make the model at {source} ({reason_of(error)})",
+        remedy=next(iter(re.findall(r"pip install [\w-]+", str(error))), "install the package that it names"),
+    )
 
 
 def class_of(config: Any) -> Any:
@@ -189,7 +201,19 @@ def check_config(config: Any, source: str) -> None:
         InputError: it is neither.
     """
     if task_of_config(config) is None:
+        _, transformers = import_export_packages()
         architectures = ", ".join(getattr(config, "architectures", None) or ()) or type(config).__name__
+        if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            text_classes = ", ".join(classes_of(type(config), transformers.MODEL_FOR_CAUSAL_LM_MAPPING))
+            raise InputError(
+                f"{architectures} reads images beside a text in a way that graphopt makes no graph of",
+                file=source,
+                remedy="docs/vision-language.md says which models with images enter"
+                + (
+                    f"; its text part enters where it is saved alone, as a checkpoint of {text_classes}"
+                    * bool(text_classes)
+                ),
+            )
         raise InputError(
             f"{architectures} is none of the kinds of models that graphopt takes",
             file=source,

@@ -32,13 +32,13 @@ FAMILY_GROUPS = (
         _ATTENTION,
         (
             "apertus", "arcee", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2", "ctrl",
-            "cwm", "diffllama", "doge", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text",
-            "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "gpt2", "gpt_bigcode",
+            "cwm", "diffllama", "doge", "emu3_text_model", "ernie4_5", "exaone4", "falcon", "gemma", "gemma2",
+            "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "gpt2", "gpt_bigcode",
             "gpt_neo", "gpt_neox", "gptj", "granite", "granite_swa", "helium", "hunyuan_v1_dense",
             "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3",
-            "mistral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
-            "openai-gpt", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
-            "starcoder2", "vaultgemma", "xglm",
+            "mistral", "mllama_text_model", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2",
+            "olmo3", "openai-gpt", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3",
+            "stablelm", "starcoder2", "vaultgemma", "xglm",
         ),
     ),
     FamilyGroup(

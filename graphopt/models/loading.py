@@ -23,6 +23,7 @@ from graphopt.models.checkpoint import (
     load_config,
     load_model,
     load_quantized_config,
+    other_package,
     quiet,
     reason_of,
 )
@@ -73,7 +74,7 @@ def load(source: str) -> LoadedModel:
 
     Raises:
         InputError: there is no such model, it is neither of the two, or weights are missing or damaged.
-        MissingDependencyError: torch or transformers is not installed.
+        MissingDependencyError: torch or transformers is not installed, or a package that transformers needs.
     """
     config, settings = load_quantized_config(source)
     tensors = _tensors_of(config, source)
@@ -122,12 +123,15 @@ def outline(source: str) -> LoadedModel:
 
     Raises:
         InputError: there is no such model, or it is neither a causal language model nor an encoder.
-        MissingDependencyError: torch or transformers is not installed.
+        MissingDependencyError: torch or transformers is not installed, or a package that transformers needs.
     """
     torch, _ = import_export_packages()
     config = load_config(source)
-    with quiet(), torch.device("meta"):
-        empty = class_of(config)._from_config(load_config(source), dtype=torch.float32)
+    try:
+        with quiet(), torch.device("meta"):
+            empty = class_of(config)._from_config(load_config(source), dtype=torch.float32)
+    except ImportError as error:
+        raise other_package(error, source) from error
     tensors = {
         name: Parameter(name, dtype_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in stored_tensors(empty)
     }

@@ -300,6 +300,17 @@ def test_a_kind_of_model_that_is_not_known(config: dict[str, Any], clean: Path, 
     assert f"{config['architectures'][0]} is none of the kinds of models" in message
 
 
+def test_images_that_no_graph_reads_are_refused_as_such(clean: Path, tmp_path: Path) -> None:
+    config = {"model_type": "mllama", "architectures": ["MllamaForConditionalGeneration"]}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    message = refusal(tmp_path / "model", clean)
+    assert (
+        "MllamaForConditionalGeneration reads images beside a text in a way that graphopt makes no graph of" in message
+    )
+    assert message.endswith("as a checkpoint of MllamaForCausalLM")
+
+
 def test_quantized_checkpoint(llama_folder: Path, clean: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(llama_folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())

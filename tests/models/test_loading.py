@@ -4,20 +4,24 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
-from graphopt.errors import InputError
+from graphopt.errors import InputError, MissingDependencyError
 from graphopt.graph.onnx_file import load as load_onnx
 from graphopt.graph.weights import Cast, Inline, WeightTensor
 from graphopt.graph.weights.data_file import save_model
+from graphopt.models import checkpoint, loading
 from graphopt.models.checkpoint_tensors import Parameter
 from graphopt.models.export import export
 from graphopt.models.loading import LoadedModel, load, outline
+from tests.families import HIDDEN, VOCABULARY
 
 
 def notes_of(loaded: LoadedModel) -> str:
@@ -73,6 +77,35 @@ def test_an_outline_needs_a_configuration_only(family: str, make_folder: Callabl
     assert all(isinstance(weight, Parameter) for weight in loaded.weights.values())
     with pytest.raises(InputError, match="there are no weights"):
         loaded.runnable()
+
+
+def test_a_text_part_that_is_saved_alone_is_of_the_class_that_it_names(tmp_path: Path) -> None:
+    config = transformers.MllamaConfig(
+        text_config={
+            "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "cross_attention_layers": [1],
+            "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+        }
+    )  # fmt: skip
+    model = transformers.MllamaForCausalLM(config.text_config).eval()
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(7)[None]
+    loaded = load(str(tmp_path))
+    assert loaded.notes == []
+    with torch.no_grad():
+        assert torch.equal(loaded.runnable()(ids).logits, model(ids).logits)
+
+
+def test_a_package_that_transformers_lacks_is_named(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ImportError("\nTimmWrapperModel requires the timm library\n`pip install timm`. Restart.\n")
+
+    broken = SimpleNamespace(from_pretrained=fail, _from_config=fail)
+    for module in (checkpoint, loading):
+        monkeypatch.setattr(module, "class_of", lambda _: broken)
+    for read in (load, outline):
+        with pytest.raises(MissingDependencyError, match=r"requires the timm library\): pip install timm$"):
+            read(str(llama_folder))
 
 
 def test_only_a_configuration_is_exported_without_weights(tmp_path: Path) -> None:

@@ -171,6 +171,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
+    # one layer of two reads images, and is passed over where there are none
+    "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
 }
 """What sizes alone do not say, by family."""

@@ -80,6 +80,8 @@ class CausalLM(Task):
         """Take what ``architectures`` name causal; without names, what can be causal and fills in no masked words."""
         if getattr(config, "is_encoder_decoder", False):
             return False
+        if _class_of_text_part(config, transformers) is not None:
+            return True
         causal = classes_of(type(config), transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
         names = getattr(config, "architectures", None)
         if not names:
@@ -89,6 +91,10 @@ class CausalLM(Task):
         if any(images_of_class(getattr(transformers, name, None)) is not None for name in with_images):
             return False
         return bool(causal.intersection(names))
+
+    def class_of(self, config: Any, transformers: Any) -> Any:
+        """See :class:`Task`."""
+        return _class_of_text_part(config, transformers) or super().class_of(config, transformers)
 
     def export_parts(self, model: Any, source: str) -> tuple[Any, dict[str, Any]]:
         """Return the part of a model that takes several new tokens and a cache, and inputs for it.
@@ -122,6 +128,20 @@ class CausalLM(Task):
         """See :class:`Task`."""
         fact: Fact = upper("graphopt.quality.judge:describe_text_quality")(verdict, figures)
         return fact
+
+
+def _class_of_text_part(config: Any, transformers: Any) -> Any:
+    """Return the causal class that a text part is of which was saved alone, or ``None``.
+
+    ``AutoModelForCausalLM`` knows some such classes by the configuration of the whole model only (Emu3, Mllama).
+    """
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    modeling_auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    names = set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    architectures = names.intersection(getattr(config, "architectures", None) or ())
+    classes = (getattr(transformers, name, None) for name in sorted(architectures))
+    return next((kind for kind in classes if getattr(kind, "config_class", None) is type(config)), None)
 
 
 CAUSAL_LM = CausalLM()
