@@ -1,7 +1,7 @@
 """xLSTM while it is traced: its matrix memory and its normalizer become one recurrence, and their states a cache.
 
     C_t = f_t C_(t-1) + i_t k_t v_t^T
-    n_t = f_t n_(t-1) + i_t k_t             ->   LinearRecurrence, values [v_t, 1], beta i_t, decay log f_t per head
+    n_t = f_t n_(t-1) + i_t k_t             ->   LinearRecurrence, values [v_t, 1, 0 ..], beta i_t, decay log f_t
     h_t = C_t^T q_t / max(|n_t q_t|, 1)          f_t = sigmoid(f'_t), i_t = exp(i'_t)
 
 Beck et al. 2024 (xLSTM), equations 19 to 27. transformers divides C and n by the largest input gate so far, which it
@@ -22,6 +22,9 @@ from graphopt.models.recurrent_calls import Calls, mask_new_tokens, recur
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_LINE = 16
+"""Numbers that kernels take at once: rows of values are whole lines, since a single number more takes as long as a line."""
 
 _LARGEST_CAP = 60.0
 """Of input gates: exp(60) is 1e26, and 1e12 times of it are a number of float32."""
@@ -76,12 +79,13 @@ def _mix_tokens(calls: Calls, part: Any, x: Any, cache: Any, layer: int) -> Any:
         entry, decay = part.ifgate_preact(x).split(heads, dim=2)
     entry, decay = (_cap(gates, config.gate_soft_cap)[..., None] for gates in (entry, decay))
     query, key, value = (tensor.unflatten(2, (heads, -1)) for tensor in (query, key, value))
-    terms = torch.cat((value, torch.ones_like(value[..., :1])), dim=3)
+    width = value.shape[3]
+    unit = torch.eye(1, _LINE - width % _LINE).expand(*value.shape[:3], -1)
     log_decay = -torch.nn.functional.softplus(-decay)
-    operands = [query, key, terms, log_decay, entry.exp()]
+    operands = [query, key, torch.cat((value, unit), dim=3), log_decay, entry.exp()]
     sums, state = recur(calls, operands, cache.get_recurrent_state(layer), delta=False, scale=query.shape[3] ** -0.5)
     cache.update_recurrent_state(state, layer)
-    numerator, denominator = sums.split([value.shape[3], 1], dim=3)
+    numerator, denominator = sums[..., :width], sums[..., width : width + 1]
     hidden = part.multihead_norm(numerator / denominator.abs().clamp(min=1.0))
     return part.out_proj(torch.sigmoid(gate) * hidden)
 
