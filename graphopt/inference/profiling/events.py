@@ -28,12 +28,14 @@ class Event:
     Attributes:
         node: the name of the node that onnxruntime ran.
         operator: its type.
+        provider: onnxruntime's name for what computed it.
         start: in microseconds.
         duration: likewise.
     """
 
     node: str
     operator: str
+    provider: str
     start: int
     duration: int
 
@@ -47,7 +49,13 @@ def read_events(file: Path) -> tuple[list[list[Event]], list[int]]:
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
         kernels = [
-            Event(event["name"].removesuffix(_KERNEL), event["args"].get("op_name", "?"), event["ts"], event["dur"])
+            Event(
+                event["name"].removesuffix(_KERNEL),
+                event["args"].get("op_name", "?"),
+                event["args"].get("provider", "?"),
+                event["ts"],
+                event["dur"],
+            )
             for event in entries
             if event.get("cat") == "Node" and event["name"].endswith(_KERNEL)
         ]
