@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _LINE = 16
-"""Numbers that kernels take at once: rows of values are whole lines, since a single number more takes as long as a line."""
+"""Numbers that kernels take at once. Rows of values are whole lines: one number more takes longer than a line does."""
 
 _LARGEST_CAP = 60.0
 """Of input gates: exp(60) is 1e26, and 1e12 times of it are a number of float32."""
