@@ -23,10 +23,11 @@ from graphopt.analysis.structure.product_codes import (
 )
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import drop, replace, shared_constant
+from graphopt.graph.editing import Inserter, drop, replace, shared_constant
 from graphopt.passes.base import Pass
 from graphopt.passes.common.formats import Activations
 from graphopt.passes.common.fusible import keep_fusible
+from graphopt.passes.common.logical_codes import set_type
 from graphopt.passes.common.lookups import gather_packed, gather_standard, lookups_of
 from graphopt.passes.common.packing import PackedMatrix, pack_matrix
 from graphopt.runtime_ops import DOMAIN, OPERATORS
@@ -57,6 +58,7 @@ PACKED_DYNAMIC = Rule(
 )
 PACKED_CODEBOOK = Rule("lower.packed-codebook", "MatMulCodebook, inputs as they are")
 PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
+UNBLOCKED = Rule("lower.unblocked", "the CUDA provider has no kernel for 8 bits in blocks: a cast, and a product with scales")
 EXPERT = Rule("lower.expert", "experts share one node, whose kernel reads this layout")
 NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads float")
 
@@ -74,6 +76,7 @@ class Lower(Pass):
         y4 = MatMul(x, DequantizeTrellis(codes, scales, tables; bits, group))             likewise
         y5 = MatMul(x, DequantizeCodebook(codes, scales, levels, ...))
         e = Gather(Transpose(W), ids)                   W, the matrix of one of these products
+        r = DequantizeLinear(Gather(codes8, ids), Gather(scales, ids), zero points; axis, block_size)
 
     after::
 
@@ -83,6 +86,7 @@ class Lower(Pass):
         y4 = ai.graphopt::MatMulTable(x, packed codes, scales, tables, 0, 0; group, activations, trellis)
         y5 = ai.graphopt::MatMulCodebook(x, codes, scales, levels, ...)
         e = ai.graphopt::GatherTable(ids, packed codes, scales, table, zero points)  or  standard operators of codes
+        r = (Cast(codes of the rows) - Cast(zero points)) * scales                       for ``ort-cuda``
         Max(y3, 0) for Relu(y3), and a reshape between two DequantizeLinear of one product: see ``fusible``
 
     Codes, scales and zero points are the same numbers in another layout, so W stays bit for bit. A rounding that the
@@ -158,6 +162,9 @@ class Lower(Pass):
         for node in model.graph:
             if (reader := codebook_of(node)) is not None:
                 self._multiply_entries(node, reader, ledger)
+        if self.target == "ort-cuda":
+            for reader in [node for node in model.graph if _is_in_blocks_of_bytes(node)]:
+                _multiply_by_scales(model.graph, reader, ledger)
         standard = [node for node in model.graph if dequantize_of(node) is not None]
         keep_fusible(model.graph, standard, ledger)
 
@@ -293,6 +300,47 @@ def _pack(graph: ir.Graph, node: ir.Node, codes: StoredCodes, ledger: Ledger) ->
     matrix = pack_matrix(graph, codes)
     gather_packed(graph, lookups_of(graph, codes), matrix, ledger, node.name or "?")
     return matrix
+
+
+def _is_in_blocks_of_bytes(node: ir.Node) -> bool:
+    """Return whether ``node`` dequantizes 8 bits in blocks that are computed, as rows that were looked up are.
+
+    onnxruntime's CUDA provider takes such a node and fails when it runs: "Unsupported quantization type".
+    """
+    if (node.domain, node.op_type) != ("", "DequantizeLinear") or not node.attributes.get_int("block_size", 0):
+        return False
+    codes = node.inputs[0]
+    return codes is not None and codes.const_value is None and codes.dtype in (ir.DataType.INT8, ir.DataType.UINT8)
+
+
+def _multiply_by_scales(graph: ir.Graph, reader: ir.Node, ledger: Ledger) -> None:
+    """Let three standard operators do what ``reader``, a ``DequantizeLinear`` in blocks, does."""
+    codes, scales, zeros = (*reader.inputs, None)[:3]
+    assert codes is not None and codes.shape is not None and scales is not None and scales.shape is not None
+    axis, block = reader.attributes.get_int("axis", 1) % len(codes.shape), reader.attributes.get_int("block_size", 0)
+    insert, dtype, dims = Inserter(graph, reader, reader.name or "dequantize"), scales.dtype, list(codes.shape)
+    size = dims[axis]
+    if not isinstance(size, int):
+        raise InputError(
+            f"DequantizeLinear in blocks of an axis of unknown size {size}, for which CUDA has no kernel",
+            node=reader.name,
+            remedy="export the model with this axis fixed, or choose --target ort-cpu",
+        )
+    # what is behind the last block of a whole row is broadcast; other blocks are repeated to their numbers
+    blocks = None if block >= size else insert.integers([index // block for index in range(size)])
+
+    def of_numbers(value: ir.Value, suffix: str) -> ir.Value:
+        return value if blocks is None else insert.op("Gather", [value, blocks], dims, value.dtype, suffix, axis=axis)
+
+    numbers = insert.op("Cast", [codes], dims, dtype, "numbers", to=dtype)
+    if zeros is not None:
+        cast = insert.op("Cast", [zeros], list(zeros.shape or []), dtype, "zeros", to=dtype)
+        numbers = insert.op("Sub", [numbers, of_numbers(cast, "zeros_of_numbers")], dims, dtype, "centred")
+    product = ir.node("Mul", [numbers, of_numbers(scales, "scales")], name=reader.name)
+    set_type(product.outputs[0], reader.outputs[0].name or "", dtype, dims)
+    replace(reader, product)
+    for node in (*insert.nodes, product):
+        ledger.changed(node, UNBLOCKED(), [reader])
 
 
 def _replace_dynamic(

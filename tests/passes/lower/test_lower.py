@@ -13,6 +13,7 @@ from graphopt.graph import provenance
 from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.session import ACCURACY_LEVEL, open_session
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
+from graphopt.passes.common.formats import EmbeddingFormat
 from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.lower import Costs, Lower, lower_model, shipped_costs
@@ -295,3 +296,18 @@ def test_what_runs_of_a_logical_graph_is_a_copy_that_is_lowered() -> None:
     assert kinds(copy)["MatMulTable"] == 5
     assert kinds(model)["Dequantize"] == 5
     assert lower_model(copy) is copy
+
+
+@pytest.mark.parametrize(("kind", "group"), [("int8", 0), ("int8", 16), ("uint8", 16)])
+def test_rows_of_bytes_are_multiplied_by_scales_for_gpus(kind: str, group: int, tmp_path: Path) -> None:
+    """onnxruntime's CUDA provider accepts DequantizeLinear of 8 bits in blocks, and fails when it runs."""
+    model = residual_model(width=32, inner=48)
+    QuantizeWeights(linear=None, lm_head=None, embedding=EmbeddingFormat(format=kind, group=group or None))(model)
+    ids = {"input_ids": np.arange(6, dtype=np.int64).reshape(2, 3)}
+    (expected,) = open_session(save(model, tmp_path, "before.onnx")).run(["logits"], ids)
+    report = lower(model, target="ort-cuda")
+    assert kinds(model)["DequantizeLinear"] == 0
+    # the same operations on float32
+    (result,) = open_session(save(model, tmp_path, "after.onnx")).run(["logits"], ids)
+    assert np.array_equal(result, expected)
+    assert any("no kernel for 8 bits in blocks" in str(change.what) for change in report.changes)
