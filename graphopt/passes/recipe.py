@@ -57,7 +57,7 @@ class Recipe(BaseModel):
         description: one line for a list.
         steps: the passes with their options, in order: phase by phase, see :data:`graphopt.passes.phases.PHASES`.
         activations: to what quantized products round their inputs at run time: ``int8`` is the fast path, ``float32``
-            leaves them alone. For onnxruntime's own kernel it is a session entry, not part of the graph: graphopt's
+            leaves them alone, as ``--target ort-cuda`` does where a recipe does not say: kernels on GPUs are faster so. For onnxruntime's own kernel it is a session entry, not part of the graph: graphopt's
             session sets it from the manifest, any other session has to. Products that graphopt made say it in the
             graph, and a step may say otherwise for them.
         calibration: the text that statistics are collected on, where a step needs them.
@@ -119,6 +119,8 @@ class Recipe(BaseModel):
             return recipe
         kind, _, instructions = target.partition(":")
         recipe = recipe.setting("lower", target=kind, **({"instructions": instructions} if instructions else {}))
+        if kind == "ort-cuda" and "activations" not in self.model_fields_set:
+            recipe = recipe.model_copy(update={"activations": "float32"})
         return recipe._adding_all(step for step in PASSES.values() if kind in step.targets)
 
     def on_this_machine(self) -> Recipe:

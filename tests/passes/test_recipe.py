@@ -257,3 +257,14 @@ def test_a_recipe_that_cannot_be_used_names_the_key(tmp_path: Path, text: str, m
 def test_an_unknown_name_lists_the_presets() -> None:
     with pytest.raises(InputError, match="no recipe 'int5'.*rotate-int4-rtn"):
         load_recipe("int5")
+
+
+def test_inputs_of_products_stay_as_they_are_on_gpus_unless_a_recipe_says_otherwise() -> None:
+    recipe = Recipe(name="plain", steps=(QuantizeWeights(),))
+    assert recipe.lowered("ort-cuda").activations == "float32"
+    assert recipe.lowered("ort-cpu").activations == "int8"
+    stated = Recipe(name="stated", steps=(QuantizeWeights(),), activations="int8")
+    assert stated.lowered("ort-cuda").activations == "int8"
+    # what a manifest holds is read back as it was
+    lowered = recipe.lowered("ort-cuda")
+    assert Recipe.model_validate(yaml.safe_load(lowered.to_yaml())).lowered("ort-cuda").activations == "float32"

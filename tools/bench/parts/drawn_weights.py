@@ -118,8 +118,8 @@ def _first_use(value: ir.Value) -> Use | None:
             moved = _first_use(reader.outputs[0])
             if moved is not None:
                 return moved
-            if reader.op_type == "Gather":
-                return Use("matrix", reader)  # a table of embeddings
+            if reader.op_type == "Gather":  # a table of embeddings, or its codes, which are cast behind
+                return Use("matrix" if value.dtype is None or value.dtype.is_floating_point() else "codes", reader)
     return None
 
 
