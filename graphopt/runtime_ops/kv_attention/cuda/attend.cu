@@ -139,6 +139,7 @@ struct Shared {
 template <typename Pages>
 GRAPHOPT_KERNEL(kAttendThreads, Pages::kBlocks)
 void attend(AttendRun run) {
+  let_next_begin();
   const CudaCall& call = run.call;
   const CudaPlan& plan = run.plan;
   const Layout& layout = call.layout;
@@ -156,6 +157,7 @@ void attend(AttendRun run) {
   const WarpScratch buffers = shared.buffers(all, warp());
   if (lane() == 0) *buffers.reading = reading_of(run, place, queries);
   sync_warp();
+  wait_for_previous();  // that appends tokens, or makes lists
   const int64_t pages = makes_lists(place.policy) ? run.lists.counts[list_of(run, place, queries)]
                                                            : static_cast<int64_t>(buffers.reading->range.pages);
   const int64_t end = static_cast<int64_t>(part + 1) * plan.share;
@@ -220,7 +222,7 @@ struct PagesOf<Codes<Bits>, Spans> {
 template <typename Pages>
 const char* start(const AttendRun& run, void* stream) {
   const unsigned blocks = static_cast<unsigned>(run.plan.units);
-  return launch(attend<Pages>, {blocks, 1, 1}, kAttendThreads, Shared<Pages>(run.call).bytes(), stream, run);
+  return launch_early(attend<Pages>, {blocks, 1, 1}, kAttendThreads, Shared<Pages>(run.call).bytes(), stream, run);
 }
 
 }  // namespace
