@@ -75,7 +75,8 @@ struct CodePages : CodePlaces {
     GRAPHOPT_UNROLL
     for (int i = 0; i < kLoads; ++i) {
       const int block = kNarrow ? lane() / 16 : i, line = lane() / 4 % kLines, four = lane() % 4;
-      copy_async16(to + place_of_codes(block, line, four), from + static_cast<size_t>(block) * apart + (64 * line + 16 * four), there(block, line));
+      const char* const at = from + static_cast<size_t>(block) * apart + (64 * line + 16 * four);
+      copy_async16(to + place_of_codes(block, line, four), at, there(block, line));
     }
   }
   // Keys [page / 16, size / 4 (or 8), 16, 4].
@@ -245,12 +246,15 @@ struct CodePages : CodePlaces {
     copy_values(next);
   }
 
-  GRAPHOPT_DEVICE void add_codes(const Tile& tile, const float (&weights)[kLaneTokens], float (&sums)[kSums]) {
+  // The weights times the steps of the values, as columns, and to `base` this lane's part of the weights times their
+  // lows. Returns what products of this lane's query are counted in.
+  GRAPHOPT_DEVICE float weigh_values(const Tile& tile, const float* scales, const float (&weights)[kLaneTokens],
+                                     float& base, uint32_t* columns) const {
     float numbers[2][4], most = 0;
     GRAPHOPT_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int first = token(4 * half);
-      const Four low = load_four(value_scales + first), step = load_four(value_scales + kTileTokens + first);
+      const Four low = load_four(scales + first), step = load_four(scales + kTileTokens + first);
       const uint32_t read = static_cast<uint32_t>(tile.seen >> first);
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -262,13 +266,18 @@ struct CodePages : CodePlaces {
       }
     }
     const Unit unit(most_of_query(most));
-    uint32_t column[2][2];
     GRAPHOPT_UNROLL
     for (int half = 0; half < 2; ++half) {
       const Bytes bytes(numbers[half], unit.inverse);
       columns[2 * t * kColumn + 8 * half + g] = bytes.high;
       columns[(2 * t + 1) * kColumn + 8 * half + g] = bytes.rest;
     }
+    return unit.unit;
+  }
+
+  GRAPHOPT_DEVICE void add_codes(const Tile& tile, const float (&weights)[kLaneTokens], float (&sums)[kSums]) {
+    const float unit = weigh_values(tile, value_scales, weights, base, columns);
+    uint32_t column[2][2];
     sync_warp();
     GRAPHOPT_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -294,7 +303,7 @@ struct CodePages : CodePlaces {
       for (int i = 0; i < 4; ++i) {
         const int32_t(&product)[4] = products[i / 2];
         float& sum = sums[4 * step + i];
-        sum = multiply_add(Bytes::sum_of(product[i % 2 * 2], product[i % 2 * 2 + 1]), unit.unit, sum);
+        sum = multiply_add(Bytes::sum_of(product[i % 2 * 2], product[i % 2 * 2 + 1]), unit, sum);
       }
     }
   }

@@ -111,7 +111,8 @@ struct HalfPages : FloatPlaces {
       from = keys_at(copied, lane() / 8) + lane() % 8 * 8;
     } else {
       span = 0, line = lane() / 8 * 4;
-      from = reinterpret_cast<const Half*>(state.values) + copied + static_cast<size_t>(line) * layout.size + lane() % 8 * 8;
+      from = reinterpret_cast<const Half*>(state.values) + copied + static_cast<size_t>(line) * layout.size;
+      from += lane() % 8 * 8;
     }
   }
   // Copies a step, which may be of the next tile.
