@@ -5,7 +5,7 @@ namespace {
 
 // Units that keep a large GPU busy; with fewer tiles of queries than that their pages are shared out, but not in parts
 // of fewer tokens than are worth a merge.
-constexpr int64_t kUnits = 1024, kLeastTokens = 256;
+constexpr int64_t kUnits = 512, kLeastTokens = 256;
 constexpr int64_t kMostUnits = int64_t{1} << 30;
 
 }  // namespace
