@@ -157,6 +157,22 @@ def test_the_pages_of_a_model(kernels: ctypes.CDLL, storage: str, page: int) -> 
         check(Kernels(kernels), inputs, attributes)
 
 
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
+def test_many_queries_of_a_head(kernels: ctypes.CDLL, storage: str, page: int) -> None:
+    """More than 4 of a head of 128: a block then reads a page once for 16 of them."""
+    for group, others, calls in (
+        (4, {"window": 100, "softcap": 3.0}, (90, 4, 1)),
+        (3, {"policies": [1], "sinks": 5, "recent": 70, "recent_pages": 2}, (150, 7)),
+    ):
+        attributes = attributes_of(storage=storage, kv_heads=1, page=page, scale=128**-0.5, **others)
+        tokens = tokens_of(attributes, sum(calls), batch=1, group=group, head_size=128, sink_logits=True)
+        compare(attributes, tokens, 4, calls, run=Kernels(kernels, seed=page))
+    # pages in parts
+    attributes = attributes_of(storage=storage, policies=[0], kv_heads=1, page=page, scale=2**-9)
+    check(Kernels(kernels), drawn(attributes, [700], 2, 16, group=5, head_size=128), attributes)
+
+
 def test_more_rows_than_a_launch_takes(kernels: ctypes.CDLL) -> None:
     attributes = attributes_of(policies=[1, 2], recent=9, budget=1, storage="int8")
     inputs = drawn(attributes, [(7 * row) % 40 for row in range(35)], 1, 3, group=1)
@@ -234,9 +250,10 @@ def test_activations_of_16_bits(kernels: ctypes.CDLL, dtype: type) -> None:
 def test_what_is_not_finite_reaches_those_that_read_it(
     kernels: ctypes.CDLL, storage: str, name: str, bad: float
 ) -> None:
-    for policies in ([0], [1]):
-        attributes = attributes_of(storage=storage, policies=policies, sinks=2, recent=4, kv_heads=1)
-        tokens = tokens_of(attributes, 45, head_size=32)
+    # the last is read for many queries together
+    for policies, size, page in (([0], 32, 16), ([1], 32, 16), ([0], 128, 64)):
+        attributes = attributes_of(storage=storage, policies=policies, sinks=2, recent=4, kv_heads=1, page=page)
+        tokens = tokens_of(attributes, 45, head_size=size)
         tokens[name][0, 20, 3] = bad
         bounded = Bounded()
         wanted = Fed(attributes, tokens, 4, bounded)

@@ -133,7 +133,8 @@ def test_cases_are_chosen_by_pattern_and_rows(patterns: list[str], rows: list[st
 
 
 def test_cases_of_kv_attention_compute_what_they_check(interpreted: ctypes.CDLL) -> None:
-    for made in cuda_kv_attention.cases(interpreted, torch, "cpu", sizes=((2, 192), (1, 640)), heads=(6, 2), size=32):
+    sizes = ((2, 192, 1), (1, 640, 1), (1, 192, 4))
+    for made in cuda_kv_attention.cases(interpreted, torch, "cpu", sizes=sizes, heads=(6, 2), size=32):
         made.poison(1)
         assert not made.error(1) <= made.allowed
         made.run(1)

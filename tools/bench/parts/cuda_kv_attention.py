@@ -1,4 +1,4 @@
-"""KVAttention on a GPU: a step of decoding over a long context, beside torch's attention over float16."""
+"""KVAttention on a GPU: one or a few new tokens over a long context, beside torch's attention over float16."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda.kv_attention import Call
 from tools.bench.parts.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
 
-SIZES = ((1, 8192), (1, 131072), (8, 131072))
-"""Rows, and tokens that each has with the one of the step."""
+SIZES = ((1, 8192, 1), (1, 32768, 1), (1, 131072, 1), (8, 131072, 1), (1, 8192, 4), (1, 131072, 4), (1, 8192, 64))
+"""Rows, tokens that each has with the new ones, and how many of them are new."""
 
 
 def cases(
@@ -22,21 +22,24 @@ def cases(
     torch: Any,
     device: str = "cuda",
     *,
-    sizes: Sequence[tuple[int, int]] = SIZES,
+    sizes: Sequence[tuple[int, int, int]] = SIZES,
     storages: Sequence[str] = ("float16", "int8", "int4"),
     heads: tuple[int, int] = (32, 8),
     size: int = 128,
     wanted: Wanted = every,
 ) -> Iterator[Case]:
-    """Yield a case for each size and storage: dense, float16 queries; tokens are a multiple of the page, 64."""
-    for rows, tokens in sizes:
+    """Yield a case for each size and storage: dense, float16 queries; tokens are a multiple of the page, 64.
+
+    New tokens are at most a page.
+    """
+    for rows, tokens, fresh in sizes:
         for storage in storages:
-            if wanted(_title(storage, rows, tokens)):
-                yield _case(library, torch, device, rows, tokens, storage, heads, size)
+            if wanted(_title(storage, rows, tokens, fresh)):
+                yield _case(library, torch, device, rows, tokens, fresh, storage, heads, size)
 
 
-def _title(storage: str, rows: int, tokens: int) -> str:
-    return f"KVAttention {storage} {rows} x {tokens}"
+def _title(storage: str, rows: int, tokens: int, fresh: int) -> str:
+    return f"KVAttention {storage} {rows} x {tokens}, {fresh} new"
 
 
 def _case(
@@ -45,6 +48,7 @@ def _case(
     device: str,
     rows: int,
     tokens: int,
+    fresh: int,
     storage: str,
     heads: tuple[int, int],
     size: int,
@@ -62,17 +66,18 @@ def _case(
         return torch.randn(tensor.shape, dtype=dtype, device=device) / (16 if name == "scales" else 1)
 
     def activations(width: int) -> Any:
-        return torch.randn(rows, 1, width * size, dtype=torch.float16, device=device)
+        return torch.randn(rows, fresh, width * size, dtype=torch.float16, device=device)
 
     states = [{name: drawn(name) for name in shapes} for _ in range(copies)]
     query, key, value = (activations(width) for width in (heads[0], heads[1], heads[1]))
     y = [torch.empty_like(query) for _ in range(copies)]
-    on_host = {"policies": np.zeros(heads[1], np.uint8), "past": np.full(rows, tokens - 1), "fresh": np.ones(rows, int)}
+    past = tokens - fresh
+    on_host = {"policies": np.zeros(heads[1], np.uint8), "past": np.full(rows, past), "fresh": np.full(rows, fresh)}
     calls = []
     for copy in range(copies):
-        call = Call(type=10, storage=STORAGES.index(storage), rows=rows, columns=1, kv_heads=heads[1], group=group)
+        call = Call(type=10, storage=STORAGES.index(storage), rows=rows, columns=fresh, kv_heads=heads[1])
         call.size, call.page, call.pages, call.recent, call.scale = size, 64, tokens // 64, 1, attrs.scale
-        call.clip = attrs.clip
+        call.group, call.clip = group, attrs.clip
         for name, array in on_host.items():
             setattr(call, name, array.ctypes.data)
         tensors = {"query": query, "key": key, "value": value, "y": y[copy], **states[copy]}
@@ -88,9 +93,12 @@ def _case(
 
     def error(copy: int) -> float:
         keys, values = _tokens(torch, states[copy], storage, size)
-        q = query.double().reshape(rows, heads[1], group, size)
-        weights = torch.softmax(q @ keys.mT * attrs.scale, dim=-1)
-        expected = (weights @ values).reshape(rows, 1, -1)
+        q = query.double().reshape(rows, fresh, heads[1], group, size).transpose(1, 2)
+        scores = q.flatten(2, 3) @ keys.mT * attrs.scale  # [rows, KV heads, new token and head of the group, tokens]
+        later = torch.ones(fresh, tokens, dtype=torch.bool, device=device).triu(past + 1)
+        scores.masked_fill_(later.repeat_interleave(group, dim=0), float("-inf"))
+        results = (torch.softmax(scores, dim=-1) @ values).reshape(rows, heads[1], fresh, group, size)
+        expected = results.transpose(1, 2).reshape(rows, fresh, -1)
         return float((y[copy].double() - expected).norm() / expected.norm())
 
     def poison(copy: int) -> None:
@@ -101,11 +109,12 @@ def _case(
         other = [
             torch.randn(2, rows, heads[1], tokens, size, dtype=torch.float16, device=device) for _ in range(copies)
         ]
-        q = query.reshape(rows, heads[0], 1, size)
+        q = query.reshape(rows, fresh, heads[0], size).transpose(1, 2)
         attention = torch.nn.functional.scaled_dot_product_attention
+        # without a mask: the few tokens that new ones must not read are read anyway
         rivals["torch attention, float16"] = lambda copy: attention(q, other[copy][0], other[copy][1], enable_gqa=True)
     # half a unit in the last place of y, and what float32 sums of so many tokens may lose
-    return Case(_title(storage, rows, tokens), moved, copies, poison, run, error, 2**-10, rivals)
+    return Case(_title(storage, rows, tokens, fresh), moved, copies, poison, run, error, 2**-10, rivals)
 
 
 def _tokens(torch: Any, state: dict[str, Any], storage: str, size: int) -> tuple[Any, Any]:

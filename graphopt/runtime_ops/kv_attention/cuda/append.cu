@@ -22,6 +22,8 @@ struct Touched {
 template <typename Holds>
 GRAPHOPT_KERNEL(kAppendThreads, 4)
 void append_page(CudaCall call) {
+  let_next_begin();
+  wait_for_previous();
   const Layout& layout = call.layout;
   const int row = static_cast<int>(block_index().z), head = static_cast<int>(block_index().y);
   const Touched touched(call, row);
@@ -76,7 +78,7 @@ const char* append_tokens(const CudaCall& call, void* stream) {
   const char* failure = round_leaving_pages(call, stream);
   if (!failure && touched) {
     failure = with_storage(layout.storage, [&](auto holds) {
-      return launch(append_page<decltype(holds)>, grid(touched), kAppendThreads, 0, stream, call);
+      return launch_early(append_page<decltype(holds)>, grid(touched), kAppendThreads, 0, stream, call);
     });
   }
   if (!failure && layout.compensate && touched > 1) {

@@ -6,24 +6,13 @@
 #include "kv_attention/cuda/codes.h"
 #include "kv_attention/cuda/halves.h"
 #include "kv_attention/cuda/merge.h"
-#include "kv_attention/cuda/place.h"
+#include "kv_attention/cuda/queries.h"
 
 namespace graphopt {
 namespace {
 
 constexpr unsigned kAttendThreads = kAttendWarps * kWarp;
 static_assert(kAttendWarps == kQueries, "when it is done each warp writes one query");
-
-// A query times the scale, and times what makes scores logarithms to base 2.
-GRAPHOPT_DEVICE void take_query(const CudaCall& call, const TileQueries& query, const void* from, float* to) {
-  const Layout& layout = call.layout;
-  const int size = static_cast<int>(layout.size), stride = SharedQueries::stride_of(layout);
-  const float factor = layout.softcap != 0 ? layout.scale : layout.scale * kLog2E;
-  for (int c = lane(); c < stride; c += kWarp) {
-    const bool there = query.used && c < size;
-    to[c] = there ? load_number(from, call.type, query.at + static_cast<size_t>(c)) * factor : 0.0f;
-  }
-}
 
 GRAPHOPT_DEVICE size_t list_of(const AttendRun& run, const Place& place, const TileQueries& queries) {
   return static_cast<size_t>(place.row * run.plan.heads_of(static_cast<int>(place.policy)) + place.of_policy) *
@@ -139,6 +128,7 @@ struct Shared {
 template <typename Pages>
 GRAPHOPT_KERNEL(kAttendThreads, Pages::kBlocks)
 void attend(AttendRun run) {
+  let_next_begin();
   const CudaCall& call = run.call;
   const CudaPlan& plan = run.plan;
   const Layout& layout = call.layout;
@@ -156,6 +146,7 @@ void attend(AttendRun run) {
   const WarpScratch buffers = shared.buffers(all, warp());
   if (lane() == 0) *buffers.reading = reading_of(run, place, queries);
   sync_warp();
+  wait_for_previous();  // that appends tokens, or makes lists
   const int64_t pages = makes_lists(place.policy) ? run.lists.counts[list_of(run, place, queries)]
                                                            : static_cast<int64_t>(buffers.reading->range.pages);
   const int64_t end = static_cast<int64_t>(part + 1) * plan.share;
@@ -220,13 +211,17 @@ struct PagesOf<Codes<Bits>, Spans> {
 template <typename Pages>
 const char* start(const AttendRun& run, void* stream) {
   const unsigned blocks = static_cast<unsigned>(run.plan.units);
-  return launch(attend<Pages>, {blocks, 1, 1}, kAttendThreads, Shared<Pages>(run.call).bytes(), stream, run);
+  return launch_early(attend<Pages>, {blocks, 1, 1}, kAttendThreads, Shared<Pages>(run.call).bytes(), stream, run);
 }
 
 }  // namespace
 
 const char* attend_and_merge(const AttendRun& run, void* stream) {
   if (!run.plan.units) return nullptr;
+  if (run.plan.wide > 1) {
+    const char* const failure = start_wide(run, stream);
+    return failure ? failure : merge_parts(run, stream);
+  }
   const char* const failure = with_storage(run.call.layout.storage, [&](auto holds) {
     // fewer sums leave registers for more warps
     return run.call.layout.size <= 128 ? start<typename PagesOf<decltype(holds), 2>::Pages>(run, stream)

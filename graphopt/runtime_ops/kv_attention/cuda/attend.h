@@ -26,4 +26,10 @@ struct AttendRun {
 const char* attend_and_merge(const AttendRun& run, void* stream);
 const char* merge_parts(const AttendRun& run, void* stream);
 
+// Blocks that read for several tiles of queries, of heads that make no lists; `tokens` are the most new ones of a row.
+constexpr int kWideTiles = 4;
+bool takes_wide(const CudaCall& call, int32_t tokens);
+const char* start_wide(const AttendRun& run, void* stream);
+const char* start_wide_codes(const AttendRun& run, void* stream);
+
 }  // namespace graphopt

@@ -6,7 +6,8 @@
 // with weights. Sums of a page are exact, and added as floats.
 //
 // Keys of a page and its values, with their scales, are copied to shared memory asynchronously, as soon as the keys or
-// values there are done with. Codes are copied by the lane that multiplies them.
+// values there are done with. Eight neighbouring lanes copy 128 bytes that lie together, as the GPU asks its L2 for what
+// eight lanes want at a time; the lanes that multiply them are others.
 #pragma once
 
 #include "kv_attention/cuda/bytes.h"
@@ -30,7 +31,7 @@ struct CodePages : CodePlaces {
   const Layout& layout;
   const State& state;
   const WarpScratch& buffers;
-  Word4 *keys, *values;                    // [32 channels][32 tokens][load][lane]
+  Word4 *keys, *values;                    // [32 channels][32 tokens][place]
   float *key_scales, *value_scales;        // [low, step][size], [low, step][64]
   uint32_t* columns;                       // of weights: [query][high, low][four tokens]
   FloatWeights floats;                     // in the same place, for slots
@@ -60,22 +61,39 @@ struct CodePages : CodePlaces {
     return tile.there && !layout.in_slot(tile.page, buffers.reading->newest);
   }
 
-  // Keys [page / 16, size / 4 (or 8), 16, 4]: 16 bytes are four tokens, lane group g has 4 g to 4 g + 3 of 32.
+  // The codes of 32 tokens by 32 channels: two blocks, of keys 16 tokens each, of values 16 channels, in which 64 bytes
+  // are four codes of each of the 16, or eight. Lane group g multiplies fours 4 (g / 4) to 4 (g / 4) + 3 of them.
+  static constexpr int kLines = 4 * kLoads;  // of 64 bytes, in each block
+  // Where 16 bytes of a line are put, four of a token or channel each: lines of other t are in other banks.
+  static GRAPHOPT_DEVICE int place_of_codes(int block, int line, int four) {
+    if constexpr (kNarrow) return 16 * block + line / 2 * 8 + ((line % 2 * 4 + four) ^ (line / 2 * 2));
+    return 32 * block + line / 2 * 8 + ((line % 2 * 4 + four) ^ (line / 2 * 2));
+  }
+  // Copies codes of 32 by 32, the blocks of which are `apart`; what is not `there` of either block becomes 0.
+  template <typename There>
+  GRAPHOPT_DEVICE void copy_codes(Word4* to, const char* from, size_t apart, const There& there) const {
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < kLoads; ++i) {
+      const int block = kNarrow ? lane() / 16 : i, line = lane() / 4 % kLines, four = lane() % 4;
+      const char* const at = from + static_cast<size_t>(block) * apart + (64 * line + 16 * four);
+      copy_async16(to + place_of_codes(block, line, four), at, there(block, line));
+    }
+  }
+  // Keys [page / 16, size / 4 (or 8), 16, 4].
   GRAPHOPT_DEVICE void copy_keys(const Tile& tile) {
     if (copies(tile)) {
       const size_t of_page = place_of(layout, buffers.reading->head, tile.page);
       const int words = static_cast<int>(layout.size) / (kNarrow ? 8 : 4);
-      const int line = ((tile.offset / 16 + g / 4) * words * 16 + 4 * (g % 4)) * 4;
-      const char* const from = state.keys + of_page * layout.key_bytes() + line;
-      Word4* const to = keys + lane();
+      const char* const from = state.keys + of_page * layout.key_bytes() + tile.offset / 16 * words * 64;
       GRAPHOPT_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         if (step >= steps(layout)) break;
         GRAPHOPT_UNROLL
-        for (int i = 0; i < 2 * kLoads; ++i) {
-          const int half = i / kLoads, word = kNarrow ? 4 * step + t : 8 * step + 2 * t + i % kLoads;
-          const bool there = word < words && 32 * half + 4 * g < tile.tokens;
-          copy_async16(to + (step * 2 * kLoads + i) * kWarp, from + (half * 2 * words + word) * 64, there);
+        for (int half = 0; half < 2; ++half) {
+          copy_codes(keys + (2 * step + half) * kLoads * kWarp, from + (2 * half * words + step * kLines) * 64,
+                     static_cast<size_t>(words) * 64, [&](int block, int line) {
+                       return step * kLines + line < words && 32 * half + 16 * block < tile.tokens;
+                     });
         }
       }
       const float* const scales = state.scales + of_page * layout.scales();
@@ -85,23 +103,23 @@ struct CodePages : CodePlaces {
     }
     commit_copies();
   }
-  // Values [size / 16, page / 4 (or 8), 16, 4]: 16 bytes are four channels, lane group g has 4 g to 4 g + 3 of 32.
+  // Values [size / 16, page / 4 (or 8), 16, 4].
   GRAPHOPT_DEVICE void copy_values(const Tile& tile) {
     if (copies(tile)) {
       const size_t of_page = place_of(layout, buffers.reading->head, tile.page);
       const int page = static_cast<int>(layout.page), size = static_cast<int>(layout.size);
-      const int words = page / (kNarrow ? 8 : 4), word = tile.offset / (kNarrow ? 8 : 4) + (kNarrow ? t : 2 * t);
+      const int words = page / (kNarrow ? 8 : 4);
       const char* const from =
-          state.values + of_page * layout.value_bytes() + (g / 4 * words * 16 + word * 16 + 4 * (g % 4)) * 4;
-      Word4* const to = values + lane();
+          state.values + of_page * layout.value_bytes() + tile.offset / (kNarrow ? 8 : 4) * 64;
       GRAPHOPT_UNROLL
       for (int step = 0; step < kSteps; ++step) {
         if (step >= steps(layout)) break;
         GRAPHOPT_UNROLL
-        for (int i = 0; i < 2 * kLoads; ++i) {
-          const int half = i / kLoads, of_half = (kNarrow ? 4 : 8) * half + i % kLoads;
-          const bool there = 32 * step + 4 * g < size && 32 * half + 8 * t < tile.tokens;
-          copy_async16(to + (step * 2 * kLoads + i) * kWarp, from + (step * 2 * words + of_half) * 64, there);
+        for (int half = 0; half < 2; ++half) {
+          copy_codes(values + (2 * step + half) * kLoads * kWarp, from + (2 * step * words + half * kLines) * 64,
+                     static_cast<size_t>(words) * 64, [&](int block, int line) {
+                       return 32 * step + 16 * block < size && 32 * half + (kNarrow ? 8 : 4) * line < tile.tokens;
+                     });
         }
       }
       const int which = lane() / 16, at = lane() % 16 * 4;
@@ -130,9 +148,10 @@ struct CodePages : CodePlaces {
     return state.recent + place * layout.slot_floats() + static_cast<size_t>(tile.offset) * layout.size;
   }
 
-  static GRAPHOPT_DEVICE void load(const Word4* from, Word4 (&loaded)[kLoads]) {
+  // What this lane multiplies of 32 by 32 codes.
+  GRAPHOPT_DEVICE void load(const Word4* from, Word4 (&loaded)[kLoads]) const {
     GRAPHOPT_UNROLL
-    for (int i = 0; i < kLoads; ++i) loaded[i] = load16(from + i * kWarp);
+    for (int i = 0; i < kLoads; ++i) loaded[i] = load16(from + place_of_codes(g / 4, kLoads * t + i, g % 4));
   }
 
   // The queries times the steps of the keys, as columns: lanes 2 j and 2 j + 1 of g share query j, first each makes
@@ -185,7 +204,7 @@ struct CodePages : CodePlaces {
       for (int i = 0; i < 4; ++i) {
         if (i % 2) continue;
         Word4 loaded[kLoads];
-        load(keys + (2 * step + i / 2) * kLoads * kWarp + lane(), loaded);
+        load(keys + (2 * step + i / 2) * kLoads * kWarp, loaded);
         GRAPHOPT_UNROLL
         for (int row = 0; row < 2; ++row) {
           uint32_t a[4];
@@ -227,12 +246,15 @@ struct CodePages : CodePlaces {
     copy_values(next);
   }
 
-  GRAPHOPT_DEVICE void add_codes(const Tile& tile, const float (&weights)[kLaneTokens], float (&sums)[kSums]) {
+  // The weights times the steps of the values, as columns, and to `base` this lane's part of the weights times their
+  // lows. Returns what products of this lane's query are counted in.
+  GRAPHOPT_DEVICE float weigh_values(const Tile& tile, const float* scales, const float (&weights)[kLaneTokens],
+                                     float& base, uint32_t* columns) const {
     float numbers[2][4], most = 0;
     GRAPHOPT_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int first = token(4 * half);
-      const Four low = load_four(value_scales + first), step = load_four(value_scales + kTileTokens + first);
+      const Four low = load_four(scales + first), step = load_four(scales + kTileTokens + first);
       const uint32_t read = static_cast<uint32_t>(tile.seen >> first);
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -244,13 +266,18 @@ struct CodePages : CodePlaces {
       }
     }
     const Unit unit(most_of_query(most));
-    uint32_t column[2][2];
     GRAPHOPT_UNROLL
     for (int half = 0; half < 2; ++half) {
       const Bytes bytes(numbers[half], unit.inverse);
       columns[2 * t * kColumn + 8 * half + g] = bytes.high;
       columns[(2 * t + 1) * kColumn + 8 * half + g] = bytes.rest;
     }
+    return unit.unit;
+  }
+
+  GRAPHOPT_DEVICE void add_codes(const Tile& tile, const float (&weights)[kLaneTokens], float (&sums)[kSums]) {
+    const float unit = weigh_values(tile, value_scales, weights, base, columns);
+    uint32_t column[2][2];
     sync_warp();
     GRAPHOPT_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -264,7 +291,7 @@ struct CodePages : CodePlaces {
       GRAPHOPT_UNROLL
       for (int half = 0; half < 2; ++half) {
         Word4 loaded[kLoads];
-        load(values + (2 * step + half) * kLoads * kWarp + lane(), loaded);
+        load(values + (2 * step + half) * kLoads * kWarp, loaded);
         GRAPHOPT_UNROLL
         for (int row = 0; row < 2; ++row) {
           uint32_t a[4];
@@ -276,7 +303,7 @@ struct CodePages : CodePlaces {
       for (int i = 0; i < 4; ++i) {
         const int32_t(&product)[4] = products[i / 2];
         float& sum = sums[4 * step + i];
-        sum = multiply_add(Bytes::sum_of(product[i % 2 * 2], product[i % 2 * 2 + 1]), unit.unit, sum);
+        sum = multiply_add(Bytes::sum_of(product[i % 2 * 2], product[i % 2 * 2 + 1]), unit, sum);
       }
     }
   }

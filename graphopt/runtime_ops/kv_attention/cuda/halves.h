@@ -3,9 +3,9 @@
 // A query, or a weight, is two numbers of float16, 22 bits, in columns of their own. The 8 numbers of 16 bytes that a
 // lane loads are of 8 tokens, or of 8 channels: rows of four products. A pair of rows is made of two loads.
 //
-// Loads are asynchronous copies to shared memory, each lane's for itself, so that no lane waits for another. A step is
-// four of a lane, 2 KiB of a warp: of keys 16 channels of 64 tokens, of values 16 tokens of 64 channels. Steps run on
-// into the next tile.
+// Loads are asynchronous copies to shared memory. A step is four of a lane, 2 KiB of a warp: of keys 16 channels of 64
+// tokens, of values 16 tokens of 64 channels. Steps run on into the next tile. Eight neighbouring lanes copy 128 bytes
+// that lie together, as the GPU asks its L2 for what eight lanes want at a time; the lanes that multiply them are others.
 #pragma once
 
 #include "kv_attention/cuda/floats.h"
@@ -92,10 +92,15 @@ struct HalfPages : FloatPlaces {
   // Of 16 tokens; a tile has at least as many steps as are copied ahead.
   GRAPHOPT_DEVICE int fours() const { return tokens() < 32 ? 2 : tokens() / 16; }
   static_assert(kStages == 4, "the smallest tile has a step of keys and two of values");
-  GRAPHOPT_DEVICE const Half* keys_at(size_t first) const {
-    const size_t block = static_cast<size_t>(g / 2 * 16) * layout.size;
-    return reinterpret_cast<const Half*>(state.keys) + first + block + (16 * t + g % 2 * 8);
+  // The first keys of what eight lanes copy, from 16 tokens.
+  GRAPHOPT_DEVICE const Half* keys_at(size_t first, int sixteen) const {
+    const size_t block = static_cast<size_t>(16 * sixteen) * layout.size;
+    return reinterpret_cast<const Half*>(state.keys) + first + block;
   }
+  // Where in a fourth of a step this lane finds what it multiplies, in 16 bytes: the same eight lanes copied the keys.
+  // Values are spread over banks, as eight lanes copy one token, and multiply four.
+  GRAPHOPT_DEVICE int place_of_keys() const { return g / 2 * 8 + 2 * t + g % 2; }
+  static GRAPHOPT_DEVICE int place_of_values(int token, int eight) { return 8 * token + (eight ^ (2 * token)); }
 
   // What is copied next: keys of a tile, its values, keys of the next one.
   GRAPHOPT_DEVICE void turn() {
@@ -103,25 +108,29 @@ struct HalfPages : FloatPlaces {
     if (of_keys) copied = then;
     left = of_keys ? key_steps(layout) : fours() * spans();
     if (of_keys) {
-      from = keys_at(copied);
+      from = keys_at(copied, lane() / 8) + lane() % 8 * 8;
     } else {
-      span = 0, line = 4 * t;
-      from = reinterpret_cast<const Half*>(state.values) + copied + static_cast<size_t>(4 * t) * layout.size + 8 * g;
+      span = 0, line = lane() / 8 * 4;
+      from = reinterpret_cast<const Half*>(state.values) + copied + static_cast<size_t>(line) * layout.size;
+      from += lane() % 8 * 8;
     }
   }
   // Copies a step, which may be of the next tile.
   GRAPHOPT_DEVICE void copy() {
     const int size = static_cast<int>(layout.size);
-    Word4* const to = ring + stage % kStages * (4 * kWarp) + lane();
+    Word4* const step = ring + stage % kStages * (4 * kWarp);
     ++stage;
     if (left == 0) turn();
     --left;
     if (copied != kNone && of_keys) {
+      Word4* const to = step + lane();
+      const bool there = lane() / 8 * 16 < tokens();
       GRAPHOPT_UNROLL
-      for (int i = 0; i < 4; ++i) copy_async16(to + i * kWarp, from + 64 * i, 8 * g < tokens());
+      for (int i = 0; i < 4; ++i) copy_async16(to + i * kWarp, from + 64 * i, there);
       from += 256;
     } else if (copied != kNone) {
-      const bool there = 64 * span + 8 * g < size && line < tokens();
+      Word4* const to = step + place_of_values(lane() / 8, lane() % 8);
+      const bool there = 64 * span + lane() % 8 * 8 < size && line < tokens();
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) copy_async16(to + i * kWarp, from + i * size, there);
       from += 64, ++span;
@@ -129,10 +138,11 @@ struct HalfPages : FloatPlaces {
     }
     commit_copies();
   }
-  // The next step, once it is there.
-  GRAPHOPT_DEVICE void take(Word4 (&words)[4]) {
+  // The next step, once it is there; `place` is this lane's. All lanes.
+  GRAPHOPT_DEVICE void take(int place, Word4 (&words)[4]) {
     wait_copies<kStages - 2>();
-    const Word4* const at = ring + (stage + 1) % kStages * (4 * kWarp) + lane();
+    sync_warp();  // all lanes' copies are there, and all lanes have read the step before
+    const Word4* const at = ring + (stage + 1) % kStages * (4 * kWarp) + place;
     copy();  // to where the last one was taken from
     GRAPHOPT_UNROLL
     for (int i = 0; i < 4; ++i) words[i] = load16(at + i * kWarp);
@@ -165,10 +175,10 @@ struct HalfPages : FloatPlaces {
     for (int step = 0; step < key_steps(layout); ++step) {
       Word4 key[4] = {};
       if (!again) {
-        take(key);
+        take(place_of_keys(), key);
       } else if (8 * g < tile.tokens) {
         GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) key[i] = load16(keys_at(now) + (256 * step + 64 * i));
+        for (int i = 0; i < 4; ++i) key[i] = load16(keys_at(now, g / 2) + (256 * step + 64 * i + 16 * t + g % 2 * 8));
       }
       multiply(key, load8(queries + step * kWarp), sums);
     }
@@ -217,7 +227,7 @@ struct HalfPages : FloatPlaces {
       for (int span = 0; span < Spans; ++span) {
         if (64 * span >= static_cast<int>(layout.size)) break;
         Word4 value[4];
-        take(value);
+        take(place_of_values(t, g), value);
         if (!tile.all) {
           // others than those read can hold NaN or infinity, and 0 times those is not 0
           const uint32_t read = static_cast<uint32_t>(tile.any >> (16 * four + 4 * t));

@@ -32,6 +32,7 @@ void merge(AttendRun run) {
   const Segment& segment = run.plan.segment[run.plan.segment_of(&Segment::first_tile, tile)];
   const Place place(run.plan, segment, (tile - segment.first_tile) * segment.parts);
   const TileQueries query(run, place, index);
+  wait_for_previous();
   if (!query.used) return;
   const size_t first = static_cast<size_t>(segment.first_partial) +
                        static_cast<size_t>(tile - segment.first_tile) * static_cast<size_t>(segment.parts);
@@ -112,7 +113,7 @@ const char* merge_parts(const AttendRun& run, void* stream) {
     most = run.plan.segment[i].parts > most ? run.plan.segment[i].parts : most;
   }
   const unsigned blocks = static_cast<unsigned>(run.plan.tiles) * kTileQueries;
-  return launch(merge, {blocks, 1, 1}, kMergeThreads, MergeScratch::bytes(run.call.layout, most), stream, run);
+  return launch_early(merge, {blocks, 1, 1}, kMergeThreads, MergeScratch::bytes(run.call.layout, most), stream, run);
 }
 
 }  // namespace graphopt

@@ -5,14 +5,15 @@ namespace {
 
 // Units that keep a large GPU busy; with fewer tiles of queries than that their pages are shared out, but not in parts
 // of fewer tokens than are worth a merge.
-constexpr int64_t kUnits = 1024, kLeastTokens = 256;
+constexpr int64_t kUnits = 512, kLeastTokens = 256;
 constexpr int64_t kMostUnits = int64_t{1} << 30;
 
 }  // namespace
 
-const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const bool (&takes)[kPolicies]) {
+const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const bool (&takes)[kPolicies],
+                           int32_t tiles_of_unit) {
   const Layout& layout = call.layout;
-  first = from, end = to;
+  first = from, end = to, wide = tiles_of_unit;
   units = partials = tiles = segments = 0;
   int16_t placed = 0;
   for (int policy = 0; policy < kPolicies; ++policy) {
@@ -30,20 +31,21 @@ const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const
         if (!takes[policy] || !heads_of(policy)) continue;
         const Policy of = static_cast<Policy>(policy);
         const int64_t queries = QueryPlace::tiles(layout, of, count);
-        // the tile of the last queries reads the most, or nearly
-        const QueryPlace earliest(layout, of, count, static_cast<int>(queries - 1), 0);
+        const int64_t shared = (queries + wide - 1) / wide;
+        // the unit of the last queries reads the most, or nearly
+        const QueryPlace earliest(layout, of, count, static_cast<int>((shared - 1) * wide), 0);
         const int64_t last = call.past[row] + first + count - 1;
         const int64_t pages = static_cast<int64_t>(
             makes_lists(of) ? longest_list(of, layout, last)
                                      : PageRange(layout, of, call.past[row] + first + earliest.token, last).pages);
-        visit(row, policy, queries, pages);
+        visit(row, policy, queries, shared, pages);
       }
     }
   };
   int64_t pages_in_all = 0, tiles_in_all = 0;
-  each([&](int, int policy, int64_t queries, int64_t pages) {
+  each([&](int, int policy, int64_t queries, int64_t shared, int64_t pages) {
     // beyond 2^40 a share of the pages is all of them anyway
-    const int64_t most = int64_t{1} << 40, of_head = pages < most / (queries + 1) ? pages * queries : most;
+    const int64_t most = int64_t{1} << 40, of_head = pages < most / (shared + 1) ? pages * shared : most;
     pages_in_all += of_head * heads_of(policy), tiles_in_all += queries * heads_of(policy);
   });
   if (tiles_in_all > kMostUnits) return "a call has too many queries for one launch: give it fewer tokens at a time";
@@ -51,11 +53,11 @@ const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const
   const int64_t wanted = (pages_in_all + kUnits - 1) / kUnits;
   const int64_t shared = wanted < least ? least : (wanted + kAttendWarps - 1) / kAttendWarps * kAttendWarps;
   share = static_cast<int32_t>(shared < INT32_MAX ? shared : INT32_MAX);
-  each([&](int row, int policy, int64_t queries, int64_t pages) {
+  each([&](int row, int policy, int64_t queries, int64_t of_head, int64_t pages) {
     const int64_t parts = pages > share ? (pages + share - 1) / share : 1, all = queries * heads_of(policy);
     segment[segments++] = {units, partials, tiles, static_cast<int32_t>(queries), static_cast<int32_t>(parts),
                            static_cast<uint8_t>(row), static_cast<uint8_t>(policy)};
-    units += static_cast<int32_t>(all * parts);
+    units += static_cast<int32_t>(of_head * heads_of(policy) * parts);
     if (parts > 1) partials += static_cast<int32_t>(all * parts), tiles += static_cast<int32_t>(all);
   });
   return nullptr;

@@ -46,13 +46,14 @@ struct CudaPlan {
   int32_t first = 0, end = 0;  // the new tokens of each row whose queries take part
   int32_t units = 0, partials = 0, tiles = 0;
   int32_t share = 0;  // pages of a part; the last one has what is left
+  int32_t wide = 1;   // tiles of a unit
   int32_t segments = 0;
   Segment segment[kMostSegments] = {};
   uint8_t heads[kMostHeads] = {};                       // by their policies
   int16_t first_head[kPolicies + 1] = {};               // of each policy in `heads`
 
   // New tokens `first` up to `end` of each row, of heads of the policies that `takes` says; null, or why it cannot be.
-  const char* make(const CudaCall& call, int32_t first, int32_t end, const bool (&takes)[kPolicies]);
+  const char* make(const CudaCall& call, int32_t first, int32_t end, const bool (&takes)[kPolicies], int32_t wide = 1);
 
   GRAPHOPT_BOTH int32_t tokens(const CudaCall& call, int row) const {
     const int32_t last = call.fresh[row] < end ? call.fresh[row] : end;
