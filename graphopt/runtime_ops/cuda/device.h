@@ -55,6 +55,15 @@ GRAPHOPT_DEVICE char* shared_memory() {
 #endif
 }
 
+// Of shared memory, as products of matrices and copies count it.
+GRAPHOPT_DEVICE unsigned address_in_shared(const void* shared) {
+#if defined(__CUDACC__)
+  return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+#else
+  return static_cast<unsigned>(reinterpret_cast<uintptr_t>(shared));
+#endif
+}
+
 // All threads of the block, none of which may have returned.
 GRAPHOPT_DEVICE void sync_block() {
 #if defined(__CUDACC__)

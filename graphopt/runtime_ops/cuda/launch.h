@@ -37,8 +37,19 @@ inline bool runs_sm90a() {
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   return major == 9 && minor == 0;
 #else
-  return false;
+  return host::runs_sm90a();
 #endif
+}
+
+// Of the current device; 2 in the interpreter.
+inline unsigned processors() {
+  int count = 2;
+#if defined(__CUDACC__)
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 1;
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+#endif
+  return static_cast<unsigned>(count);
 }
 
 template <typename Arguments>

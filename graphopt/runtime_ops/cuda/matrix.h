@@ -82,6 +82,19 @@ GRAPHOPT_DEVICE void load_matrices(uint32_t (&r)[Count], const void* row) {
   host::load_matrices(r, Count, row, false);
 #endif
 }
+// The other way, of four that are transposed: what [2 t, 2 t + 1][g] of matrix i is goes to r[i] of load_matrices_transposed.
+GRAPHOPT_DEVICE void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
+#if !defined(__CUDACC__)
+  host::store_matrices_transposed(row, r);
+#elif __CUDA_ARCH__ >= 900
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(row));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+#else
+  (void)row, (void)r;
+#endif
+}
 template <int Count>
 GRAPHOPT_DEVICE void load_matrices_transposed(uint32_t (&r)[Count], const void* row) {
   static_assert(Count == 1 || Count == 2 || Count == 4, "1, 2 or 4 matrices");

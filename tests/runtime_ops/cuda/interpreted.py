@@ -82,6 +82,7 @@ def load(library: Path) -> ctypes.CDLL:
     loaded._FuncPtr = Function
     if hasattr(loaded, "graphopt_interpreter_seed"):  # a library for GPUs has no interpreter
         loaded.graphopt_interpreter_seed.argtypes = [ctypes.c_uint64]
+        loaded.graphopt_interpreter_sm90a.argtypes = [ctypes.c_bool]
     return loaded
 
 

@@ -25,6 +25,7 @@ class Codec(ctypes.Structure):
         ("flips", c_uint32),
         ("offset", c_int32),
         ("step", c_float),
+        ("largest", c_float),
         ("lookup", c_uint32 * 8),
     ]
 
@@ -51,6 +52,7 @@ class MatMul(ctypes.Structure):
         *((name, c_int32) for name in ("x_type", "scale_type", "activations", "levels")),
         ("clip", c_float),
         *((name, c_void_p) for name in ("packed", "scales", "zero_points", "bias")),
+        ("largest_scale", c_float),
         ("codec", Codec),
         ("scratch", c_void_p),
     ]
@@ -74,6 +76,7 @@ class Products:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self.sm90a = False  # whether the interpreter runs what only sm_90a has
         for name in ("codec", "table_scratch", "dynamic_scratch"):
             getattr(library, f"graphopt_cuda_matmul_{name}").restype = c_size_t
         library.graphopt_cuda_matmul_operands.restype = c_int32
@@ -140,6 +143,7 @@ class Products:
             scales=pointer(scales),
             zero_points=pointer(zeros),
             bias=pointer(bias),
+            largest_scale=float(np.abs(case["scales"]).max()),
             codec=codec,
         )
         return call, y, [x, packed, scales, zeros, bias]
@@ -151,5 +155,6 @@ class Products:
         product.scratch = scratch.pointer
         if not self.library.on_gpu:
             self.library.graphopt_interpreter_seed(seed)
+            self.library.graphopt_interpreter_sm90a(self.sm90a)
         check(getattr(self.library, function)(ctypes.byref(call), None))
         return scratch

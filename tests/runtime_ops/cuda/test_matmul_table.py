@@ -36,8 +36,11 @@ def products(kernels: ctypes.CDLL) -> Products:
     return Products(kernels)
 
 
-def limit_of(case: Case) -> np.ndarray:
-    """The operator's bound, of tensor cores where there are floats on them, and then y rounded to the type of x."""
+def limit_of(case: Case, *, sm90a: bool = False) -> np.ndarray:
+    """The operator's bound, of tensor cores where there are floats on them, and then y rounded to the type of x.
+
+    On sm_90a more than 16 rows of float16 may meet weights that are scaled in float16.
+    """
     dtype = case["x"].dtype.type
     wide = {**case, "x": case["x"].astype(np.float32)}
     if case["activations"] in ("int8", "int16") or (case["activations"], dtype) == ("float32", np.float32):
@@ -47,6 +50,11 @@ def limit_of(case: Case) -> np.ndarray:
         table = np.abs(case["table"].astype(np.float64))
         scale = np.exp2(np.floor(np.log2(table.max())) - 14) if table.any() else 1.0
         off = table * 2.0**-11 + scale * 2.0**-25
+        if sm90a and np.prod(case["x"].shape[:-1]) > 16:
+            # a scale to float16, and a weight; the largest of all is above 2^12 there, or a decoded number is below 1
+            scales = np.abs(case["scales"].astype(np.float64))
+            spread = scales.max() / scales[scales > 0].min() if scales.any() else 1.0
+            off = off + table * (2.0**-10 + 2.0**-21) + table.max() * spread * 2.0**-25
         of_product = {key: value for key, value in wide.items() if key not in ("x", "activations")}
         nothing = np.zeros(case["x"].shape)
         limit = product_bound(wide["x"], nothing, table_off=off, **of_product, levels=0, unit=TENSOR_CORE_UNIT)
@@ -63,10 +71,22 @@ def exact(case: Case) -> np.ndarray:
 
 def check(products: Products, case: Case, seeds: tuple[int, ...] = (0, 1)) -> None:
     """Within the bound, and with the same bits whatever order threads run in."""
-    ys = [products.table(case, seed) for seed in seeds]
-    assert ys[0].shape == (*case["x"].shape[:-1], case["columns"])
-    assert all(y.tobytes() == ys[0].tobytes() for y in ys)
-    assert (np.abs(ys[0].astype(np.float64) - exact(case)) <= limit_of(case)).all()
+    for sm90a in (False, True):
+        if sm90a and (products.library.on_gpu or not takes_gemm_sm90(case)):
+            continue
+        products.sm90a = sm90a
+        ys = [products.table(case, seed) for seed in seeds]
+        products.sm90a = False
+        assert ys[0].shape == (*case["x"].shape[:-1], case["columns"])
+        assert all(y.tobytes() == ys[0].tobytes() for y in ys)
+        limit = limit_of(case, sm90a=sm90a or products.library.on_gpu)
+        assert (np.abs(ys[0].astype(np.float64) - exact(case)) <= limit).all()
+
+
+def takes_gemm_sm90(case: Case) -> bool:
+    """Whether sm_90a has a kernel of its own for these rows, where the table has no offset."""
+    many = np.prod(case["x"].shape[:-1]) > 16 and (case["group"] % 128 == 0 or case["group"] >= case["rows"])
+    return many and (case["activations"] == "int8" or (case["activations"], case["x"].dtype) == ("float32", np.float16))
 
 
 # the type of x and the mode say together what is multiplied, so they are one choice here
@@ -109,6 +129,35 @@ def test_formats_with_decoders_of_their_own(
     table = FORMATS[name].table
     case = {**case_of(1100, 40, 128, FORMATS[name].bits, leading=(count,)), "table": np.array(table, np.float32)}
     check(products, {**case, "x": case["x"].astype(dtype), "activations": activations}, seeds=(2,))
+
+
+# what each decoder reads, with columns that 16-byte stores take whole and with such that they do not
+@pytest.mark.parametrize(("dtype", "activations"), [(np.float16, "float32"), (np.float16, "int8")])
+@pytest.mark.parametrize(
+    ("name", "columns"), [("int4", 272), ("uint4", 34), ("int8", 40), ("fp6-e2m3", 264), ("fp6-e3m2", 33), ("nf4", 47)]
+)
+@pytest.mark.parametrize("count", [70, 130])
+def test_tiles_of_many_rows(
+    products: Products, name: str, columns: int, count: int, dtype: type, activations: str
+) -> None:
+    """One tile of rows or two, the last one not full, of narrow or wide tiles; K in one part, which fills no block up."""
+    table = np.array(FORMATS[name].table, np.float32)
+    case = case_of(300, columns, 128, FORMATS[name].bits, leading=(count,), bias=True, scale_type=np.float16)
+    check(products, {**case, "table": table, "x": case["x"].astype(dtype), "activations": activations}, seeds=(3,))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e5, 1e25])
+def test_weights_of_any_size_keep_their_digits_on_sm90a(products: Products, size: float) -> None:
+    """Scales far beyond float16 are multiplied by a power of two there, which the sums are divided by."""
+    case = {**case_of(128, 24, 128, 4, leading=(17,)), "activations": "float32"}
+    case["scales"] = case["scales"] * np.float32(size)
+    case["x"] = (case["x"] / np.float32(size if 1e-3 < size < 1e3 else 1)).astype(np.float16)
+    products.sm90a = not products.library.on_gpu
+    y = products.table(case).astype(np.float64)
+    products.sm90a = False
+    within = np.abs(exact(case)) < 65504
+    assert (np.abs(y - exact(case)) <= limit_of(case, sm90a=True))[within].all()
+    assert np.isinf(y[~within]).all()
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

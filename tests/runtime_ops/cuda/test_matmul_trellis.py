@@ -18,7 +18,7 @@ from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
 from graphopt.runtime_ops.matmul_table.spec.packing import pack, unpack
 from tests.pairwise import pairwise
 from tests.runtime_ops.cuda.products import DECODERS, Products
-from tests.runtime_ops.cuda.test_matmul_table import TYPES, check
+from tests.runtime_ops.cuda.test_matmul_table import TYPES, check, takes_gemm_sm90
 from tests.runtime_ops.matmul_table.test_vectors import load, trellis_of
 from tests.runtime_ops.products import Case, as_bytes, trellis_case
 
@@ -41,11 +41,16 @@ def as_signed_bytes(case: Case) -> Case:
 def check_trellis(products: Products, case: Case, seeds: tuple[int, ...] = (0, 1)) -> None:
     """The same bits in any order of threads, those of codes of 8 bits, and within the bound of that weight."""
     wide = as_signed_bytes(case)
-    expected = products.table(wide)
-    for seed in seeds:
-        y = products.table(case, seed)
-        assert y.dtype == expected.dtype
-        assert y.tobytes() == expected.tobytes()
+    for sm90a in (False, True):
+        if sm90a and (products.library.on_gpu or not takes_gemm_sm90(case)):
+            continue
+        products.sm90a = sm90a
+        expected = products.table(wide)
+        for seed in seeds:
+            y = products.table(case, seed)
+            assert y.dtype == expected.dtype
+            assert y.tobytes() == expected.tobytes()
+        products.sm90a = False
     check(products, wide, seeds=(0,))
 
 
@@ -72,6 +77,15 @@ def test_kernels_of_whole_blocks(products: Products, bits: int, count: int, dtyp
     """Groups of whole blocks of K, as few and many rows stream them; K is cut into parts that are summed up."""
     case = trellis_case(1100, 48, 128, bits, leading=(count,))
     check_trellis(products, {**case, "x": case["x"].astype(dtype), "activations": activations}, seeds=(2,))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("columns", [40, 45])
+@pytest.mark.parametrize("count", [70, 130])
+def test_tiles_of_many_rows(products: Products, bits: int, columns: int, count: int) -> None:
+    """K in one part, so y is written through shared memory, where columns side by side lie apart."""
+    case = trellis_case(300, columns, 128, bits, leading=(count,), bias=True)
+    check_trellis(products, {**case, "x": case["x"].astype(np.float16), "activations": "float32"}, seeds=(3,))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

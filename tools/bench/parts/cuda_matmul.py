@@ -136,6 +136,7 @@ class Weights:
             clip=1.0,
             packed=packed.data_ptr(),
             scales=self.scales.data_ptr(),
+            largest_scale=1 / 32,
             codec=self.codec,
         )
 

@@ -9,9 +9,10 @@ namespace graphopt {
 
 constexpr unsigned kStages = 3;
 
-// A row of a block of the operand, and 32 bytes so that 8 bytes each of 4 rows are in banks of their own.
+// A row of a block of the operand, and more so that what is loaded at a time is in banks of its own: 8 bytes each of 4
+// rows, or 16 of 8.
 template <typename Kind>
-constexpr unsigned kPitch = kBytesOfBlock<Kind> + 32;
+constexpr unsigned kPitch = kBytesOfBlock<Kind> + (Kind::kBytes ? 32 : 16);
 template <typename Kind>
 constexpr size_t kTileShared = 1024 + size_t{kStages} * kTileRows * kPitch<Kind>;
 
@@ -69,11 +70,16 @@ void multiply_gemm(Product p) {
     const unsigned to = stage ? stage - 1 : kStages - 1;
     if (ahead < end) copy_stage<Kind>(p, stages + to * kStageBytes, sums.first_row, ahead);
     commit_copies();
-    const char* const of_lane = stages + stage * kStageBytes + g * kPitch<Kind> + 8 * t;
+    const char* const of_lane = stages + stage * kStageBytes + lane_of_operand<Kind, 2>(kPitch<Kind>);
     const auto operand = [&](unsigned step, int m, uint32_t(&b)[2]) {
-      const Word2 word = load8(of_lane + m * 8 * kPitch<Kind> + 32 * step);
-      b[0] = word.words[0];
-      b[1] = word.words[1];
+      const char* const from = of_lane + m * 8 * kPitch<Kind> + 32 * step;
+      if constexpr (Kind::kBytes) {
+        const Word2 word = load8(from);
+        b[0] = word.words[0];
+        b[1] = word.words[1];
+      } else {
+        load_matrices(b, from);
+      }
     };
     const size_t step = block + 1 < end ? of_block : 0;
     sums.multiply_block(p, table, at, of_tile, step, words, block * kBlockUnits, operand);

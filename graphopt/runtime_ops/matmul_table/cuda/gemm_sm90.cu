@@ -1,4 +1,4 @@
-#include "matmul_table/cuda/gemm_sm90.h"
+#include "matmul_table/cuda/gemm_sm90_bytes.h"
 
 #include "matmul_table/cuda/kernels.h"
 #include "matmul_table/cuda/trellis.h"
@@ -6,31 +6,57 @@
 namespace graphopt {
 namespace {
 
+// A decoded weight is multiplied once, so tiles of any width cost the same; a wide one reads the operand for twice the
+// columns. Where wide tiles leave half of the processors idle, narrow ones take half the time.
+bool is_narrow(const Product& p) { return 2 * Gemm90Place<Gemm90Wide>::count(p) <= processors(); }
+
+template <typename Shape>
+const char* start(void (*kernel)(Product), const Product& p, void* stream) {
+  const unsigned count = Gemm90Place<Shape>::count(p), most = processors();
+  return launch_early(kernel, {count < most ? count : most, 1, 1}, kGemm90Threads, Shape::kShared, stream, p);
+}
 template <typename Decode>
-const char* launch_gemm_sm90(const Product& p, void* stream) {
-  const unsigned row_tiles = (p.rows + kGemm90Rows - 1) / kGemm90Rows, column_tiles = (p.tiles + 7) / 8;
-  const Index3 grid = {row_tiles * column_tiles, p.splits, 1};
-  return launch_early(multiply_gemm_sm90<Decode>, grid, kGemm90Threads, kGemm90Shared, stream, p);
+const char* start_halves(const Product& p, void* stream) {
+  if (is_narrow(p)) return start<Gemm90Narrow>(multiply_gemm_sm90<Gemm90Narrow, Decode>, p, stream);
+  return start<Gemm90Wide>(multiply_gemm_sm90<Gemm90Wide, Decode>, p, stream);
+}
+template <typename Decode>
+const char* start_bytes(const Product& p, void* stream) {
+  return start<Gemm90ByteShape>(multiply_bytes_sm90<Decode>, p, stream);
+}
+
+const char* start_gemm_sm90_of_bytes(const Product& p, Decoder decoder, void* stream) {
+  switch (decoder) {
+    case Decoder::kInt4: return start_bytes<Int4ToByte>(p, stream);
+    case Decoder::kInt8: return start_bytes<Int8ToByte>(p, stream);
+    case Decoder::kTable4: return start_bytes<Table4ToByte>(p, stream);
+    case Decoder::kTrellis2: return start_bytes<TrellisToByte<2>>(p, stream);
+    case Decoder::kTrellis3: return start_bytes<TrellisToByte<3>>(p, stream);
+    case Decoder::kTrellis4: return start_bytes<TrellisToByte<4>>(p, stream);
+    default: return start_bytes<AnyToByte>(p, stream);
+  }
 }
 
 }  // namespace
 
 bool has_gemm_sm90(const Product& p, Operands operands, Decoder decoder) {
-  if (operands != Operands::kFloat16 || decoder == Decoder::kWide || p.with_sums) return false;
+  if (operands != Operands::kInt8 && (operands != Operands::kFloat16 || p.y_type != GRAPHOPT_FLOAT16)) return false;
+  if (decoder == Decoder::kWide || p.with_sums || p.two) return false;
   return !(p.group_units % kBlockUnits && p.groups > 1) && runs_sm90a();
 }
 
-const char* start_gemm_sm90(const Product& p, Operands, Decoder decoder, void* stream) {
+const char* start_gemm_sm90(const Product& p, Operands operands, Decoder decoder, void* stream) {
+  if (operands == Operands::kInt8) return start_gemm_sm90_of_bytes(p, decoder, stream);
   switch (decoder) {
-    case Decoder::kInt4: return launch_gemm_sm90<Int4ToHalf>(p, stream);
-    case Decoder::kInt8: return launch_gemm_sm90<Int8ToHalf>(p, stream);
-    case Decoder::kTable4: return launch_gemm_sm90<Table4To16Bits>(p, stream);
-    case Decoder::kE3M2: return launch_gemm_sm90<E3M2ToHalf>(p, stream);
-    case Decoder::kE2M3: return launch_gemm_sm90<E2M3ToHalf>(p, stream);
-    case Decoder::kTrellis2: return launch_gemm_sm90<TrellisToHalf<2>>(p, stream);
-    case Decoder::kTrellis3: return launch_gemm_sm90<TrellisToHalf<3>>(p, stream);
-    case Decoder::kTrellis4: return launch_gemm_sm90<TrellisToHalf<4>>(p, stream);
-    default: return launch_gemm_sm90<AnyTo16Bits>(p, stream);
+    case Decoder::kInt4: return start_halves<Int4ToHalf>(p, stream);
+    case Decoder::kInt8: return start_halves<Int8ToHalf>(p, stream);
+    case Decoder::kTable4: return start_halves<Table4To16Bits>(p, stream);
+    case Decoder::kE3M2: return start_halves<E3M2ToHalf>(p, stream);
+    case Decoder::kE2M3: return start_halves<E2M3ToHalf>(p, stream);
+    case Decoder::kTrellis2: return start_halves<TrellisToHalf<2>>(p, stream);
+    case Decoder::kTrellis3: return start_halves<TrellisToHalf<3>>(p, stream);
+    case Decoder::kTrellis4: return start_halves<TrellisToHalf<4>>(p, stream);
+    default: return start_halves<AnyTo16Bits>(p, stream);
   }
 }
 

@@ -1,6 +1,9 @@
-// Many rows of the operand on sm_90a: 128 of them by 128 columns for a block of threads. Four warps copy the operand to
-// shared memory, a few blocks of K ahead; two groups of four warps multiply it by weights that they have in registers,
-// and decode those of the next block of K meanwhile.
+// Many rows of the operand on sm_90a. Four warps copy the operand to shared memory, a few stages ahead; two groups of four
+// warps multiply it by weights that they have in registers, and decode those that come next meanwhile. As many blocks of
+// threads as processors go through all tiles of rows and columns.
+//
+// float16, here: a weight is scaled in float16 when it is decoded, so sums go on from group to group and no product is
+// waited for. A warp has one or two tiles of columns. Bytes: gemm_sm90_bytes.h.
 #pragma once
 
 #include "matmul_table/cuda/multiply.h"
@@ -9,12 +12,28 @@
 
 namespace graphopt {
 
-constexpr unsigned kGemm90Stages = 4, kGemm90Threads = 384, kGemm90Multipliers = 256;
-constexpr unsigned kGemm90Part = kGemm90Rows * 128, kGemm90Stage = 2 * kGemm90Part;  // 64 numbers of K, and a block
-// A table, barriers, and stages at a multiple of 1024 bytes.
-constexpr size_t kGemm90Shared = 2048 + 1024 + size_t{kGemm90Stages} * kGemm90Stage;
+constexpr unsigned kGemm90Multipliers = 256, kGemm90Copiers = 128, kGemm90Threads = kGemm90Multipliers + kGemm90Copiers;
+constexpr unsigned kGemm90Warps = kGemm90Multipliers / kWarp, kGemm90Sums = 64;
+constexpr unsigned kGemm90Stage = kGemm90Rows * 128, kGemm90Scales = kGemm90Rows * sizeof(float);
 
-#if defined(__CUDACC__)
+// A stage has 128 bytes of each row, of K: half a block of float16, or one of bytes. Bytes have a scale for each row too.
+template <typename Numbers, unsigned Tiles>
+struct Gemm90Shape {
+  using Kind = Numbers;
+  static constexpr unsigned kTiles = Tiles, kStages = 6;
+  static constexpr unsigned kStagesOfBlock = kBytesOfBlock<Kind> / 128, kTilesOfWarp = Tiles / kGemm90Warps;
+  // A warp turns 64 rows of its columns of y at a time; 16 bytes more, so that 16 bytes of 8 rows are in all banks.
+  static constexpr unsigned kTurnRows = 64, kTurnPitch = kTilesOfWarp * kTileColumns * 2 + 16;
+  static constexpr unsigned kTurn = kTurnRows * kTurnPitch;
+  static constexpr size_t kBehind = Kind::kBytes ? kStages * kGemm90Scales : kGemm90Warps * kTurn;
+  // A table, barriers, stages at a multiple of 1024 bytes, and scales or what turns y.
+  static constexpr size_t kShared = 1024 + 128 + 1024 + size_t{kStages} * kGemm90Stage + kBehind;
+};
+using Gemm90Wide = Gemm90Shape<Float16Kind, 2 * kGemm90Tiles>;
+using Gemm90Narrow = Gemm90Shape<Float16Kind, kGemm90Tiles>;
+using Gemm90ByteShape = Gemm90Shape<ByteKind, kGemm90Tiles>;
+
+template <typename Shape>
 struct Gemm90Memory {
   uint32_t* table;
   uint64_t *full, *empty;  // of each stage: its copies are there, its products are done
@@ -24,181 +43,349 @@ struct Gemm90Memory {
     char* const memory = shared_memory();
     table = reinterpret_cast<uint32_t*>(memory);
     full = reinterpret_cast<uint64_t*>(memory + 1024);
-    empty = full + kGemm90Stages;
-    const unsigned behind = static_cast<unsigned>(__cvta_generic_to_shared(memory)) + 1024 + 128;
-    stages = memory + 1024 + 128 + (1024 - behind % 1024) % 1024;
+    empty = full + Shape::kStages;
+    stages = memory + 1024 + 128;
+    stages += (1024 - address_in_shared(stages) % 1024) % 1024;
+  }
+  GRAPHOPT_DEVICE void make_barriers() const {
+    if (thread_index().x >= Shape::kStages) return;
+    make_barrier(full + thread_index().x, kWarp);
+    make_barrier(empty + thread_index().x, kGemm90Warps);
+  }
+  GRAPHOPT_DEVICE char* stage(unsigned index) const { return stages + index * kGemm90Stage; }
+  // The scales of a stage's rows, of bytes.
+  GRAPHOPT_DEVICE char* scales(unsigned index) const { return stage(Shape::kStages) + index * kGemm90Scales; }
+  // Where this warp turns its columns of y, of float16.
+  GRAPHOPT_DEVICE char* turn() const { return stage(Shape::kStages) + static_cast<unsigned>(warp()) * Shape::kTurn; }
+};
+
+// The stages follow one another in a circle, with a parity for each turn.
+template <typename Shape>
+struct Gemm90Stage {
+  unsigned index = 0, parity = 0;
+
+  GRAPHOPT_DEVICE void advance(unsigned count) {
+    index += count;
+    if (index >= Shape::kStages) index -= Shape::kStages, parity ^= 1;
   }
 };
 
-// What a block of threads computes: row tiles go through the columns in groups, so that a wave reads little.
+// What a block of threads computes at a time: row tiles go through the columns in groups, so that a wave reads little.
+template <typename Shape>
 struct Gemm90Place {
-  unsigned first_row, first_tile, first, end;  // the latter two: blocks of K
+  unsigned first_row, first_tile, split, first, end;  // the latter two: blocks of K
 
-  GRAPHOPT_DEVICE explicit Gemm90Place(const Product& p) {
-    const unsigned row_tiles = (p.rows + kGemm90Rows - 1) / kGemm90Rows, column_tiles = (p.tiles + 7) / 8;
-    const unsigned of_group = kGemm90Group * column_tiles, group = block_index().x / of_group;
-    const unsigned left = row_tiles - group * kGemm90Group, together = left < kGemm90Group ? left : kGemm90Group;
-    const unsigned in_group = block_index().x - group * of_group;
+  GRAPHOPT_BOTH static unsigned row_tiles(const Product& p) { return (p.rows + kGemm90Rows - 1) / kGemm90Rows; }
+  GRAPHOPT_BOTH static unsigned column_tiles(const Product& p) { return (p.tiles + Shape::kTiles - 1) / Shape::kTiles; }
+  GRAPHOPT_BOTH static unsigned count(const Product& p) { return row_tiles(p) * column_tiles(p) * p.splits; }
+
+  GRAPHOPT_DEVICE Gemm90Place(const Product& p, unsigned index) {
+    const unsigned tiles = row_tiles(p) * column_tiles(p), of_group = kGemm90Group * column_tiles(p);
+    split = index / tiles;
+    index -= split * tiles;
+    const unsigned group = index / of_group, left = row_tiles(p) - group * kGemm90Group;
+    const unsigned together = left < kGemm90Group ? left : kGemm90Group, in_group = index - group * of_group;
     first_row = (group * kGemm90Group + in_group % together) * kGemm90Rows;
-    first_tile = in_group / together * 8;
-    first = static_cast<unsigned>(uint64_t{block_index().y} * p.blocks / p.splits);
-    end = static_cast<unsigned>((uint64_t{block_index().y} + 1) * p.blocks / p.splits);
+    first_tile = in_group / together * Shape::kTiles;
+    // at most 16 splits of 2^20 blocks
+    first = split * p.blocks / p.splits;
+    end = (split + 1) * p.blocks / p.splits;
   }
 };
 
-// Each of four warps fills a stage, 16 bytes of a lane at a time: rows have been ordered for it, see order_rows().
-GRAPHOPT_DEVICE void copy_gemm_sm90(const Product& p, const Gemm90Place& place, const Gemm90Memory& memory) {
-  constexpr unsigned kRowsAtOnce = 4;
-  const unsigned stage = static_cast<unsigned>(warp()) - kGemm90Multipliers / kWarp;
+// Each of four warps fills every fourth stage, 16 bytes of a lane at a time; what is missing becomes 0.
+template <typename Shape>
+GRAPHOPT_DEVICE void copy_gemm_sm90(const Product& p, const Gemm90Memory<Shape>& memory) {
+  constexpr unsigned kRowsAtOnce = 4, kWarps = kGemm90Copiers / kWarp;
   const unsigned of_row = static_cast<unsigned>(lane()) / 8, piece = static_cast<unsigned>(lane()) % 8;
-  const unsigned rows = p.rows - place.first_row < kGemm90Rows ? p.rows - place.first_row : kGemm90Rows;
-  const uint8_t* const from = p.x + size_t{place.first_row + (of_row < rows ? of_row : 0)} * p.x_pitch + piece * 16;
+  unsigned turn = static_cast<unsigned>(warp()) - kGemm90Warps;  // stages up to this warp's next one
+  Gemm90Stage<Shape> stage;
+  stage.advance(turn);
   const size_t step = kRowsAtOnce * p.x_pitch;
-  unsigned parity = 1;
-  GRAPHOPT_NO_UNROLL
-  for (unsigned block = place.first + stage; block < place.end; block += kGemm90Stages, parity ^= 1) {
-    wait_barrier(memory.empty + stage, parity);
+  const unsigned count = Gemm90Place<Shape>::count(p);
+  for (unsigned index = block_index().x; index < count; index += block_count().x) {
+    const Gemm90Place<Shape> place(p, index);
+    const unsigned steps = Shape::kStagesOfBlock * (place.end - place.first);
+    const unsigned rows = p.rows - place.first_row < kGemm90Rows ? p.rows - place.first_row : kGemm90Rows;
+    const uint8_t* const from = p.x + size_t{place.first_row + (of_row < rows ? of_row : 0)} * p.x_pitch;
     GRAPHOPT_NO_UNROLL
-    for (unsigned half = 0; half < 2; ++half) {
-      char* const part = memory.stages + stage * kGemm90Stage + half * kGemm90Part;
-      const uint8_t* next = from + block * kBytesOfBlock<Float16Kind> + half * 128;
-      // the registers of these warps are few
+    for (; turn < steps; turn += kWarps, stage.advance(kWarps)) {
+      const unsigned at = (Shape::kStagesOfBlock * place.first + turn) * 128 + piece * 16;
+      const bool in_row = at < p.x_bytes;
+      const uint8_t* next = from + (in_row ? at : 0);
+      wait_barrier(memory.empty + stage.index, stage.parity ^ 1);
+      char* const part = memory.stage(stage.index) + of_row * 128;
       GRAPHOPT_NO_UNROLL
       for (unsigned first = 0; first < kGemm90Rows; first += 4 * kRowsAtOnce) {
         GRAPHOPT_UNROLL
         for (unsigned i = 0; i < 4; ++i) {
           const unsigned row = first + i * kRowsAtOnce + of_row;
-          copy_async16(part + row * 128 + (piece ^ row % 8) * 16, next, row < rows);
+          copy_async16(part + (first + i * kRowsAtOnce) * 128 + (piece ^ row % 8) * 16, next, in_row && row < rows);
           if (row + kRowsAtOnce < rows) next += step;
         }
       }
+      if constexpr (Shape::Kind::kBytes) {
+        // four rows of a lane; there are numbers behind the last one
+        const unsigned segment = segment_of(p, (place.first + turn) * kBlockUnits).index;
+        const float* const scales = p.x_scales + size_t{segment} * p.x_scale_pitch + place.first_row;
+        copy_async16(memory.scales(stage.index) + lane() * 16, scales + lane() * 4, true);
+      }
+      commit_copies();
+      wait_copies<0>();
+      show_shared_to_products();
+      arrive(memory.full + stage.index);
     }
-    commit_copies();
-    wait_copies<0>();
-    show_shared_to_products();
-    arrive(memory.full + stage);
+    turn -= steps;
   }
 }
 
-template <typename Decode>
+template <typename Shape, typename Decode>
 struct Gemm90Warp {
-  const Product& p;
-  const Gemm90Place& place;
-  const Gemm90Memory& memory;
-  unsigned tile, read_tile;
-  const uint8_t* codes;
-  size_t of_block;
-  uint32_t words[4][Decode::kWords];
-  uint32_t even[kBlockUnits][4], odd[kBlockUnits][4];
-  float totals[64], sums[64];
-  uint32_t scales[2];  // as they were loaded
+  using Place = Gemm90Place<Shape>;
+  static constexpr unsigned kSubtiles = Shape::kTilesOfWarp;  // of columns
 
-  GRAPHOPT_DEVICE Gemm90Warp(const Product& p, const Gemm90Place& place, const Gemm90Memory& memory)
-      : p(p), place(place), memory(memory) {
-    tile = place.first_tile + static_cast<unsigned>(warp());
-    read_tile = tile < p.tiles ? tile : p.tiles - 1;
-    of_block = block_bytes(static_cast<unsigned>(p.bits));
-    codes = p.codes + (size_t{read_tile} * p.blocks + place.first) * of_block + lane() * 16;
-    Decode::load_block(p, codes, words);
-    load_scales(place.first);
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < 64; ++i) totals[i] = sums[i] = 0;
+  const Product& p;
+  const Gemm90Memory<Shape>& memory;
+  float sums[kSubtiles][kGemm90Sums];
+  uint32_t words[kSubtiles][4][Decode::kWords];
+  uint32_t weights[2][kSubtiles][2][4];  // of two pairs of units in turn, unit by unit
+  uint32_t scales[kSubtiles][2];         // of the block that is decoded, twice in float16
+  uint32_t loaded[kSubtiles][2];         // of the next one, as they lie in memory
+  const uint8_t* codes;                        // the lane's, of the block whose words are loaded next
+  unsigned of_tile;                            // bytes from them to those of the second tile
+
+  GRAPHOPT_DEVICE Gemm90Warp(const Product& p, const Gemm90Memory<Shape>& memory) : p(p), memory(memory) {}
+
+  GRAPHOPT_DEVICE static unsigned first_tile(const Place& place) {
+    return place.first_tile + static_cast<unsigned>(warp()) * kSubtiles;
   }
-  GRAPHOPT_DEVICE void load_scales(unsigned block) {
+  // A tile that is not there is the last one, whose sums are not used.
+  GRAPHOPT_DEVICE unsigned read_tile(const Place& place, unsigned subtile) const {
+    const unsigned tile = first_tile(place) + subtile;
+    return tile < p.tiles ? tile : p.tiles - 1;
+  }
+  GRAPHOPT_DEVICE void load_scales(const Place& place, unsigned block) {
     const unsigned group = group_of_block(p, block), g = static_cast<unsigned>(lane()) / 4;
     GRAPHOPT_UNROLL
-    for (unsigned half = 0; half < 2; ++half) {
-      scales[half] = load_scale(p, scale_at(p, read_tile, group, column_of<Decode>(g, half)));
+    for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
+      GRAPHOPT_UNROLL
+      for (unsigned half = 0; half < 2; ++half) {
+        loaded[subtile][half] =
+            load_scale(p, scale_at(p, read_tile(place, subtile), group, column_of<Decode>(g, half)));
+      }
     }
   }
-  GRAPHOPT_DEVICE void decode(uint32_t (&to)[kBlockUnits][4]) {
+  GRAPHOPT_DEVICE void convert_scales() {
     GRAPHOPT_UNROLL
-    for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
-      uint32_t of_pair[Decode::kPairWords];
-      Decode::prepare(pair, words[pair], of_pair);
-      Decode::template decode<0>(p, memory.table, of_pair, to[2 * pair]);
-      Decode::template decode<1>(p, memory.table, of_pair, to[2 * pair + 1]);
+    for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
+      GRAPHOPT_UNROLL
+      for (unsigned half = 0; half < 2; ++half) {
+        const Half scale = half_of(scale_of(p, loaded[subtile][half]) * (p.step * p.gain));
+        scales[subtile][half] = half2_of(scale, scale);
+      }
     }
   }
-  GRAPHOPT_DEVICE void load(unsigned block) {
-    codes += of_block;
-    if (block < place.end) Decode::load_block(p, codes, words);
+  // Words and scales of the first block.
+  GRAPHOPT_DEVICE void load(const Place& place) {
+    static_assert(kSubtiles <= 2, "a second tile behind the first");
+    const size_t of_block = block_bytes(static_cast<unsigned>(p.bits));
+    const size_t block = size_t{read_tile(place, 0)} * p.blocks + place.first;
+    codes = p.codes + (block * (of_block / 16) + static_cast<unsigned>(lane())) * 16;
+    of_tile = read_tile(place, kSubtiles - 1) > read_tile(place, 0) ? static_cast<unsigned>(p.blocks * of_block) : 0;
+    GRAPHOPT_UNROLL
+    for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
+      Decode::load_block(p, codes + subtile * of_tile, words[subtile]);
+    }
+    load_scales(place, place.first);
   }
-  // Multiplies a block by what is decoded, and meanwhile decodes the next one.
-  GRAPHOPT_DEVICE void step(unsigned block, unsigned stage, unsigned parity, uint32_t (&now)[kBlockUnits][4],
-                            uint32_t (&next)[kBlockUnits][4]) {
-    wait_barrier(memory.full + stage, parity);
-    const uint64_t b = matrix_at(memory.stages + stage * kGemm90Stage);
+  // Decodes and scales a pair of units, and loads what takes the place of its words, from `codes`.
+  template <unsigned Pair>
+  GRAPHOPT_DEVICE void decode() {
+    GRAPHOPT_UNROLL
+    for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
+      uint32_t of_pair[Decode::kPairWords];
+      uint32_t(&to)[2][4] = weights[Pair % 2][subtile];
+      Decode::prepare(Pair, words[subtile][Pair], of_pair);
+      Decode::template decode<0>(p, memory.table, of_pair, to[0]);
+      Decode::template decode<1>(p, memory.table, of_pair, to[1]);
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < 8; ++i) to[i / 4][i % 4] = half2_multiply(to[i / 4][i % 4], scales[subtile][i % 2]);
+      Decode::reload(p, codes + subtile * of_tile, Pair, words[subtile]);
+    }
+  }
+  // Goes on to the block behind, or reads the last one again, which saves a branch.
+  GRAPHOPT_DEVICE void advance(const Place& place, unsigned block) {
+    codes += block + 1 < place.end ? block_bytes(static_cast<unsigned>(p.bits)) : 0;
+  }
+  template <unsigned Pair>
+  GRAPHOPT_DEVICE void multiply(unsigned stage) {
+    const uint64_t b = matrix_at(memory.stage(stage));
     begin_products();
     GRAPHOPT_UNROLL
-    for (unsigned unit = 0; unit < kBlockUnits; ++unit) {
-      multiply_64x128(sums, now[unit], b + unit / 4 * (kGemm90Part >> 4) + unit % 4 * 2, unit > 0);
+    for (unsigned unit = 0; unit < 2; ++unit) {
+      GRAPHOPT_UNROLL
+      for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
+        multiply_64x128(sums[subtile], weights[Pair % 2][subtile][unit], b + (Pair % 2 * 2 + unit) * 2);
+      }
     }
     commit_products();
-    decode(next);
-    load(block + 2);
-    const uint32_t loaded[2] = {scales[0], scales[1]};
-    if (block + 1 < place.end) load_scales(block + 1);
-    wait_products(sums);
-    if (lane() == 0) arrive(memory.empty + stage);
-    // the step of a table in float16 is a power of two: it changes no bit
-    const float of_now[2] = {scale_of(p, loaded[0]) * p.step, scale_of(p, loaded[1]) * p.step};
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < 64; ++i) totals[i] = multiply_add(sums[i], of_now[i / 2 % 2], totals[i]);
   }
-  GRAPHOPT_DEVICE void run() {
-    decode(even);
-    load(place.first + 1);
-    unsigned stage = 0, parity = 0;
+  GRAPHOPT_DEVICE void release(unsigned stage) {
+    if (lane() == 0) arrive(memory.empty + stage);
+  }
+  // Products of pairs of units follow one another without a gap: while those of one run, the next one is decoded.
+  GRAPHOPT_DEVICE void run(const Place& place, Gemm90Stage<Shape>& stage) {
+    GRAPHOPT_UNROLL
+    for (unsigned i = 0; i < kSubtiles * kGemm90Sums; ++i) sums[i / kGemm90Sums][i % kGemm90Sums] = 0;
+    convert_scales();
+    advance(place, place.first);
+    decode<0>();
+    load_scales(place, place.first + 1 < place.end ? place.first + 1 : place.first);
+    unsigned before = stage.index;
     GRAPHOPT_NO_UNROLL
-    for (unsigned block = place.first; block < place.end; block += 2) {
-      step(block, stage, parity, even, odd);
-      if (block + 1 < place.end) step(block + 1, stage + 1, parity, odd, even);
-      stage += 2;
-      if (stage == kGemm90Stages) stage = 0, parity ^= 1;
+    for (unsigned block = place.first; block < place.end; ++block) {
+      wait_barrier(memory.full + stage.index, stage.parity);
+      multiply<0>(stage.index);
+      wait_products<1>();  // of the pair before, whose registers are free then
+      if (block > place.first) release(before);
+      decode<1>();
+      multiply<1>(stage.index);
+      wait_products<1>();
+      decode<2>();
+      before = stage.index;
+      stage.advance(1);
+      wait_barrier(memory.full + stage.index, stage.parity);
+      multiply<2>(stage.index);
+      wait_products<1>();
+      release(before);
+      decode<3>();
+      multiply<3>(stage.index);
+      wait_products<1>();
+      // the next block's, or what is not used
+      convert_scales();
+      load_scales(place, block + 2 < place.end ? block + 2 : place.end - 1);
+      advance(place, block + 1);
+      decode<0>();
+      before = stage.index;
+      stage.advance(1);
+    }
+    wait_products(sums);
+    release(before);
+  }
+  // Sums to parts for another kernel, or through shared memory to rows of y.
+  GRAPHOPT_DEVICE void write(const Place& place) {
+    const float inverse = 1.0f / p.gain;
+    if (p.partials) return write_partials(place, inverse);
+    float bias[kSubtiles][2];
+    GRAPHOPT_UNROLL
+    for (unsigned i = 0; i < 2 * kSubtiles; ++i) {
+      const unsigned g = static_cast<unsigned>(lane()) / 4;
+      const unsigned column = (first_tile(place) + i / 2) * kTileColumns + column_of<Decode>(g, i % 2);
+      bias[i / 2][i % 2] = p.bias && column < p.columns ? p.bias[column] : 0;
+    }
+    GRAPHOPT_UNROLL
+    for (unsigned first = 0; first < kGemm90Rows; first += Shape::kTurnRows) {
+      if (place.first_row + first >= p.rows) return;
+      sync_warp();
+      GRAPHOPT_UNROLL
+      for (unsigned eights = 0; eights < Shape::kTurnRows / 8; eights += 2) {
+        GRAPHOPT_UNROLL
+        for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
+          uint32_t pairs[4];  // rows 2 t and 2 t + 1, of two columns, and of eight rows and the next eight
+          GRAPHOPT_UNROLL
+          for (unsigned i = 0; i < 4; ++i) {
+            const float* const of_pair = sums[subtile] + 4 * (first / 8 + eights + i / 2) + 2 * (i % 2);
+            pairs[i] = half2_of(half_of(multiply_add(of_pair[0], inverse, bias[subtile][i % 2])),
+                                half_of(multiply_add(of_pair[1], inverse, bias[subtile][i % 2])));
+          }
+          const unsigned matrix = static_cast<unsigned>(lane()) / 8, row = static_cast<unsigned>(lane()) % 8;
+          store_matrices_transposed(memory.turn() + (8 * (eights + matrix / 2) + row) * Shape::kTurnPitch +
+                                        (subtile * 2 + matrix % 2) * 16, pairs);
+        }
+      }
+      sync_warp();
+      write_rows(place, first);
     }
   }
-  GRAPHOPT_DEVICE void write() const {
+  // A lane has 8 columns of a row at a time.
+  GRAPHOPT_DEVICE void write_rows(const Place& place, unsigned first) const {
+    constexpr unsigned kPieces = 2 * kSubtiles, kRowsAtOnce = kWarp / kPieces;
+    const unsigned piece = static_cast<unsigned>(lane()) % kPieces, of_lane = static_cast<unsigned>(lane()) / kPieces;
+    const unsigned column = first_tile(place) * kTileColumns + piece * 8;
+    const bool whole = column + 8 <= p.columns && p.columns % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
+    GRAPHOPT_UNROLL
+    for (unsigned i = 0; i < Shape::kTurnRows; i += kRowsAtOnce) {
+      const unsigned row = place.first_row + first + i + of_lane;
+      if (row >= p.rows) continue;
+      const char* const from = memory.turn() + (i + of_lane) * Shape::kTurnPitch;
+      Word4 word;
+      if constexpr (Decode::kTrellis) {
+        // columns 2 g are in the first 16 bytes of a tile, columns 2 g + 1 in the others
+        const char* const of_tile = from + piece / 2 * 32 + piece % 2 * 8;
+        const Word2 even = load8(of_tile), odd = load8(of_tile + 16);
+        GRAPHOPT_UNROLL
+        for (unsigned j = 0; j < 4; ++j) {
+          word.words[j] = byte_permute(even.words[j / 2], odd.words[j / 2], j % 2 ? 0x7632 : 0x5410);
+        }
+      } else {
+        word = load16(from + piece * 16);
+      }
+      Half* const to = static_cast<Half*>(p.y) + size_t{row} * p.columns + column;
+      if (whole) {
+        store16(to, word);
+        continue;
+      }
+      GRAPHOPT_UNROLL
+      for (unsigned j = 0; j < 8; ++j) {
+        if (column + j < p.columns) to[j] = Half{static_cast<uint16_t>(word.words[j / 2] >> 16 * (j % 2))};
+      }
+    }
+  }
+  GRAPHOPT_DEVICE void write_partials(const Place& place, float inverse) const {
     const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
     GRAPHOPT_UNROLL
-    for (unsigned i = 0; i < 64; ++i) {
-      const unsigned column = tile * kTileColumns + column_of<Decode>(g, i / 2 % 2);
-      const unsigned row = place.first_row + 8 * (i / 4) + 2 * t + i % 2;
-      if (column < p.columns && row < p.rows) put_sum(p, block_index().y, row, column, totals[i]);
+    for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < kGemm90Sums; ++i) {
+        const unsigned column = (first_tile(place) + subtile) * kTileColumns + column_of<Decode>(g, i / 2 % 2);
+        const unsigned row = place.first_row + 8 * (i / 4) + 2 * t + i % 2;
+        if (column < p.columns && row < p.rows) put_sum(p, place.split, row, column, sums[subtile][i] * inverse);
+      }
     }
   }
 };
-#endif
 
-// Grid: [tiles, splits of K].
-template <typename Decode>
+// Grid: blocks of threads, at most one for each tile of rows and columns and split of K.
+template <typename Shape, typename Decode>
 GRAPHOPT_KERNEL(kGemm90Threads, 1)
 void multiply_gemm_sm90(Product p) {
-#if defined(__CUDACC__)
-  static_assert(kGemm90Stages == (kGemm90Threads - kGemm90Multipliers) / kWarp, "a stage for a warp");
-  static_assert(kGemm90Stages % 2 == 0, "pairs of stages");
-  const Gemm90Place place(p);
-  const Gemm90Memory memory;
-  if (thread_index().x < kGemm90Stages) {
-    make_barrier(memory.full + thread_index().x, kWarp);
-    make_barrier(memory.empty + thread_index().x, kGemm90Multipliers / kWarp);
-  }
+  const Gemm90Memory<Shape> memory;
+  memory.make_barriers();
   if constexpr (Decode::kTable) load_table(p, memory.table);
   sync_block();
   if (thread_index().x >= kGemm90Multipliers) {
     give_registers<40>();
     wait_for_previous();
-    copy_gemm_sm90(p, place, memory);
+    copy_gemm_sm90(p, memory);
   } else {
     take_registers<232>();
-    Gemm90Warp<Decode> of_warp(p, place, memory);
+    using Place = Gemm90Place<Shape>;
+    Gemm90Warp<Shape, Decode> of_warp(p, memory);
+    Gemm90Stage<Shape> stage;
+    unsigned index = block_index().x;
+    const unsigned count = Place::count(p);
+    of_warp.load(Place(p, index));
     wait_for_previous();
-    of_warp.run();
-    of_warp.write();
+    GRAPHOPT_NO_UNROLL
+    while (index < count) {
+      const Place place(p, index);
+      of_warp.run(place, stage);
+      index += block_count().x;
+      // while y is written, the first weights of the next tile come
+      if (index < count) of_warp.load(Place(p, index));
+      of_warp.write(place);
+    }
   }
-#else
-  (void)p;
-#endif
 }
 
 }  // namespace graphopt

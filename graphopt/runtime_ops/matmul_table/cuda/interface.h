@@ -26,6 +26,7 @@ struct GraphoptMatMulCodec {
   uint32_t flips;       // bits of each code that are packed inverted
   int32_t offset;       // value = step (decoded + offset)
   float step;           // a power of two, or max|table| / 32767
+  float largest;        // magnitude of what is decoded, in steps
   uint32_t lookup[8];   // a table of 16 entries, two of bytes for a trellis, or constants
 };
 
@@ -52,6 +53,7 @@ struct GraphoptMatMul {
   const void* scales;                // scale_type [T, G, 16]
   const void* zero_points;           // the same, or null
   const float* bias;                 // float [N], or null
+  float largest_scale;               // max|scales|; 0 where it is not known, and then tiny weights lose digits in float16
   struct GraphoptMatMulCodec codec;
   void* scratch;
 };

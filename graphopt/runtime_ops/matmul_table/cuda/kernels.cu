@@ -1,5 +1,7 @@
 #include "matmul_table/cuda/kernels.h"
 
+#include <cmath>
+
 #include "matmul_table/cuda/round.h"
 #include "matmul_table/cuda/shapes.h"
 
@@ -25,6 +27,18 @@ bool turns(const GraphoptMatMulDynamic& call) {
   return order_of(call.left) * order_of(call.right) > 1 || call.left.sign != call.right.sign;
 }
 
+// A power of two by which scales are multiplied where weights are scaled in float16: the largest weight and the largest
+// scale stay below 2^15, and the small ones keep their digits.
+float gain_of(const GraphoptMatMul& call) {
+  const float scale = call.largest_scale * std::fabs(call.codec.step), number = call.codec.largest > 1 ? call.codec.largest : 1;
+  if (!(scale > 0)) return 1;
+  int of_scale = 0, of_number = 0;
+  std::frexp(scale, &of_scale);
+  std::frexp(number, &of_number);
+  const int exponent = 15 - of_scale - of_number;
+  return std::ldexp(1.0f, exponent < -100 ? -100 : exponent > 100 ? 100 : exponent);
+}
+
 // How a call is cut into kernels, and where in the scratch they pass data on.
 struct Plan {
   Product product = {};
@@ -34,7 +48,6 @@ struct Plan {
   bool rounds, converts;           // x to bytes; x to another type, or to rows that 16-byte loads may read
   size_t operand_at = 0, scales_at = 0, partials_at = 0, bytes = 0;
   size_t segments = 0;
-  Ordering ordered_from = {};  // of x, where the kernel for many rows wants another order
 
   explicit Plan(const GraphoptMatMul& call);
   size_t take(size_t size) {
@@ -65,6 +78,7 @@ Plan::Plan(const GraphoptMatMul& call) {
   for (int i = 0; i < 8; ++i) p.lookup[i] = call.codec.lookup[i];
   p.step = call.codec.step;
   p.inverse_step = 1 / p.step;
+  p.gain = gain_of(call);
   p.half_scales = call.scale_type == GRAPHOPT_FLOAT16;
   p.zero_points = call.zero_points;
   p.scales = call.scales;
@@ -87,21 +101,21 @@ Plan::Plan(const GraphoptMatMul& call) {
   p.x_pitch = rounds ? pitch : converts ? pitch * bytes_of_type(wanted) : bytes_of_x;
   p.x_bytes = static_cast<unsigned>(p.x_pitch);
   gemm_sm90 = p.rows > kSmallMRows && has_gemm_sm90(p, operands, decoder);
-  ordered_from = {p.x, nullptr, p.x_pitch, pitch * bytes_of_type(wanted), static_cast<unsigned>(p.x_pitch)};
-  if (gemm_sm90) p.x_pitch = pitch * bytes_of_type(wanted), p.x_bytes = static_cast<unsigned>(p.x_pitch);
-  if (rounds || converts || gemm_sm90) operand_at = take(p.rows * p.x_pitch);
+  if (rounds || converts) operand_at = take(p.rows * p.x_pitch);
   if (rounds) {
     const bool one = call.activations == GRAPHOPT_TO_TOKEN;
-    // kernels read scales of up to 64 missing rows
-    p.x_scale_pitch = one ? 0 : p.rows;
-    scales_at = take(((one ? 1 : segments) * p.rows + 64) * sizeof(float));
+    // 16-byte loads of scales, and of those of up to 127 missing rows
+    const size_t scale_pitch = round_up(p.rows, 4);
+    p.x_scale_pitch = one ? 0 : static_cast<unsigned>(scale_pitch);
+    scales_at = take(((one ? 1 : segments) * scale_pitch + kGemm90Rows) * sizeof(float));
   }
 
+  p.splits = 1;
   streamed = has_streamed(p, operands, decoder);
   gemm = !gemm_sm90 && p.rows > kSmallMRows && has_gemm(p, operands, decoder);
   const auto parts = [](size_t number, size_t of_part) { return round_up(number, of_part) / of_part; };
   const bool floats = operands == Operands::kFloat32;
-  const size_t in_grid = gemm_sm90  ? parts(p.tiles, kStreamedTiles) * parts(p.rows, kGemm90Rows)
+  const size_t in_grid = gemm_sm90  ? parts(p.tiles, kGemm90Tiles) * parts(p.rows, kGemm90Rows)
                          : gemm     ? parts(p.tiles, kTileWidth) * parts(p.rows, kTileRows)
                          : streamed ? parts(p.tiles, kStreamedTiles)
                          : floats   ? size_t{p.tiles} * parts(p.rows, kFloatRows)
@@ -111,7 +125,6 @@ Plan::Plan(const GraphoptMatMul& call) {
   const size_t most = p.blocks / (kLeastBlocks * warps);
   // a second turn of blocks that are alone on a processor would double the time
   const size_t enough = gemm_sm90 ? kBlocksWanted / 4 + 1 : gemm ? kBlocksWanted / 2 : kBlocksWanted;
-  p.splits = 1;
   while (in_grid * p.splits < enough && p.splits * 2 <= most && p.splits < kMostSplits) p.splits *= 2;
   if (p.splits > 1) partials_at = take(p.splits * rows * p.columns * sizeof(float));
 }
@@ -138,7 +151,8 @@ const char* start_rounding(const Plan& plan, const GraphoptMatMul& call, int8_t*
   r.groups = p.groups;
   r.segments_of_group = p.segments_of_group;
   r.segments = static_cast<unsigned>(plan.segments);
-  r.rows = p.rows;
+  r.scale_pitch = p.x_scale_pitch;
+  r.in_order = plan.gemm_sm90;
   r.whole_row = call.activations == GRAPHOPT_TO_TOKEN;
   r.two = p.two;
   r.levels = static_cast<float>(r.whole_row ? call.levels : p.two ? 127 * 128 : 127);
@@ -178,15 +192,8 @@ const char* run(const GraphoptMatMul& call, void* stream, const void* turned = n
     failure = plan.operands == Operands::kFloat16 ? start_conversion<Half>(call, to, p.x_pitch / 2, stream)
                                                   : start_conversion<BFloat16>(call, to, p.x_pitch / 2, stream);
   }
-  if (!failure && plan.gemm_sm90) {
-    Ordering o = plan.ordered_from;
-    o.to = reinterpret_cast<uint8_t*>(scratch + plan.operand_at);
-    if (plan.converts) o.from = o.to, o.from_pitch = o.pitch, o.bytes = static_cast<unsigned>(o.pitch);
-    const unsigned parts = static_cast<unsigned>((o.pitch / 32 + kRoundThreads - 1) / kRoundThreads);
-    failure = launch_early(order_rows, {p.rows, parts, 1}, kRoundThreads, 0, stream, o);
-  }
   if (failure) return failure;
-  if (plan.rounds || plan.converts || plan.gemm_sm90) p.x = reinterpret_cast<const uint8_t*>(scratch + plan.operand_at);
+  if (plan.rounds || plan.converts) p.x = reinterpret_cast<const uint8_t*>(scratch + plan.operand_at);
   if (p.splits > 1) p.partials = reinterpret_cast<float*>(scratch + plan.partials_at);
   const auto start = plan.gemm_sm90  ? start_gemm_sm90
                      : plan.gemm     ? start_gemm

@@ -6,9 +6,10 @@
 // are 16 bytes of their own, word 4 i + j of a lane at 512 i + 16 lane + 4 j, and of an odd number of bits the last two
 // words are 8 bytes at 8 lane instead.
 //
-// Lane 4 g + t holds of each unit 8 codes, rows 4 t + k (k = 0..3) of two columns, `half` 0 and 1: g and g + 8, or of a
-// trellis, whose weights read the columns to the right of theirs, 2 g and 2 g + 1. Which of its 8 slots a code has, and
-// where the bits of a slot are, depends on the decoder; only place_of() defines it.
+// Lane 4 g + t holds of each unit 8 codes, four rows (k = 0..3) of two columns. The rows are those that products of
+// matrices ask of a lane, see place_of_row(). The columns, `half` 0 and 1, are g and g + 8, or of a trellis, whose
+// weights read the columns to the right of theirs, 2 g and 2 g + 1. Which of its 8 slots a code has, and where the bits
+// of a slot are, depends on the decoder; only place_of() defines it.
 #pragma once
 
 #include <cstddef>
@@ -59,6 +60,16 @@ struct ColumnPlace {
 };
 inline ColumnPlace place_of_column(Order order, unsigned column) {
   return order == Order::kTrellis ? ColumnPlace{column / 2, column % 2} : ColumnPlace{column % 8, column / 8};
+}
+
+// Where a row of a unit is: number k of lanes t. Products of 16-bit numbers take rows 2 t and 2 t + 1, then 2 t + 8 and
+// 2 t + 9; those of bytes, and floats, rows 4 t to 4 t + 3.
+struct RowPlace {
+  unsigned t, k;
+};
+inline RowPlace place_of_row(Operands operands, unsigned row) {
+  const bool pairs = operands == Operands::kFloat16 || operands == Operands::kBFloat16;
+  return pairs ? RowPlace{row % 8 / 2, row / 8 * 2 + row % 2} : RowPlace{row / 4, row % 4};
 }
 
 GRAPHOPT_BOTH unsigned slot_of(Order order, unsigned half, unsigned k) {

@@ -8,7 +8,8 @@
 namespace graphopt {
 
 // Numbers that tensor cores multiply. A step is 32 bytes of a row of the operand, of which a lane has 8: the rows of K
-// whose codes it has in one unit of 16-bit numbers, or in two of bytes.
+// whose codes it has in one unit of 16-bit numbers, or in two of bytes. Of 16-bit numbers they are bytes 4 t and 16 + 4 t
+// of the step and what follows; rows of bytes are rounded in such an order that they are bytes 8 t and on (round.h).
 struct Float16Kind {
   using Sum = float;
   static constexpr bool kBytes = false;
@@ -37,6 +38,14 @@ struct ByteKind {
 // Of a row of the operand.
 template <typename Kind>
 constexpr unsigned kBytesOfBlock = kBlockRows * (Kind::kBytes ? 1 : 2);
+
+// Where a lane begins to read 8 rows of the operand in shared memory, `pitch` bytes from one to the next: its 8 bytes of a
+// step of bytes, or the row that load_matrices<Count>() asks for, `Count` times 16 bytes of 16-bit numbers.
+template <typename Kind, int Count>
+GRAPHOPT_DEVICE unsigned lane_of_operand(unsigned pitch) {
+  const unsigned of_lane = static_cast<unsigned>(lane());
+  return Kind::kBytes ? of_lane / 4 * pitch + of_lane % 4 * 8 : of_lane % 8 * pitch + of_lane / 8 % Count * 16;
+}
 
 // Sums of `Tiles` tiles of columns and `Rows` tiles of 8 rows. Lane 4 g + t has columns g and g + 8 of a tile and rows
 // 2 t and 2 t + 1: number i is column g + 8 (i / 2) and row 2 t + i % 2.

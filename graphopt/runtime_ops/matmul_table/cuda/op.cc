@@ -1,7 +1,11 @@
 // ai.graphopt::MatMulTable and MatMulDynamic for onnxruntime's CUDA provider: one operator for each type of x and of
 // scales.
+#include <cmath>
+#include <limits>
+
 #include "abi/register.h"
 #include "cuda/kernel.h"
+#include "cuda/numbers.h"
 #include "hadamard/cuda/packed_factor.h"
 #include "matmul_table/cuda/interface.h"
 #include "matmul_table/shared/inputs.h"
@@ -31,6 +35,7 @@ struct Product {
     if (!of_scales) of_scales = weights.half_scales;
     GRAPHOPT_RETURN_IF_ERROR(scales.copy_of(node, info, of_scales, bytes));
     call.scales = scales.data();
+    call.largest_scale = largest_scale(count);
     const void* zeros = weights.zero_points;
     if (!zeros) zeros = weights.half_zero_points;
     if (zeros) GRAPHOPT_RETURN_IF_ERROR(zero_points.copy_of(node, info, zeros, bytes));
@@ -38,6 +43,16 @@ struct Product {
     if (weights.bias) GRAPHOPT_RETURN_IF_ERROR(bias.copy_of(node, info, weights.bias, weights.columns * sizeof(float)));
     call.bias = static_cast<const float*>(bias.data());
     return nullptr;
+  }
+
+  // Of finite scales alone: what is not finite reaches the product whatever the others are multiplied by.
+  float largest_scale(size_t count) const {
+    float largest = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const float scale = weights.scales ? weights.scales[i] : to_float(weights.half_scales[i]);
+      if (std::fabs(scale) <= std::numeric_limits<float>::max()) largest = std::fmax(largest, std::fabs(scale));
+    }
+    return largest;
   }
 
   OrtStatus* pack(const OrtKernelInfo* info) {

@@ -222,7 +222,9 @@ struct ByteTable {
 
 }  // namespace
 
-GraphoptMatMulCodec codec_of(Operands operands, const GraphoptMatMulWeights& weights) {
+namespace {
+
+GraphoptMatMulCodec choose_codec(Operands operands, const GraphoptMatMulWeights& weights) {
   const unsigned bits = static_cast<unsigned>(weights.bits);
   if (!weights.trellis) {
     return codec_of_table(operands, bits, weights.table, static_cast<size_t>(weights.entries));
@@ -237,6 +239,25 @@ GraphoptMatMulCodec codec_of(Operands operands, const GraphoptMatMulWeights& wei
   codec.bits = weights.bits;
   choose(&codec, kDecoders[bits - 2], Order::kTrellis, static_cast<float>(tables.table.step));
   tables.fill(codec.lookup);
+  return codec;
+}
+
+// The largest magnitude of a weight before its scale; of a trellis at most, the sum of both tables' largest.
+float largest_value(const GraphoptMatMulWeights& weights) {
+  const size_t entries = static_cast<size_t>(weights.entries);
+  const auto largest = [&](const float* values) {
+    float most = 0;
+    for (size_t i = 0; i < entries; ++i) most = std::fmax(most, std::fabs(values[i]));
+    return most;
+  };
+  return largest(weights.table) + (weights.trellis ? largest(weights.table + entries) : 0);
+}
+
+}  // namespace
+
+GraphoptMatMulCodec codec_of(Operands operands, const GraphoptMatMulWeights& weights) {
+  GraphoptMatMulCodec codec = choose_codec(operands, weights);
+  codec.largest = largest_value(weights) / std::fabs(codec.step);
   return codec;
 }
 
@@ -328,7 +349,8 @@ unsigned pack_codes(const GraphoptMatMulCodec& codec, const GraphoptMatMulWeight
   for (unsigned position = 0; position < 256; ++position) {
     const Order order = static_cast<Order>(codec.order);
     const ColumnPlace place = place_of_column(order, position / 4 % 16);
-    positions[slot_of(order, place.half, position % 4)][4 * place.g + position / 64] = static_cast<uint8_t>(position);
+    const RowPlace of_row = place_of_row(static_cast<Operands>(codec.operands), position / 64 * 4 + position % 4);
+    positions[slot_of(order, place.half, of_row.k)][4 * place.g + of_row.t] = static_cast<uint8_t>(position);
   }
   unsigned largest = 0;
   for (size_t block = 0; block < tiles * blocks; ++block) {

@@ -27,6 +27,7 @@ struct Product {
   int bits, offset;
   uint32_t lookup[8];
   float step, inverse_step;   // value = step (decoded + offset)
+  float gain;                 // of weights where they are scaled in float16
   bool half_scales, with_sums, two;  // two operand rows for each of y
   bool aligned;                      // rows of the operand are at multiples of 16 bytes
 };

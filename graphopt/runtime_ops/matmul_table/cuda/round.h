@@ -25,40 +25,18 @@ void convert(Conversion c) {
   }
 }
 
-// Rows of 16-bit numbers to the order of gemm_sm90.h: words of 32 bytes change places as the decoders
-// have the rows of a unit, 4 t and 4 t + 1, then 4 t + 2 and 4 t + 3, where a product counts 2 t and then 2 t + 8.
-struct Ordering {
-  const uint8_t* from;  // [rows of the grid], from_pitch bytes from one to the next, of which `bytes` are there
-  uint8_t* to;          // the same place, or [rows][pitch]; what is behind the last number becomes 0
-  size_t from_pitch, pitch;
-  unsigned bytes;
-};
-
-GRAPHOPT_KERNEL(kRoundThreads, 4)
-void order_rows(Ordering o) {
-  wait_for_previous();
-  const unsigned at = 32 * (block_index().y * kRoundThreads + thread_index().x);
-  if (at >= o.pitch) return;
-  const uint8_t* const from = o.from + block_index().x * o.from_pitch + at;
-  const Word4 nothing = {{0, 0, 0, 0}};
-  const Word4 a = at < o.bytes ? load16(from) : nothing, b = at + 16 < o.bytes ? load16(from + 16) : nothing;
-  uint8_t* const to = o.to + block_index().x * o.pitch + at;
-  store16(to, {{a.words[0], a.words[2], b.words[0], b.words[2]}});
-  store16(to + 16, {{a.words[1], a.words[3], b.words[1], b.words[3]}});
-}
-
 // x [rows of the grid, count] to bytes: q = round(x (levels / m)) with m = clip max|x|, of a row or of a group.
 //
-// A row of bytes is cut into 32 rows of K: 8 bytes for each t, rows 4 t to 4 t + 3 of one unit and of the next. Rounded
-// to 16 bits, a number is 128 upper + lower, in two rows.
+// A row of bytes is cut into 32 rows of K: 8 bytes for each t, rows 4 t to 4 t + 3 of one unit and of the next; or it is in
+// the order of K, where gemm_sm90_bytes.h reads it. Rounded to 16 bits, a number is 128 upper + lower, in two rows.
 struct Rounding {
   const void* x;
   int8_t* to;        // [operand rows][pitch], pitch a multiple of 128 and at least count
-  float* scales;     // [segment][operand rows], or [operand rows] where a row has one; of 1, times the table's step
+  float* scales;     // [segment][scale_pitch], or [operand rows] where a row has one; of 1, times the table's step
   size_t count, pitch;
-  unsigned group, groups, segments_of_group, segments, rows;  // the last: of the operand
+  unsigned group, groups, segments_of_group, segments, scale_pitch;
   float levels, clip, step;
-  bool whole_row, two;
+  bool whole_row, two, in_order;
 };
 
 struct RowScale {
@@ -102,13 +80,13 @@ GRAPHOPT_DEVICE void round_four(const Rounding& r, const T* x, size_t first, siz
     words[0] |= (static_cast<uint32_t>(r.two ? upper : integer) & 255) << 8 * k;
     words[1] |= (static_cast<uint32_t>(integer - 128 * upper) & 255) << 8 * k;
   }
-  const size_t at = first / 32 * 32 + first % 16 * 2 + first % 32 / 16 * 4;
+  const size_t at = r.in_order ? first : first / 32 * 32 + first % 16 * 2 + first % 32 / 16 * 4;
   *reinterpret_cast<uint32_t*>(r.to + row * r.pitch + at) = words[0];
   if (r.two) *reinterpret_cast<uint32_t*>(r.to + (row + 1) * r.pitch + at) = words[1];
 }
 
 GRAPHOPT_DEVICE void put_scale(const Rounding& r, unsigned segment, size_t row, float scale) {
-  float* const to = r.scales + static_cast<size_t>(segment) * r.rows + row;
+  float* const to = r.scales + static_cast<size_t>(segment) * r.scale_pitch + row;
   to[0] = (r.two ? scale * 128.0f : scale) * r.step;
   if (r.two) to[1] = scale * r.step;
 }

@@ -13,8 +13,9 @@ constexpr unsigned kStreamedThreads = 256, kStreamedTiles = 8, kStreamedParts = 
 constexpr unsigned kTileWarps = 8, kTilesOfWarp = 2, kTileRows = 64;
 constexpr unsigned kTileWidth = kTileWarps * kTilesOfWarp;
 
-// GEMM on sm_90a: 128 rows and 128 columns; as many row tiles as this go through all columns together.
-constexpr unsigned kGemm90Rows = 128, kGemm90Group = 8;
+// GEMM on sm_90a: 128 rows and 8 tiles of columns, or twice as many columns; as many row tiles as kGemm90Group go through all
+// columns together.
+constexpr unsigned kGemm90Rows = 128, kGemm90Tiles = 8, kGemm90Group = 8;
 
 // Floats: a tile of columns.
 constexpr unsigned kFloatWarps = 8, kFloatRows = 8;

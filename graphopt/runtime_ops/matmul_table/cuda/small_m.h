@@ -70,14 +70,19 @@ void multiply_small_m(Product p) {
     for (unsigned block = first; block < end; ++block) {
       // the last block is loaded twice, which saves a branch
       const size_t step = block + 1 < end ? of_block : 0;
-      const unsigned in_row = block * kBytesOfBlock<Kind> + 8 * t;
+      const unsigned in_row = block * kBytesOfBlock<Kind> + (Kind::kBytes ? 8 : 4) * t;
       const auto operand = [&](unsigned step, int m, uint32_t(&b)[2]) {
         const unsigned byte = in_row + 32 * step;
+        const uint8_t* const from = x + m * x_step + byte;
         b[0] = b[1] = 0;
-        if (byte < x_bytes[m]) {
-          const Word2 word = load8(x + m * x_step + byte);
+        if constexpr (Kind::kBytes) {
+          if (byte >= x_bytes[m]) return;
+          const Word2 word = load8(from);
           b[0] = word.words[0];
           b[1] = word.words[1];
+        } else {
+          if (byte < x_bytes[m]) b[0] = load_word(from);
+          if (byte + 16 < x_bytes[m]) b[1] = load_word(from + 16);
         }
       };
       sums.multiply_block(p, table, at, of_tile, step, words, block * kBlockUnits, operand);

@@ -13,7 +13,7 @@ constexpr unsigned kChunkBlocks = 8;
 constexpr unsigned kStreamedColumns = kStreamedTiles * kTileColumns;
 
 template <typename Kind>
-constexpr unsigned kStreamedPitch = kChunkBlocks * kBytesOfBlock<Kind> + 32;  // 8 bytes each of 4 rows: all banks once
+constexpr unsigned kStreamedPitch = kChunkBlocks * kBytesOfBlock<Kind> + (Kind::kBytes ? 32 : 16);  // as of kPitch
 template <typename Kind, int RowTiles>
 constexpr unsigned kStreamedStage = 8 * RowTiles * kStreamedPitch<Kind>;
 template <typename Kind, typename Decode, int RowTiles>
@@ -80,15 +80,23 @@ struct StreamedTiles {
           GRAPHOPT_UNROLL
           for (int i = 0; i < 4; ++i) a[n][i] = of_unit[i / 2][i % 2];
         }
-        multiply_step(sums, a, x + 32 * pair);
+        GRAPHOPT_UNROLL
+        for (int m = 0; m < RowTiles; ++m) {
+          const Word2 word = load8(x + m * 8 * kStreamedPitch<Kind> + 32 * pair);
+          multiply_step(sums, a, m, word.words[0], word.words[1]);
+        }
       } else {
-        uint32_t a[2][4];
+        uint32_t a[2][4], b[RowTiles][4];
+        GRAPHOPT_UNROLL
+        for (int m = 0; m < RowTiles; ++m) load_matrices(b[m], x + m * 8 * kStreamedPitch<Kind> + 64 * pair);
         GRAPHOPT_UNROLL
         for (int n = 0; n < 2; ++n) decode<0>(p, table, of_pair[n], a[n]);
-        multiply_step(sums, a, x + 32 * (2 * pair));
+        GRAPHOPT_UNROLL
+        for (int m = 0; m < RowTiles; ++m) multiply_step(sums, a, m, b[m][0], b[m][1]);
         GRAPHOPT_UNROLL
         for (int n = 0; n < 2; ++n) decode<1>(p, table, of_pair[n], a[n]);
-        multiply_step(sums, a, x + 32 * (2 * pair + 1));
+        GRAPHOPT_UNROLL
+        for (int m = 0; m < RowTiles; ++m) multiply_step(sums, a, m, b[m][2], b[m][3]);
       }
     }
     float of_columns[2][2];
@@ -120,15 +128,11 @@ struct StreamedTiles {
     }
   }
 
-  GRAPHOPT_DEVICE static void multiply_step(typename Kind::Sum (&sums)[2][RowTiles][4], const uint32_t (&a)[2][4],
-                                            const char* x) {
+  GRAPHOPT_DEVICE static void multiply_step(typename Kind::Sum (&sums)[2][RowTiles][4], const uint32_t (&a)[2][4], int m,
+                                            uint32_t first, uint32_t second) {
+    const uint32_t b[2] = {first, second};
     GRAPHOPT_UNROLL
-    for (int m = 0; m < RowTiles; ++m) {
-      const Word2 word = load8(x + m * 8 * kStreamedPitch<Kind>);
-      const uint32_t b[2] = {word.words[0], word.words[1]};
-      GRAPHOPT_UNROLL
-      for (int n = 0; n < 2; ++n) Kind::multiply(sums[n][m], a[n], b);
-    }
+    for (int n = 0; n < 2; ++n) Kind::multiply(sums[n][m], a[n], b);
   }
 
   GRAPHOPT_DEVICE static float x_scale(const Product& p, unsigned block, unsigned row) {
@@ -194,7 +198,7 @@ void multiply_streamed(Product p) {
     wait_copies<1>();
     sync_block();
     const unsigned last = next < end ? next : end;
-    const char* const x = stages + stage * kStage + g * kStreamedPitch<Kind> + 8 * t;
+    const char* const x = stages + stage * kStage + lane_of_operand<Kind, 4>(kStreamedPitch<Kind>);
     GRAPHOPT_NO_UNROLL
     while (block < last) {
       GRAPHOPT_UNROLL

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "interpreter/fiber.h"
+#include "interpreter/products.h"
 
 namespace graphopt {
 namespace host {
@@ -29,8 +30,22 @@ struct Thread {
   const char* waits = nullptr;  // at what
   void* brings = nullptr;       // to a meeting of its warp
   std::vector<Copy> copies;
-  unsigned groups = 0;  // that were closed
+  unsigned groups = 0;          // that were closed
+  std::vector<size_t> unshown;  // pieces of 16 bytes that its copies brought and products do not see yet
 };
+
+// Threads that wait for a phase of a barrier in shared memory.
+struct Sleeper {
+  unsigned thread;
+  const uint64_t* barrier;
+  unsigned parity;
+};
+// What a barrier in shared memory holds.
+struct Barrier {
+  uint16_t arrivals, missing;  // of a phase, and of this one
+  uint32_t phase;
+};
+static_assert(sizeof(Barrier) == sizeof(uint64_t), "a barrier has 8 bytes");
 
 struct Warp {
   unsigned arrived = 0;
@@ -39,6 +54,7 @@ struct Warp {
 };
 
 uint64_t seed = 0;
+bool sm90a = false;
 char message[512];
 
 // One launch. The stacks of abandoned threads hold nothing with a destructor; all such members are in here.
@@ -52,6 +68,8 @@ struct Launch {
   std::vector<Thread> all;
   std::vector<Warp> warps;
   std::vector<unsigned> ready;
+  std::vector<Sleeper> sleepers;
+  std::vector<bool> unshown;  // of each 16 bytes of shared memory
   unsigned at_barrier = 0, current = 0;
   uint64_t random = 0;
   Fiber scheduler;
@@ -97,11 +115,15 @@ void Launch::run_block() {
   std::memset(shared, kNan, shared_bytes);
   poison_region(shared + shared_bytes, kGuard);
   ready.clear();
+  sleepers.clear();
+  unshown.assign(shared_bytes / 16 + 1, false);
+  forget_products();
   at_barrier = 0;
   for (Warp& warp : warps) warp = Warp();
   for (unsigned i = 0; i < threads; ++i) {
     all[i].returned = false;
     all[i].copies.clear();
+    all[i].unshown.clear();
     all[i].groups = 0;
     all[i].fiber.start(i, thread_main);
     ready.push_back(i);
@@ -126,6 +148,9 @@ void Launch::run_block() {
 }
 
 void land(const Copy& copy) {
+  const size_t piece = static_cast<size_t>(static_cast<char*>(copy.shared) - launch->shared) / 16;
+  launch->unshown[piece] = true;
+  launch->self().unshown.push_back(piece);
   if (copy.global) std::memcpy(copy.shared, copy.global, 16);
   else std::memset(copy.shared, 0, 16);
 }
@@ -143,6 +168,51 @@ void fail(const char* format, ...) {
                 launch->current, what);
   launch->failed = true;
   Fiber::leave(launch->self().fiber, launch->scheduler);
+}
+
+bool runs_sm90a() { return sm90a; }
+
+uint64_t draw(uint64_t below) { return launch->draw(below); }
+
+void show_shared() {
+  std::vector<size_t>& pieces = launch->self().unshown;
+  for (const size_t piece : pieces) launch->unshown[piece] = false;
+  pieces.clear();
+}
+void check_shown(const void* address) {
+  const size_t piece = static_cast<size_t>(static_cast<const char*>(address) - launch->shared) / 16;
+  if (launch->unshown[piece]) fail("a product reads what a copy brought and show_shared() did not show");
+}
+
+void make_barrier(uint64_t* barrier, unsigned arrivals) {
+  check_shared(barrier, sizeof *barrier);
+  const Barrier made = {static_cast<uint16_t>(arrivals), static_cast<uint16_t>(arrivals), 0};
+  std::memcpy(barrier, &made, sizeof made);
+}
+void arrive(uint64_t* barrier) {
+  check_shared(barrier, sizeof *barrier);
+  Barrier now;
+  std::memcpy(&now, barrier, sizeof now);
+  if (!now.missing) fail("it arrives at a barrier that expects nobody");
+  if (!--now.missing) {
+    now.missing = now.arrivals;
+    ++now.phase;
+    size_t kept = 0;
+    for (const Sleeper& sleeper : launch->sleepers) {
+      if (sleeper.barrier == barrier && now.phase % 2 != sleeper.parity) launch->ready.push_back(sleeper.thread);
+      else launch->sleepers[kept++] = sleeper;
+    }
+    launch->sleepers.resize(kept);
+  }
+  std::memcpy(barrier, &now, sizeof now);
+}
+void wait_barrier(uint64_t* barrier, unsigned parity) {
+  check_shared(barrier, sizeof *barrier);
+  Barrier now;
+  std::memcpy(&now, barrier, sizeof now);
+  if (now.phase % 2 != parity) return;
+  launch->sleepers.push_back({launch->current, barrier, parity});
+  launch->wait("wait_barrier");
 }
 
 unsigned thread_index() { return launch->current; }
@@ -257,6 +327,11 @@ const char* run(void (*body)(const void*), const void* arguments, Index3 grid, u
 
 }  // namespace host
 }  // namespace graphopt
+
+// Whether launches from the next one on run as on sm_90a.
+extern "C" __attribute__((visibility("default"))) void graphopt_interpreter_sm90a(bool given) {
+  graphopt::host::sm90a = given;
+}
 
 // What decides the order of threads and blocks from the next launch on; 0 takes the blocks in their order.
 extern "C" __attribute__((visibility("default"))) void graphopt_interpreter_seed(uint64_t seed) {

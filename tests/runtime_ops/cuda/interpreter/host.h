@@ -46,6 +46,22 @@ void multiply_s8(int32_t* d, const uint32_t* a, const uint32_t* b);
 void multiply_u8s8(int32_t* d, const uint32_t* a, const uint32_t* b);
 void load_matrices(uint32_t* to, int count, const void* row, bool transposed);
 
+void store_matrices_transposed(void* row, const uint32_t* r);
+
+// What only sm_90a has, see matmul_table/cuda/wgmma.h. A product's sums are NaN from its start until a wait covers it.
+// Whether it reads its operand in shared memory when it starts or when it is waited for is drawn; until then nothing
+// may write to its operand in registers. What copies brought is not seen by products before show_shared().
+bool runs_sm90a();
+void multiply_64x128(float* d, const uint32_t* a, uint64_t b);
+void multiply_64x128(int32_t* d, const uint32_t* a, uint64_t b);
+void begin_products();
+void commit_products();
+void wait_products(int newest);
+void show_shared();
+void make_barrier(uint64_t* barrier, unsigned arrivals);
+void arrive(uint64_t* barrier);
+void wait_barrier(uint64_t* barrier, unsigned parity);
+
 // Runs body(arguments) as every thread of the grid; returns null or an error.
 const char* run(void (*body)(const void*), const void* arguments, Index3 grid, unsigned threads, size_t shared_bytes);
 

@@ -1,7 +1,10 @@
 // The arithmetic of the host interpreter that takes more than a line: products of small matrices, pairs rounded once.
 #include <algorithm>
 
+#include <vector>
+
 #include "cuda/device.h"
+#include "interpreter/products.h"
 
 namespace graphopt {
 namespace host {
@@ -105,6 +108,186 @@ void multiply_bytes(void* const* lanes) {
   }
 }
 
+constexpr int kSums = 64, kColumns = 128, kRowBytes = 32;  // of a product on sm_90a: of a lane, and of an operand
+
+// One that is under way, of a lane. Its operand in shared memory is [128][32] bytes.
+struct Started {
+  void* d;
+  const uint32_t* a;
+  uint32_t a_then[4];
+  uint64_t b;
+  bool bytes, early;
+  unsigned group;
+};
+// Sums that products under way add to: a lane's numbers, which are NaN meanwhile where they belong.
+struct Held {
+  void* d;
+  uint32_t numbers[kSums];
+  unsigned products;
+};
+struct Lane {
+  std::vector<Started> started;
+  std::vector<Held> held;
+  std::vector<std::vector<uint8_t>> operands;  // of the first lane: those that were read early, or nothing
+  unsigned groups = 0;
+  bool begun = false;
+};
+thread_local std::vector<Lane> lanes_of_block;
+
+Lane& own() {
+  if (lanes_of_block.size() < thread_count()) lanes_of_block.resize(thread_count());
+  return lanes_of_block[thread_index()];
+}
+
+// Rows of 128 bytes whose pieces of 16 are swizzled by the three bits above: matrix_at() of wgmma.h gives the address.
+std::vector<uint8_t> read_operand(uint64_t b) {
+  std::vector<uint8_t> bytes(kColumns * kRowBytes);
+  for (uint64_t row = 0; row < kColumns; ++row) {
+    for (uint64_t piece = 0; piece < 2; ++piece) {
+      const uint64_t line = (b << 4) + row * 128 + piece * 16;
+      const auto* const at = reinterpret_cast<const uint8_t*>(line ^ (line >> 7 & 7) << 4);
+      check_shared(at, 16);
+      check_shown(at);
+      std::memcpy(bytes.data() + row * kRowBytes + piece * 16, at, 16);
+    }
+  }
+  return bytes;
+}
+
+Held& held_of(Lane& lane, const void* d) {
+  for (Held& held : lane.held) {
+    if (held.d == d) return held;
+  }
+  fail("a product whose sums are not held");
+}
+
+// Entry [row][k] of A [16, 16] or [16, 32], which the lanes have; see matrix.h.
+template <int Pack>
+uint32_t entry_of_started(Lane* const* lanes, size_t index, int row, int k) {
+  const Started& of_lane = lanes[row % 8 * 4 + k / Pack % 4]->started[index];
+  return entry<Pack>(of_lane.a_then[row / 8 + 2 * (k / (4 * Pack))], k);
+}
+uint32_t& entry_of_sums(Lane* const* lanes, size_t index, int row, int column) {
+  Lane& lane = *lanes[row % 8 * 4 + column % 8 / 2];
+  return held_of(lane, lane.started[index].d).numbers[4 * (column / 8) + row / 8 * 2 + column % 2];
+}
+
+void multiply_started_halves(Lane* const* lanes, size_t index, const uint8_t* operand) {
+  constexpr int kTogether = 8, kDepth = 16;
+  double a[16][kDepth], b[kColumns][kDepth];
+  for (int k = 0; k < kDepth; ++k) {
+    for (int row = 0; row < 16; ++row) {
+      a[row][k] = to_float(Half{static_cast<uint16_t>(entry_of_started<2>(lanes, index, row, k))});
+    }
+    for (int column = 0; column < kColumns; ++column) {
+      uint16_t bits;
+      std::memcpy(&bits, operand + column * kRowBytes + 2 * k, sizeof bits);
+      b[column][k] = to_float(Half{bits});
+    }
+  }
+  for (int row = 0; row < 16; ++row) {
+    for (int column = 0; column < kColumns; ++column) {
+      uint32_t& bits = entry_of_sums(lanes, index, row, column);
+      float d = float_of_bits(bits);
+      for (int first = 0; first < kDepth; first += kTogether) {
+        double terms[kTogether + 1] = {d};
+        for (int k = 0; k < kTogether; ++k) terms[1 + k] = a[row][first + k] * b[column][first + k];
+        d = cut_sum(terms, kTogether + 1);
+      }
+      bits = bits_of_float(d);
+    }
+  }
+}
+
+void multiply_started_bytes(Lane* const* lanes, size_t index, const uint8_t* operand) {
+  constexpr int kDepth = 32;
+  for (int row = 0; row < 16; ++row) {
+    int a[kDepth];
+    for (int k = 0; k < kDepth; ++k) a[k] = static_cast<int8_t>(entry_of_started<4>(lanes, index, row, k));
+    for (int column = 0; column < kColumns; ++column) {
+      uint32_t& sum = entry_of_sums(lanes, index, row, column);
+      for (int k = 0; k < kDepth; ++k) {
+        sum += static_cast<uint32_t>(a[k] * static_cast<int8_t>(operand[column * kRowBytes + k]));
+      }
+    }
+  }
+}
+
+struct Start {
+  Lane* lane;
+  Started started;
+};
+
+void start_products(void* const* given) {
+  const auto start = [&](int i) -> Start& { return *static_cast<Start*>(given[i]); };
+  const uint64_t b = start(0).started.b;
+  const bool early = draw(2) == 0;
+  for (int i = 0; i < kWarp; ++i) {
+    Start& of_lane = start(i);
+    if (of_lane.started.b != b) fail("lanes of a warp name different operands in shared memory");
+    of_lane.started.early = early;
+    of_lane.lane->started.push_back(of_lane.started);
+  }
+  std::vector<uint8_t> operand = read_operand(b);
+  if (!early) operand.clear();
+  start(0).lane->operands.push_back(std::move(operand));
+}
+
+struct Wait {
+  Lane* lane;
+  int newest;
+};
+
+void land_products(void* const* given) {
+  Lane* lanes[kWarp];
+  for (int i = 0; i < kWarp; ++i) lanes[i] = static_cast<Wait*>(given[i])->lane;
+  const unsigned newest = static_cast<unsigned>(static_cast<Wait*>(given[0])->newest);
+  size_t index = 0;
+  for (; index < lanes[0]->started.size(); ++index) {
+    const Started& first = lanes[0]->started[index];
+    if (first.group + newest >= lanes[0]->groups) break;
+    const std::vector<uint8_t>& early = lanes[0]->operands[index];
+    const std::vector<uint8_t> operand = first.early ? early : read_operand(first.b);
+    for (const Lane* lane : lanes) {
+      const Started& started = lane->started[index];
+      if (std::memcmp(started.a, started.a_then, sizeof started.a_then)) {
+        fail("the registers of a product changed before it was waited for");
+      }
+    }
+    if (first.bytes) multiply_started_bytes(lanes, index, operand.data());
+    else multiply_started_halves(lanes, index, operand.data());
+    for (Lane* lane : lanes) {
+      Held& held = held_of(*lane, lane->started[index].d);
+      if (--held.products) continue;
+      std::memcpy(held.d, held.numbers, sizeof held.numbers);
+      held = lane->held.back();
+      lane->held.pop_back();
+    }
+  }
+  for (Lane* lane : lanes) {
+    lane->started.erase(lane->started.begin(), lane->started.begin() + static_cast<std::ptrdiff_t>(index));
+  }
+  lanes[0]->operands.erase(lanes[0]->operands.begin(),
+                           lanes[0]->operands.begin() + static_cast<std::ptrdiff_t>(index));
+}
+
+void start_product(void* d, const uint32_t* a, uint64_t b, bool bytes) {
+  Lane& lane = own();
+  if (!lane.begun) fail("a product without begin_products() since the last commit");
+  bool known = false;
+  for (Held& held : lane.held) {
+    if (held.d == d) ++held.products, known = true;
+  }
+  if (!known) {
+    Held held = {d, {}, 1};
+    std::memcpy(held.numbers, d, sizeof held.numbers);
+    std::memset(d, 0xff, sizeof held.numbers);
+    lane.held.push_back(held);
+  }
+  Start mine = {&lane, {d, a, {a[0], a[1], a[2], a[3]}, b, bytes, false, lane.groups}};
+  meet("multiply_64x128", start_products, &mine);
+}
+
 struct Load {
   uint32_t* to;
   const void* row;
@@ -157,6 +340,40 @@ void multiply_s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
 void multiply_u8s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
   Product<int32_t> mine{d, a, b};
   meet("multiply_u8s8", multiply_bytes<uint8_t>, &mine);
+}
+
+void forget_products() { lanes_of_block.clear(); }
+
+void multiply_64x128(float* d, const uint32_t* a, uint64_t b) { start_product(d, a, b, false); }
+void multiply_64x128(int32_t* d, const uint32_t* a, uint64_t b) { start_product(d, a, b, true); }
+void begin_products() { own().begun = true; }
+void commit_products() {
+  ++own().groups;
+  own().begun = false;
+}
+void wait_products(int newest) {
+  Wait mine = {&own(), newest};
+  meet("wait_products", land_products, &mine);
+}
+
+void store_matrices_transposed(void* row, const uint32_t* r) {
+  check_shared(row, 16);
+  if (reinterpret_cast<uintptr_t>(row) % 16) fail("a row of a matrix at no multiple of 16 bytes");
+  struct Store {
+    void* row;
+    const uint32_t* r;
+  } mine{row, r};
+  meet("store_matrices_transposed", [](void* const* lanes) {
+    const auto lane = [&](int i) { return static_cast<const Store*>(lanes[i]); };
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      for (int i = 0; i < kWarp; ++i) {
+        for (int j = 0; j < 2; ++j) {
+          static_cast<uint16_t*>(lane(8 * matrix + 2 * (i % 4) + j)->row)[i / 4] =
+              static_cast<uint16_t>(lane(i)->r[matrix] >> 16 * j);
+        }
+      }
+    }
+  }, &mine);
 }
 
 void load_matrices(uint32_t* to, int count, const void* row, bool transposed) {
