@@ -57,9 +57,10 @@ class Recipe(BaseModel):
         description: one line for a list.
         steps: the passes with their options, in order: phase by phase, see :data:`graphopt.passes.phases.PHASES`.
         activations: to what quantized products round their inputs at run time: ``int8`` is the fast path, ``float32``
-            leaves them alone, as ``--target ort-cuda`` does where a recipe does not say: kernels on GPUs are faster so. For onnxruntime's own kernel it is a session entry, not part of the graph: graphopt's
-            session sets it from the manifest, any other session has to. Products that graphopt made say it in the
-            graph, and a step may say otherwise for them.
+            leaves them alone, as ``--target ort-cuda`` does where a recipe does not say: kernels on GPUs are faster so.
+            For onnxruntime's own kernel it is a session entry, not part of the graph: graphopt's session sets it from
+            the manifest, any other session has to. Products that graphopt made say it in the graph, and a step may say
+            otherwise for them.
         calibration: the text that statistics are collected on, where a step needs them.
         graphs: of a model of several graphs: recipes for others than the first, by the names of their folders, such as
             ``vision``; each a preset's name or a recipe. Others take this recipe, as far as its steps are for them.

@@ -66,7 +66,7 @@ class PageKV(Pass):
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether caches grow, and the recipe writes them in place and has no other step for caches."""
         lower = recipe.options_of("lower")
-        is_paged = (lower.get("target"), lower.get("caches")) == ("ort-cpu", "pages")
+        is_paged = lower.get("target") in ("ort-cpu", "ort-cuda") and lower.get("caches") == "pages"
         return is_paged and "cache" not in recipe.phases and has_growing_caches(graph)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:

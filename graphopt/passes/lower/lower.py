@@ -58,7 +58,9 @@ PACKED_DYNAMIC = Rule(
 )
 PACKED_CODEBOOK = Rule("lower.packed-codebook", "MatMulCodebook, inputs as they are")
 PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
-UNBLOCKED = Rule("lower.unblocked", "the CUDA provider has no kernel for 8 bits in blocks: a cast, and a product with scales")
+UNBLOCKED = Rule(
+    "lower.unblocked", "the CUDA provider has no kernel for 8 bits in blocks: a cast, and a product with scales"
+)
 EXPERT = Rule("lower.expert", "experts share one node, whose kernel reads this layout")
 NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads float")
 
@@ -109,9 +111,9 @@ class Lower(Pass):
             optimizes, which the manifest then names.
         activations: what the inputs of products that leave the standard form are rounded to; ``None`` for what the
             recipe says, on a GPU ``float32``.
-        caches: what a recipe for ``ort-cpu`` does with caches that grow, where no other step is about caches: ``pages``
-            adds the step ``page_kv``, so that they are written in place; ``growing`` leaves ``past_key_values.N.key``
-            and ``present.N.key`` as they are, for programs that feed those.
+        caches: what a recipe for graphopt's kernels does with caches that grow, where no other step is about caches:
+            ``pages`` adds the step ``page_kv``, so that they are written in place; ``growing`` leaves
+            ``past_key_values.N.key`` and ``present.N.key`` as they are, for programs that feed those.
     """
 
     name: ClassVar[str] = "lower"
@@ -162,9 +164,9 @@ class Lower(Pass):
         for node in model.graph:
             if (reader := codebook_of(node)) is not None:
                 self._multiply_entries(node, reader, ledger)
-        if self.target == "ort-cuda":
-            for reader in [node for node in model.graph if _is_in_blocks_of_bytes(node)]:
-                _multiply_by_scales(model.graph, reader, ledger)
+        in_blocks = [node for node in model.graph if self.target == "ort-cuda" and _is_in_blocks_of_bytes(node)]
+        for reader in in_blocks:
+            _multiply_by_scales(model.graph, reader, ledger)
         standard = [node for node in model.graph if dequantize_of(node) is not None]
         keep_fusible(model.graph, standard, ledger)
 

@@ -140,7 +140,7 @@ def test_formats_with_decoders_of_their_own(
 def test_tiles_of_many_rows(
     products: Products, name: str, columns: int, count: int, dtype: type, activations: str
 ) -> None:
-    """One tile of rows or two, the last one not full, of narrow or wide tiles; K in one part, which fills no block up."""
+    """One tile of rows or two, the last one not full, narrow or wide; K in one part, which fills no block up."""
     table = np.array(FORMATS[name].table, np.float32)
     case = case_of(300, columns, 128, FORMATS[name].bits, leading=(count,), bias=True, scale_type=np.float16)
     check(products, {**case, "table": table, "x": case["x"].astype(dtype), "activations": activations}, seeds=(3,))
