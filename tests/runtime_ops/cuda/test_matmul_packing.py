@@ -91,3 +91,12 @@ def test_kernels_decode_what_was_packed(
     if dtype == np.float16:
         expected = expected.astype(np.float16)
     assert np.array_equal(products.table(case), expected)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp6-e2m3"])
+def test_large_matrices_are_packed_by_several_threads(products: Products, name: str) -> None:
+    """1024 blocks, cut into parts for threads, and each 256 of them as a matrix of its own."""
+    table = np.array(FORMATS[name].table, np.float32)
+    codes = np.random.default_rng(0).integers(0, len(table), (ROWS * 8, COLUMNS * 128)).astype(np.uint8)
+    parts = [bits_of(products, part, table, "float16") for part in np.split(codes, 4, axis=1)]
+    assert np.array_equal(bits_of(products, codes, table, "float16"), np.concatenate(parts))

@@ -1,8 +1,11 @@
 #include "matmul_table/cuda/pack.h"
 
+#include <pthread.h>
+
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #include "cuda/numbers.h"
 
@@ -334,6 +337,47 @@ void convert_trellis(uint8_t* codes, unsigned bits, unsigned width, const Trelli
 
 }  // namespace
 
+namespace {
+
+// Blocks that are worth a thread: two milliseconds or so.
+constexpr size_t kLeastPart = 256, kMostThreads = 64;
+
+// The largest of what `of_part(first, end)` returns for parts of `count`, each on a core of its own: a model of 8 billion
+// weights took half a minute on one. A thread that the system refuses is run by this one.
+template <typename OfPart>
+unsigned largest_of_parts(size_t count, const OfPart& of_part) {
+  struct Part {
+    const OfPart* of_part;
+    size_t first, end;
+    unsigned largest;
+    pthread_t thread;
+    bool runs;
+
+    static void* run(void* given) {
+      Part& part = *static_cast<Part*>(given);
+      part.largest = (*part.of_part)(part.first, part.end);
+      return nullptr;
+    }
+  };
+  const size_t cores = std::thread::hardware_concurrency(), wanted = count / kLeastPart;
+  size_t threads = wanted < cores ? wanted : cores;
+  threads = threads < 1 ? 1 : threads > kMostThreads ? kMostThreads : threads;
+  Part parts[kMostThreads];
+  for (size_t i = 0; i < threads; ++i) {
+    parts[i] = {&of_part, i * count / threads, (i + 1) * count / threads, 0, {}, false};
+    parts[i].runs = i + 1 < threads && pthread_create(&parts[i].thread, nullptr, Part::run, &parts[i]) == 0;
+    if (!parts[i].runs) Part::run(&parts[i]);
+  }
+  unsigned largest = 0;
+  for (size_t i = 0; i < threads; ++i) {
+    if (parts[i].runs) pthread_join(parts[i].thread, nullptr);
+    largest = parts[i].largest > largest ? parts[i].largest : largest;
+  }
+  return largest;
+}
+
+}  // namespace
+
 unsigned pack_codes(const GraphoptMatMulCodec& codec, const GraphoptMatMulWeights& weights, uint8_t* to) {
   const unsigned bits = static_cast<unsigned>(codec.bits), given_bits = static_cast<unsigned>(weights.bits);
   const size_t rows = weights.rows, columns = weights.columns;
@@ -352,37 +396,41 @@ unsigned pack_codes(const GraphoptMatMulCodec& codec, const GraphoptMatMulWeight
     const RowPlace of_row = place_of_row(static_cast<Operands>(codec.operands), position / 64 * 4 + position % 4);
     positions[slot_of(order, place.half, of_row.k)][4 * place.g + of_row.t] = static_cast<uint8_t>(position);
   }
-  unsigned largest = 0;
-  for (size_t block = 0; block < tiles * blocks; ++block) {
-    const size_t tile = block / blocks, first = block % blocks * kBlockUnits;
-    uint32_t words[16][kWarp] = {}, slots[kSlots][kWarp];
-    for (unsigned unit = 0; unit < kBlockUnits; ++unit) {
-      uint8_t of_unit[256] = {};
-      if (first + unit < units) {
-        unpack_unit(weights.codes + (tile * units + first + unit) * 32 * given_bits, given_bits, of_unit);
+  const auto pack_blocks = [&](size_t first_block, size_t end) {
+    unsigned largest = 0;
+    for (size_t block = first_block; block < end; ++block) {
+      const size_t tile = block / blocks, first = block % blocks * kBlockUnits;
+      uint32_t words[16][kWarp] = {}, slots[kSlots][kWarp];
+      for (unsigned unit = 0; unit < kBlockUnits; ++unit) {
+        uint8_t of_unit[256] = {};
+        if (first + unit < units) {
+          unpack_unit(weights.codes + (tile * units + first + unit) * 32 * given_bits, given_bits, of_unit);
+        }
+        for (const uint8_t code : of_unit) largest = code > largest ? code : largest;
+        const unsigned width = width_of_tile(columns, tile);
+        if (weights.trellis && (tables || width < kTileColumns)) {
+          convert_trellis(of_unit, given_bits, width, tables.get());
+        }
+        for (unsigned slot = 0; slot < kSlots; ++slot) {
+          for (unsigned lane = 0; lane < kWarp; ++lane) slots[slot][lane] = of_unit[positions[slot][lane]] ^ codec.flips;
+        }
+        for (unsigned i = 0; i < fields[unit].count; ++i) {
+          const Field& field = fields[unit].all[i];
+          const uint32_t mask = (1u << field.count) - 1;
+          for (unsigned lane = 0; lane < kWarp; ++lane) {
+            words[field.word][lane] |= (slots[field.slot][lane] >> field.bit & mask) << field.at;
+          }
+        }
       }
-      for (const uint8_t code : of_unit) largest = code > largest ? code : largest;
-      const unsigned width = width_of_tile(columns, tile);
-      if (weights.trellis && (tables || width < kTileColumns)) {
-        convert_trellis(of_unit, given_bits, width, tables.get());
-      }
-      for (unsigned slot = 0; slot < kSlots; ++slot) {
-        for (unsigned lane = 0; lane < kWarp; ++lane) slots[slot][lane] = of_unit[positions[slot][lane]] ^ codec.flips;
-      }
-      for (unsigned i = 0; i < fields[unit].count; ++i) {
-        const Field& field = fields[unit].all[i];
-        const uint32_t mask = (1u << field.count) - 1;
+      for (unsigned word = 0; word < 2 * bits; ++word) {
         for (unsigned lane = 0; lane < kWarp; ++lane) {
-          words[field.word][lane] |= (slots[field.slot][lane] >> field.bit & mask) << field.at;
+          std::memcpy(to + block * of_block + byte_of_word(bits, lane, word), &words[word][lane], sizeof(uint32_t));
         }
       }
     }
-    for (unsigned word = 0; word < 2 * bits; ++word) {
-      for (unsigned lane = 0; lane < kWarp; ++lane) {
-        std::memcpy(to + block * of_block + byte_of_word(bits, lane, word), &words[word][lane], sizeof(uint32_t));
-      }
-    }
-  }
+    return largest;
+  };
+  const unsigned largest = largest_of_parts(tiles * blocks, pack_blocks);
   uint8_t* const behind = to + tiles * blocks * of_block;
   if (weights.trellis && !becomes_bytes) {
     std::memset(behind, 0, kTableWords * sizeof(uint32_t));
