@@ -6,8 +6,8 @@
 namespace graphopt {
 namespace {
 
-// A decoded weight is multiplied once, so tiles of any width cost the same; a wide one reads the operand for twice the
-// columns. Where wide tiles leave half of the processors idle, narrow ones take half the time.
+// A wide tile reads the operand once for twice the columns. Where wide tiles leave half of the processors idle, narrow ones
+// take half the time.
 bool is_narrow(const Product& p) { return 2 * Gemm90Place<Gemm90Wide>::count(p) <= processors(); }
 
 template <typename Shape>
