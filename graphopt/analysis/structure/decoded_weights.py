@@ -101,17 +101,58 @@ def casts_codes(node: ir.Node) -> bool:
 
 
 def holds_cast_codes(value: ir.Value) -> bool:
-    """Return whether ``value`` are codes of a weight that is decoded by ``Cast`` and ``Mul``."""
-    return any(casts_codes(use.node) for use in value.uses())
+    """Return whether ``value`` are codes of a weight that is decoded by ``Cast`` and ``Mul``, as a whole or by rows."""
+    if any(casts_codes(use.node) for use in value.uses()):
+        return True
+    return any(_casts_rows(node) and _is_scaled(node.outputs[0]) for node, _ in _uses_of_rows(value))
 
 
 def scales_cast_codes(value: ir.Value) -> bool:
-    """Return whether ``value`` are the scales of such codes."""
-    return any(
-        (use.node.domain, use.node.op_type) == ("", "Mul")
-        and any(
-            operand is not None and (producer := operand.producer()) is not None and casts_codes(producer)
-            for operand in use.node.inputs
-        )
-        for use in value.uses()
-    )
+    """Return whether ``value`` are the scales of such codes, or the zero points of such rows."""
+    for node, index in _uses_of_rows(value):
+        if _has_type(node, "Mul") and any(_is_cast_codes(operand) for operand in node.inputs):
+            return True
+        if not _has_type(node, "Cast") or index:
+            continue
+        readers = [reader for reader, operand in _uses_of_rows(node.outputs[0]) if operand == 1]
+        if any(_has_type(reader, "Sub") and _is_cast_codes(reader.inputs[0]) for reader in readers):
+            return True
+    return False
+
+
+def _has_type(node: ir.Node | None, op_type: str) -> bool:
+    return node is not None and (node.domain, node.op_type) == ("", op_type)
+
+
+def _uses_of_rows(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """Yield what reads ``value``, or rows of it."""
+    for use in value.uses():
+        if _has_type(use.node, "Gather") and use.idx == 0:
+            yield from _uses_of_rows(use.node.outputs[0])
+        else:
+            yield use.node, use.idx
+
+
+def _casts_rows(node: ir.Node) -> bool:
+    """Return whether ``node`` makes floats of rows of stored codes."""
+    rows = node.inputs[0] if _has_type(node, "Cast") else None
+    lookup = None if rows is None else rows.producer()
+    codes = lookup.inputs[0] if lookup is not None and _has_type(lookup, "Gather") else None
+    if codes is None or not codes.is_initializer() or codes.dtype is None:
+        return False
+    return codes.dtype.is_integer() and codes.dtype.bitwidth <= 8
+
+
+def _is_scaled(numbers: ir.Value) -> bool:
+    """Return whether numbers that were cast are multiplied, without their zero points or as they are."""
+    differences = [use.node.outputs[0] for use in numbers.uses() if _has_type(use.node, "Sub") and use.idx == 0]
+    return any(_has_type(use.node, "Mul") for value in (numbers, *differences) for use in value.uses())
+
+
+def _is_cast_codes(value: ir.Value | None) -> bool:
+    producer = None if value is None else value.producer()
+    if producer is None:
+        return False
+    if _has_type(producer, "Sub"):
+        return _is_cast_codes(producer.inputs[0])
+    return casts_codes(producer) or _casts_rows(producer)

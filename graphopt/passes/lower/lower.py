@@ -58,8 +58,8 @@ PACKED_DYNAMIC = Rule(
 )
 PACKED_CODEBOOK = Rule("lower.packed-codebook", "MatMulCodebook, inputs as they are")
 PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
-UNBLOCKED = Rule(
-    "lower.unblocked", "the CUDA provider has no kernel for 8 bits in blocks: a cast, and a product with scales"
+BYTES_IN_BLOCKS = Rule(
+    "lower.bytes-in-blocks", "the CUDA provider has no kernel for 8 bits in blocks: a cast, and a product with scales"
 )
 EXPERT = Rule("lower.expert", "experts share one node, whose kernel reads this layout")
 NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads float")
@@ -337,12 +337,12 @@ def _multiply_by_scales(graph: ir.Graph, reader: ir.Node, ledger: Ledger) -> Non
     numbers = insert.op("Cast", [codes], dims, dtype, "numbers", to=dtype)
     if zeros is not None:
         cast = insert.op("Cast", [zeros], list(zeros.shape or []), dtype, "zeros", to=dtype)
-        numbers = insert.op("Sub", [numbers, of_numbers(cast, "zeros_of_numbers")], dims, dtype, "centred")
+        numbers = insert.op("Sub", [numbers, of_numbers(cast, "zeros_of_numbers")], dims, dtype, "differences")
     product = ir.node("Mul", [numbers, of_numbers(scales, "scales")], name=reader.name)
     set_type(product.outputs[0], reader.outputs[0].name or "", dtype, dims)
     replace(reader, product)
     for node in (*insert.nodes, product):
-        ledger.changed(node, UNBLOCKED(), [reader])
+        ledger.changed(node, BYTES_IN_BLOCKS(), [reader])
 
 
 def _replace_dynamic(

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from graphopt.analysis.structure.cost import weight_totals
 from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import PassReport
@@ -305,7 +306,9 @@ def test_rows_of_bytes_are_multiplied_by_scales_for_gpus(kind: str, group: int, 
     QuantizeWeights(linear=None, lm_head=None, embedding=EmbeddingFormat(format=kind, group=group or None))(model)
     ids = {"input_ids": np.arange(6, dtype=np.int64).reshape(2, 3)}
     (expected,) = open_session(save(model, tmp_path, "before.onnx")).run(["logits"], ids)
+    totals = weight_totals(model)
     report = lower(model, target="ort-cuda")
+    assert weight_totals(model) == totals  # a table is the same weight, whatever decodes it
     assert kinds(model)["DequantizeLinear"] == 0
     # the same operations on float32
     (result,) = open_session(save(model, tmp_path, "after.onnx")).run(["logits"], ids)
