@@ -34,7 +34,7 @@ GRAPHOPT_DEVICE void put_small_m(const Product& p, const float* parts, unsigned 
 
 // Grid: [pairs of tiles, splits of K, 16 rows]. Two tiles of columns for a warp: an operand that is read serves both.
 template <typename Kind, typename Decode, bool MaySum>
-GRAPHOPT_KERNEL(kSmallMWarps * kWarp, Decode::kWide ? 3 : 4)
+GRAPHOPT_KERNEL(kSmallMWarps * kWarp, Decode::kWide || Decode::kTrellis || MaySum ? 3 : 4)
 void multiply_small_m(Product p) {
   constexpr int kRowTiles = kSmallMRows / 8;
   uint32_t* const table = reinterpret_cast<uint32_t*>(shared_memory());

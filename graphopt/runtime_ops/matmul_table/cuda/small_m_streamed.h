@@ -24,6 +24,7 @@ template <typename Kind, typename Decode, int RowTiles>
 struct StreamedTiles {
   static constexpr unsigned kDepth = Decode::kBits > 6 ? 1 : Decode::kBits > 2 ? 2 : 4;  // blocks ahead, as registers allow
 
+  static constexpr int kStepsLoaded = RowTiles == 1 ? 2 : 1;  // at a time, as registers allow
   float totals[2][RowTiles][4] = {};
   uint32_t words[kDepth][2][4][Decode::kWords];
   uint32_t scales[kDepth][2][2];  // as they were loaded
@@ -86,17 +87,19 @@ struct StreamedTiles {
           multiply_step(sums, a, m, word.words[0], word.words[1]);
         }
       } else {
-        uint32_t a[2][4], b[RowTiles][4];
-        GRAPHOPT_UNROLL
-        for (int m = 0; m < RowTiles; ++m) load_matrices(b[m], x + m * 8 * kStreamedPitch<Kind> + 64 * pair);
+        uint32_t a[2][4], b[kStepsLoaded][RowTiles][2];
+        load_steps(x + 64 * pair, b);
         GRAPHOPT_UNROLL
         for (int n = 0; n < 2; ++n) decode<0>(p, table, of_pair[n], a[n]);
         GRAPHOPT_UNROLL
-        for (int m = 0; m < RowTiles; ++m) multiply_step(sums, a, m, b[m][0], b[m][1]);
+        for (int m = 0; m < RowTiles; ++m) multiply_step(sums, a, m, b[0][m][0], b[0][m][1]);
+        if (kStepsLoaded == 1) load_steps(x + 64 * pair + 32, b);
         GRAPHOPT_UNROLL
         for (int n = 0; n < 2; ++n) decode<1>(p, table, of_pair[n], a[n]);
         GRAPHOPT_UNROLL
-        for (int m = 0; m < RowTiles; ++m) multiply_step(sums, a, m, b[m][2], b[m][3]);
+        for (int m = 0; m < RowTiles; ++m) {
+          multiply_step(sums, a, m, b[kStepsLoaded - 1][m][0], b[kStepsLoaded - 1][m][1]);
+        }
       }
     }
     float of_columns[2][2];
@@ -118,6 +121,16 @@ struct StreamedTiles {
     }
   }
 
+  // The operand of 16-bit numbers of a step, or of two.
+  GRAPHOPT_DEVICE static void load_steps(const char* x, uint32_t (&b)[kStepsLoaded][RowTiles][2]) {
+    GRAPHOPT_UNROLL
+    for (int m = 0; m < RowTiles; ++m) {
+      uint32_t words[2 * kStepsLoaded];
+      load_matrices(words, x + m * 8 * kStreamedPitch<Kind>);
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 2 * kStepsLoaded; ++i) b[i / 2][m][i % 2] = words[i];
+    }
+  }
   template <int H>
   GRAPHOPT_DEVICE static void decode(const Product& p, const char* table,
                                      const uint32_t (&words)[Decode::kPairWords], uint32_t (&a)[4]) {
@@ -198,7 +211,7 @@ void multiply_streamed(Product p) {
     wait_copies<1>();
     sync_block();
     const unsigned last = next < end ? next : end;
-    const char* const x = stages + stage * kStage + lane_of_operand<Kind, 4>(kStreamedPitch<Kind>);
+    const char* const x = stages + stage * kStage + lane_of_operand<Kind, 2 * Warp::kStepsLoaded>(kStreamedPitch<Kind>);
     GRAPHOPT_NO_UNROLL
     while (block < last) {
       GRAPHOPT_UNROLL
