@@ -76,7 +76,6 @@ class Products:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.sm90a = False  # whether the interpreter runs what only sm_90a has
         for name in ("codec", "table_scratch", "dynamic_scratch"):
             getattr(library, f"graphopt_cuda_matmul_{name}").restype = c_size_t
         library.graphopt_cuda_matmul_operands.restype = c_int32
@@ -97,13 +96,14 @@ class Products:
     def operands(self, dtype: Any, activations: int) -> str:
         return OPERANDS[self.library.graphopt_cuda_matmul_operands(TYPES[np.dtype(dtype)], activations)]
 
-    def table(self, case: Case, seed: int = 0, shift: int = 0) -> np.ndarray:
+    def table(self, case: Case, seed: int = 0, shift: int = 0, *, sm90a: bool = False) -> np.ndarray:
         """Return MatMulTable's y [..., N] of x's own type.
 
         ``seed`` draws the order of the interpreter's threads; x lies ``shift`` numbers behind a multiple of 256 bytes.
+        With ``sm90a`` the interpreter runs kernels that only sm_90a has; a GPU chooses by itself.
         """
         call, y, kept = self.call(case, MODES.index(case["activations"]), shift)
-        scratch = self.run("table", call, call, seed)
+        scratch = self.run("table", call, call, seed, sm90a=sm90a)
         result = y.numpy()
         del kept, scratch
         return result
@@ -148,13 +148,16 @@ class Products:
         )
         return call, y, [x, packed, scales, zeros, bias]
 
-    def run(self, name: str, call: MatMul | MatMulDynamic, product: MatMul, seed: int) -> Buffer:
+    def run(
+        self, name: str, call: MatMul | MatMulDynamic, product: MatMul, seed: int, *, sm90a: bool = False
+    ) -> Buffer:
         function = f"graphopt_cuda_matmul_{name}"
+        if not self.library.on_gpu:
+            self.library.graphopt_interpreter_sm90a(sm90a)  # scratch depends on which kernel it is
         size = getattr(self.library, f"{function}_scratch")(ctypes.byref(call))
         scratch = Buffer(self.library, np.full(size, 0xFF, np.uint8))
         product.scratch = scratch.pointer
         if not self.library.on_gpu:
             self.library.graphopt_interpreter_seed(seed)
-            self.library.graphopt_interpreter_sm90a(self.sm90a)
         check(getattr(self.library, function)(ctypes.byref(call), None))
         return scratch

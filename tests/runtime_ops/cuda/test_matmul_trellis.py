@@ -18,7 +18,7 @@ from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
 from graphopt.runtime_ops.matmul_table.spec.packing import pack, unpack
 from tests.pairwise import pairwise
 from tests.runtime_ops.cuda.products import DECODERS, Products
-from tests.runtime_ops.cuda.test_matmul_table import TYPES, check, takes_gemm_sm90
+from tests.runtime_ops.cuda.test_matmul_table import TYPES, check, kinds_of_gpu
 from tests.runtime_ops.matmul_table.test_vectors import load, trellis_of
 from tests.runtime_ops.products import Case, as_bytes, trellis_case
 
@@ -41,16 +41,12 @@ def as_signed_bytes(case: Case) -> Case:
 def check_trellis(products: Products, case: Case, seeds: tuple[int, ...] = (0, 1)) -> None:
     """The same bits in any order of threads, those of codes of 8 bits, and within the bound of that weight."""
     wide = as_signed_bytes(case)
-    for sm90a in (False, True):
-        if sm90a and (products.library.on_gpu or not takes_gemm_sm90(case)):
-            continue
-        products.sm90a = sm90a
-        expected = products.table(wide)
+    for sm90a in kinds_of_gpu(products, case):
+        expected = products.table(wide, sm90a=sm90a)
         for seed in seeds:
-            y = products.table(case, seed)
+            y = products.table(case, seed, sm90a=sm90a)
             assert y.dtype == expected.dtype
             assert y.tobytes() == expected.tobytes()
-        products.sm90a = False
     check(products, wide, seeds=(0,))
 
 

@@ -14,10 +14,9 @@ import typer
 from onnx import TensorProto, helper, numpy_helper
 
 import graphopt
-from graphopt.artifact.artifact import DATA, MODEL, read
+from graphopt.artifact.artifact import DATA, MODEL
 from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.errors import InputError
-from graphopt.graph.weights import Cast, WeightTensor
 from graphopt.inference.profiling.events import Event
 from graphopt.ort.session import import_onnxruntime
 from tests.contrib_graphs import FLOAT32, VOCABULARY, Layer, group_query_model, tokens
@@ -26,20 +25,7 @@ from tools.bench.gpu_model import Model, Work
 from tools.bench.parts import large_graphs
 from tools.bench.parts.drawn_weights import DrawnWeight, drawn_numbers, fill_external_data, missing_files, use_of
 from tools.bench.parts.large_graphs import with_layers, write_graph
-from tools.bench.parts.random_checkpoint import RandomWeight
 from tools.bench.parts.shared_buffer import SharedBufferDecoder, SharedBufferModel
-
-
-@pytest.fixture
-def random_artifact(llama_artifact: Path) -> Any:
-    """An artifact whose weights lie nowhere, as of a checkpoint that is never written."""
-    artifact = read(llama_artifact)
-    for name, value in artifact.model.graph.initializers.items():
-        if name.endswith("weight") and value.const_value is not None:
-            weight = RandomWeight(name, 0, tuple(value.const_value.shape.numpy()))
-            value.const_value = WeightTensor(Cast(weight, ir.DataType.FLOAT), name)
-    artifact.place, artifact.manifest = None, artifact.manifest.model_copy(update={"files": {}})
-    return artifact
 
 
 @pytest.fixture

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 
-from graphopt.artifact.artifact import MODEL, read
-from graphopt.graph.weights import Cast, WeightTensor
+from graphopt.artifact.artifact import MODEL
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
 from tools.bench.large import MODELS, compile_stages, forecast, print_run
@@ -41,17 +39,6 @@ def test_a_checkpoint_has_a_random_weight_for_each_parameter(tmp_path: Path) -> 
     assert checkpoint.weights["model.layers.2.mlp.up_proj.weight"].shape == (96, 64)
     assert len({weight.digest for weight in checkpoint.weights.values()}) == 3 * 9 + 3
     assert checkpoint.weights["lm_head.weight"].numpy().dtype == np.float32
-
-
-@pytest.fixture
-def random_artifact(llama_artifact: Path) -> Any:
-    artifact = read(llama_artifact)
-    for name, value in artifact.model.graph.initializers.items():
-        if name.endswith("weight") and value.const_value is not None:
-            weight = RandomWeight(name, 0, tuple(value.const_value.shape.numpy()))
-            value.const_value = WeightTensor(Cast(weight, ir.DataType.FLOAT), name)
-    artifact.place, artifact.manifest = None, artifact.manifest.model_copy(update={"files": {}})
-    return artifact
 
 
 def test_a_model_that_lies_nowhere_is_calibrated_compiled_and_verified(random_artifact: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tools.bench.parts.cuda_case import Case, Wanted, copies_past_l2, every, str
 SHAPES = ((8192, 8192), (8192, 28672), (28672, 8192))
 """K and N of the matrices of a large model."""
 
-ROWS = (1, 8, 16, 256, 4096)
+ROWS = (1, 8, 16, 128, 256, 1024, 4096)
 KINDS = (
     *((name, "float32") for name in ("t2", "t3", "t4", "int4", "fp6-e2m3", "fp6-e3m2", "nf4", "int8")),
     ("t3", "int8"),

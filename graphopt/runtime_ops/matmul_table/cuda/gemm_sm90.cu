@@ -10,30 +10,27 @@ namespace {
 // take half the time.
 bool is_narrow(const Product& p) { return 2 * Gemm90Place<Gemm90Wide>::count(p) <= processors(); }
 
-template <typename Shape>
-const char* start(void (*kernel)(Product), const Product& p, void* stream) {
-  const unsigned count = Gemm90Place<Shape>::count(p), most = processors();
-  return launch_early(kernel, {count < most ? count : most, 1, 1}, kGemm90Threads, Shape::kShared, stream, p);
+template <typename Warp>
+const char* start(const Product& p, void* stream) {
+  const unsigned count = Gemm90Place<typename Warp::Shape>::count(p), most = processors();
+  const Index3 grid = {count < most ? count : most, 1, 1};
+  return launch_early(multiply_gemm_sm90<Warp>, grid, kGemm90Threads, Warp::Shape::kShared, stream, p);
 }
 template <typename Decode>
 const char* start_halves(const Product& p, void* stream) {
-  if (is_narrow(p)) return start<Gemm90Narrow>(multiply_gemm_sm90<Gemm90Narrow, Decode>, p, stream);
-  return start<Gemm90Wide>(multiply_gemm_sm90<Gemm90Wide, Decode>, p, stream);
-}
-template <typename Decode>
-const char* start_bytes(const Product& p, void* stream) {
-  return start<Gemm90ByteShape>(multiply_bytes_sm90<Decode>, p, stream);
+  if (is_narrow(p)) return start<Gemm90Warp<Gemm90Narrow, Decode>>(p, stream);
+  return start<Gemm90Warp<Gemm90Wide, Decode>>(p, stream);
 }
 
 const char* start_gemm_sm90_of_bytes(const Product& p, Decoder decoder, void* stream) {
   switch (decoder) {
-    case Decoder::kInt4: return start_bytes<Int4ToByte>(p, stream);
-    case Decoder::kInt8: return start_bytes<Int8ToByte>(p, stream);
-    case Decoder::kTable4: return start_bytes<Table4ToByte>(p, stream);
-    case Decoder::kTrellis2: return start_bytes<TrellisToByte<2>>(p, stream);
-    case Decoder::kTrellis3: return start_bytes<TrellisToByte<3>>(p, stream);
-    case Decoder::kTrellis4: return start_bytes<TrellisToByte<4>>(p, stream);
-    default: return start_bytes<AnyToByte>(p, stream);
+    case Decoder::kInt4: return start<Gemm90Bytes<Int4ToByte>>(p, stream);
+    case Decoder::kInt8: return start<Gemm90Bytes<Int8ToByte>>(p, stream);
+    case Decoder::kTable4: return start<Gemm90Bytes<Table4ToByte>>(p, stream);
+    case Decoder::kTrellis2: return start<Gemm90Bytes<TrellisToByte<2>>>(p, stream);
+    case Decoder::kTrellis3: return start<Gemm90Bytes<TrellisToByte<3>>>(p, stream);
+    case Decoder::kTrellis4: return start<Gemm90Bytes<TrellisToByte<4>>>(p, stream);
+    default: return start<Gemm90Bytes<AnyToByte>>(p, stream);
   }
 }
 

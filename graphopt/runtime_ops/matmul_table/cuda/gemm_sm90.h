@@ -139,9 +139,11 @@ GRAPHOPT_DEVICE void copy_gemm_sm90(const Product& p, const Gemm90Memory<Shape>&
   }
 }
 
-template <typename Shape, typename Decode>
+template <typename OfTiles, typename Decode>
 struct Gemm90Warp {
+  using Shape = OfTiles;
   using Place = Gemm90Place<Shape>;
+  static constexpr bool kTable = Decode::kTable;
   static constexpr unsigned kSubtiles = Shape::kTilesOfWarp;  // of columns
 
   const Product& p;
@@ -355,13 +357,14 @@ struct Gemm90Warp {
   }
 };
 
-// Grid: blocks of threads, at most one for each tile of rows and columns and split of K.
-template <typename Shape, typename Decode>
+// Grid: blocks of threads, at most one for each tile of rows and columns and split of K. `Warp` is Gemm90Warp or Gemm90Bytes.
+template <typename Warp>
 GRAPHOPT_KERNEL(kGemm90Threads, 1)
 void multiply_gemm_sm90(Product p) {
-  const Gemm90Memory<Shape> memory;
+  using Place = Gemm90Place<typename Warp::Shape>;
+  const Gemm90Memory<typename Warp::Shape> memory;
   memory.make_barriers();
-  if constexpr (Decode::kTable) load_table(p, memory.table);
+  if constexpr (Warp::kTable) load_table(p, memory.table);
   sync_block();
   if (thread_index().x >= kGemm90Multipliers) {
     give_registers<40>();
@@ -369,9 +372,8 @@ void multiply_gemm_sm90(Product p) {
     copy_gemm_sm90(p, memory);
   } else {
     take_registers<232>();
-    using Place = Gemm90Place<Shape>;
-    Gemm90Warp<Shape, Decode> of_warp(p, memory);
-    Gemm90Stage<Shape> stage;
+    Warp of_warp(p, memory);
+    Gemm90Stage<typename Warp::Shape> stage;
     unsigned index = block_index().x;
     const unsigned count = Place::count(p);
     of_warp.load(Place(p, index));

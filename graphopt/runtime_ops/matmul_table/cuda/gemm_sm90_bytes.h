@@ -14,6 +14,7 @@ template <typename Decode>
 struct Gemm90Bytes {
   using Shape = Gemm90ByteShape;
   using Place = Gemm90Place<Shape>;
+  static constexpr bool kTable = Decode::kTable;
 
   const Product& p;
   const Gemm90Memory<Shape>& memory;
@@ -108,37 +109,5 @@ struct Gemm90Bytes {
     }
   }
 };
-
-// Grid: blocks of threads, at most one for each tile of rows and columns and split of K.
-template <typename Decode>
-GRAPHOPT_KERNEL(kGemm90Threads, 1)
-void multiply_bytes_sm90(Product p) {
-  const Gemm90Memory<Gemm90ByteShape> memory;
-  memory.make_barriers();
-  if constexpr (Decode::kTable) load_table(p, memory.table);
-  sync_block();
-  if (thread_index().x >= kGemm90Multipliers) {
-    give_registers<40>();
-    wait_for_previous();
-    copy_gemm_sm90(p, memory);
-  } else {
-    take_registers<232>();
-    using Place = Gemm90Place<Gemm90ByteShape>;
-    Gemm90Bytes<Decode> of_warp(p, memory);
-    Gemm90Stage<Gemm90ByteShape> stage;
-    unsigned index = block_index().x;
-    const unsigned count = Place::count(p);
-    of_warp.load(Place(p, index));
-    wait_for_previous();
-    GRAPHOPT_NO_UNROLL
-    while (index < count) {
-      const Place place(p, index);
-      of_warp.run(place, stage);
-      index += block_count().x;
-      if (index < count) of_warp.load(Place(p, index));
-      of_warp.write(place);
-    }
-  }
-}
 
 }  // namespace graphopt
