@@ -94,10 +94,15 @@ class Served:
         found = [pid for pid in children if f"graphopt.serving.{module}" in Path(f"/proc/{pid}/cmdline").read_text()]
         return sorted(map(int, found))
 
-    def wait_for_workers(self) -> None:
-        """Wait until there are two again."""
+    def instances(self) -> set[int]:
+        """Return the workers that the front hands requests to: a process is none of them until it has read its model."""
+        health = json.loads(get(self.url.removesuffix("/v1") + "/health"))
+        return {entry["instance_id"] for entry in health["instances"] if entry["endpoint"] == "generate"}
+
+    def wait_for_workers(self, before: set[int]) -> None:
+        """Wait until there are two again, of which one is new since ``before``."""
         for _ in range(600):
-            if len(self.processes("worker")) == 2:
+            if len(now := self.instances()) == 2 and now != before:
                 return
             time.sleep(0.1)
         raise AssertionError("".join(self.said))
@@ -273,21 +278,22 @@ def test_streams_go_on_when_a_worker_is_killed(server: Served, expected: Any) ->
         texts = [threads.submit(read, prompt) for prompt in TEXTS]
         for _ in range(2):
             assert arrived.acquire(timeout=60)
+        before = server.instances()
         os.kill(server.processes("worker")[0], signal.SIGKILL)
         found = [text.result() for text in texts]
     assert found == expected(list(TEXTS), [tokens] * 8, least=True)
     server.until(r"worker \d ended \(SIGKILL\); it starts again")
-    server.wait_for_workers()
+    server.wait_for_workers(before)
 
 
 def test_a_request_that_crashes_its_worker_is_not_handed_round(server: Served, expected: Any) -> None:
     from openai import BadRequestError
 
-    before = server.processes("worker")
+    before, instances = server.processes("worker"), server.instances()
     with pytest.raises(BadRequestError, match="a worker crashed while it read this request"):
         server.text([5, DEADLY], 4)
     server.until(r"worker \d ended \(SIGSEGV\); it starts again")
-    server.wait_for_workers()
+    server.wait_for_workers(instances)
     assert len(set(before) & set(server.processes("worker"))) == 1
     assert server.text(TEXTS[0], 20) == expected([TEXTS[0]], [20])[0]
 
