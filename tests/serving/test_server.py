@@ -95,7 +95,7 @@ class Served:
         return sorted(map(int, found))
 
     def instances(self) -> set[int]:
-        """Return the workers that the front hands requests to: a process is none of them until it has read its model."""
+        """Return the workers that the front hands requests to: those that have read their model."""
         health = json.loads(get(self.url.removesuffix("/v1") + "/health"))
         return {entry["instance_id"] for entry in health["instances"] if entry["endpoint"] == "generate"}
 

@@ -4,6 +4,7 @@
     s = c * Tanh(s / c)                          soft cap, as in Gemma 2 (Gemma Team 2024, section 2)
     s = s + m                                    or Where(m, s, <lowest>); or several, one after the other
     s = s * b                                    b > 0, as in CodeGen: (x + m) b = x b + m b
+    s = s - ReduceMax(s)                         which changes no softmax, as in MiMo-V2
     y = MatMul(Softmax(s), v)
       ->   y = Attention(q, k, v, m; scale=a, softcap=c)
 
@@ -84,8 +85,9 @@ def lift_scores(model: ir.Model, ledger: Ledger) -> None:
     for node in list(model.graph):
         if node.op_type != "Softmax" or node.domain or node.graph is None:
             continue
-        scores, sinks = _scores(node.inputs[0]), None
-        if scores is None and (columns := appended_logits(without_shift(node.inputs[0]))) is not None:
+        logits, sinks = without_shift(node.inputs[0]), None
+        scores = _scores(logits)
+        if scores is None and (columns := appended_logits(logits)) is not None:
             scores, sinks = _scores(columns[0]), columns[1]
         if scores is None:
             continue

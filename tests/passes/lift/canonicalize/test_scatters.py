@@ -14,8 +14,11 @@ def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
     return np.asarray(opened.run(["y"], feeds)[0])
 
 
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("folds", [False, True])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_a_filled_tensor_is_a_concat(is_first: bool) -> None:
+def test_a_filled_tensor_is_a_concat(is_first: bool, folds: bool, turns: bool) -> None:
+    """In any order, by indices that are computed or folded, and where keys are turned for a product besides."""
     float32 = ir.DataType.FLOAT
     parts = [ir.val(name, float32, [2, 3, 5, width]) for name, width in (("p", 4), ("q", 2))]
     ends = [(0, 4), (4, 2**63 - 1)]
@@ -34,13 +37,17 @@ def test_a_filled_tensor_is_a_concat(is_first: bool) -> None:
     x = new_weight(graph, "zeros", ir.tensor(np.zeros((6, 3, 5, 2), np.float32)))
     indices = op("Range", [integers("zero", 0), integers("six", 6), integers("one", 1)], [6])
     for number in (1, 0) if is_first else (0, 1):
-        start, end = (integers(f"{name}{number}", [bound]) for name, bound in zip("se", ends[number], strict=True))
         width = parts[number].shape[3]
-        cut = op("Slice", [indices, start, end, integers(f"axis{number}", [0])], [width])
-        places = op("Unsqueeze", [cut, integers(f"last{number}", [-1])], [width, 1])
+        start, end = (integers(f"{name}{number}", [bound]) for name, bound in zip("se", ends[number], strict=True))
+        if folds:
+            places = integers(f"places{number}", ends[number][0] + np.arange(width)[:, None])
+        else:
+            cut = op("Slice", [indices, start, end, integers(f"axis{number}", [0])], [width])
+            places = op("Unsqueeze", [cut, integers(f"last{number}", [-1])], [width, 1])
         turned = op("Transpose", [parts[number]], [width, 3, 5, 2], perm=[3, 1, 2, 0])
         x = op("ScatterND", [x, places, turned], [6, 3, 5, 2])
-    y = op("Transpose", [x], [2, 3, 5, 6], perm=[3, 1, 2, 0])
+    perm = [3, 1, 0, 2] if turns else [3, 1, 2, 0]
+    y = op("Transpose", [x], [(6, 3, 5, 2)[axis] for axis in perm], perm=perm)
     y.name = "y"
     graph.outputs.append(y)
     model = ir.Model(graph, ir_version=11)
@@ -48,5 +55,5 @@ def test_a_filled_tensor_is_a_concat(is_first: bool) -> None:
     before = run(model, feeds)
     report = run_pass(model, "canonicalize")
     assert "canonicalize.filled" in [change.what.code for change in report.changes]
-    assert [node.op_type for node in model.graph] == ["Concat"]
+    assert [node.op_type for node in model.graph] == ["Concat", "Transpose"][: 1 + turns]
     assert np.array_equal(before, run(model, feeds))

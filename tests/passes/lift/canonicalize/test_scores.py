@@ -27,6 +27,7 @@ def spelled_out(
     softcap: float = 0.0,
     guard: bool = False,
     repeated: bool = True,
+    shift: bool = False,
 ) -> tuple[ir.Model, ir.Node]:
     """Return a model whose attention is products and a softmax on caches that are concatenated, and the softmax."""
     model = group_query_model(Layer(groups=2 if repeated else 4, window=50, softcap=softcap))
@@ -105,6 +106,9 @@ def spelled_out(
         scores = insert.op("Where", [causal, scores, lowest], dims, FLOAT, "ordered")
         added = insert.op("Where", [near, number(0.0), lowest], list(near.shape), FLOAT, "added")
         scores = insert.op("Add", [added, scores], dims, FLOAT, "masked")
+    if shift:
+        largest = insert.op("ReduceMax", [scores, insert.integers([-1])], [*dims[:3], 1], FLOAT, "largest")
+        scores = insert.op("Sub", [scores, largest], dims, FLOAT, "shifted")
     probabilities = insert.op("Softmax", [scores], dims, FLOAT, "softmax", axis=-1)
     softmax = probabilities.producer()
     if guard:
@@ -127,15 +131,18 @@ def spelled_out(
     softcap=st.sampled_from([0.0, 2.0]),
     guard=st.booleans(),
     repeated=st.booleans(),
+    shift=st.booleans(),
 )
-@example(factor="both", mask="two", keys="last", softcap=2.0, guard=True, repeated=True)
-@example(factor="product", mask="where not", keys="first", softcap=0.0, guard=False, repeated=False)
+@example(factor="both", mask="two", keys="last", softcap=2.0, guard=True, repeated=True, shift=False)
+@example(factor="product", mask="where not", keys="first", softcap=0.0, guard=False, repeated=False, shift=True)
 def test_products_and_a_softmax_become_attention(
-    factor: str, mask: str, keys: str, softcap: float, guard: bool, repeated: bool
+    factor: str, mask: str, keys: str, softcap: float, guard: bool, repeated: bool, shift: bool
 ) -> None:
     # Keys that lie position by position are heads apart again before they are repeated, never after.
     repeated &= keys == "last"
-    model, _ = spelled_out(factor=factor, mask=mask, keys=keys, softcap=softcap, guard=guard, repeated=repeated)
+    model, _ = spelled_out(
+        factor=factor, mask=mask, keys=keys, softcap=softcap, guard=guard, repeated=repeated, shift=shift
+    )
     calls = tokens(2, 5, 3, 1)
     before = run(model, *calls)
     run_pass(model, "canonicalize")
