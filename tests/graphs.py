@@ -51,6 +51,12 @@ class Builder:
         return output
 
 
+def graph_of(build: Builder, inputs: list[ir.Value], outputs: list[ir.Value]) -> ir.Model:
+    """Return a model of opset 23 of what was built."""
+    graph = ir.Graph(inputs, outputs, nodes=build.nodes, initializers=build.weights, opset_imports={"": 23}, name="g")
+    return ir.Model(graph, ir_version=10)
+
+
 def residual_model(
     width: int = 16,
     inner: int = 12,

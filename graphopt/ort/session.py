@@ -48,6 +48,10 @@ PROVIDERS: dict[Device, tuple[str, ...]] = {
 }
 """onnxruntime's providers for a device, the first choice first: a node that a GPU has no kernel for runs on the CPU."""
 
+_PROVIDER_OPTIONS = {"CUDAExecutionProvider": {"enable_skip_layer_norm_strict_mode": "1"}}
+"""Options of providers. Without this one SkipSimplifiedLayerNormalization sums up squares of float16 in float16, which
+loses digits, and overflows where RMSNormalization does not."""
+
 Array = npt.NDArray[Any]
 
 _ERRORS_ONLY, _FATAL_ONLY = 3, 4
@@ -141,7 +145,8 @@ def _register_kernels(options: Any, device: Device) -> None:
 
 def _start(ort: Any, path: Path, model: str | bytes, options: Any, device: Device) -> onnxruntime.InferenceSession:
     try:
-        session = ort.InferenceSession(model, options, providers=list(PROVIDERS[device]))
+        providers = [(name, _PROVIDER_OPTIONS.get(name, {})) for name in PROVIDERS[device]]
+        session = ort.InferenceSession(model, options, providers=providers)
     except Exception as error:
         raise InputError(f"onnxruntime cannot load the model: {error}", file=path) from error
     # onnxruntime continues without a provider that does not start, and only logs it.

@@ -65,8 +65,9 @@ def test_the_session_is_asked_for_the_gpu_first_with_our_library(
         def register_custom_ops_library(self, library: str) -> None:
             asked["library"] = library
 
-    def inference(path: str, options: Options, providers: list[str]) -> None:
-        asked["providers"] = providers
+    def inference(path: str, options: Options, providers: list[tuple[str, dict[str, str]]]) -> None:
+        asked["providers"] = [name for name, _ in providers]
+        asked["options"] = [chosen for _, chosen in providers]
         raise RuntimeError("as far as this goes")
 
     monkeypatch.setattr(onnxruntime, "SessionOptions", Options)
@@ -74,7 +75,11 @@ def test_the_session_is_asked_for_the_gpu_first_with_our_library(
     monkeypatch.setenv(CUDA_PATH_VARIABLE, str(tmp_path / "ops.so"))
     with pytest.raises(InputError, match="as far as this goes"):
         load(rotated, device="cuda")
-    assert asked == {"library": str(tmp_path / "ops.so"), "providers": [CUDA, "CPUExecutionProvider"]}
+    assert asked == {
+        "library": str(tmp_path / "ops.so"),
+        "providers": [CUDA, "CPUExecutionProvider"],
+        "options": [{"enable_skip_layer_norm_strict_mode": "1"}, {}],
+    }
     assert list(PROVIDERS["cuda"]) == asked["providers"]
 
 

@@ -22,6 +22,9 @@ from graphopt.passes.interface.last_logits import LastLogits
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.lower.flatten_heads import FlattenHeads
 from graphopt.passes.lower.float16 import Float16
+from graphopt.passes.lower.fuse_gates import FuseGates
+from graphopt.passes.lower.fuse_residuals import FuseResiduals
+from graphopt.passes.lower.fuse_rotary import FuseRotary
 from graphopt.passes.lower.lower import Lower
 from graphopt.passes.lower.merge_products import MergeProducts
 from graphopt.passes.recipe import Recipe, load_recipe, presets
@@ -219,6 +222,9 @@ def test_float16_is_the_last_step_and_asked_for_once() -> None:
         *load_recipe("int4-rtn").steps,
         MergeProducts(),
         Lower(target="ort-cuda"),
+        FuseGates(),
+        FuseResiduals(),
+        FuseRotary(),
         Float16(),
     ]
     assert list(recipe.lowered("ort-cuda").steps) == lowered

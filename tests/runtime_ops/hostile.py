@@ -213,6 +213,8 @@ def largest(case: Case) -> float:
     numbers = [tensor.values for name, tensor in case.inputs.items() if name != "experts"]
     x, *others = (array.astype(np.float64) for array in numbers)
     size = np.abs(x).max(initial=0)
+    if case.operator == "SwiGLU":
+        return 1e-3 * size * size  # of a product of two halves; float16 has 2^-11
     if case.operator == "Hadamard":
         return 1e-2 * size * np.sqrt(len(others[0]) * len(others[1]))
     if case.operator == "MatMulCodebook":

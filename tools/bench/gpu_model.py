@@ -5,9 +5,10 @@
     python tools/bench/gpu_model.py int4 genai-int4 --json model.json             # on the machine with the GPU
     python tools/bench/gpu_model.py int4 --profile                                # time by kinds of nodes
 
-``--make`` writes graphs alone, of a few hundred kB: the one that `graphopt optimize --target ort-cuda --float16
---last-logits 1` writes, or the builder's. Every pass runs, on weights that are drawn at random; numbers that rounding
-would make are drawn too. The builder is given 2 layers, and the nodes of the last are copied for all further ones.
+``--make`` writes graphs alone, of a few hundred kB, and prints how many nodes they have: the one that
+`graphopt optimize --target ort-cuda --float16 --last-logits 1` writes, or the builder's. Every pass runs, on weights
+that are drawn at random; numbers that rounding would make are drawn too. The builder is given 2 layers, and the nodes
+of the last are copied for all further ones.
 Where graphs are timed, the files of weights that they name are made first, if they are not there: random codes, scales
 and norms that keep activations finite. So a model of any size needs neither a checkpoint nor hours, and its text means
 nothing.
@@ -36,6 +37,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -43,6 +45,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import numpy as np
+import onnx_ir as ir
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -301,6 +304,12 @@ def print_profile(name: str, parts: Mapping[str, Sequence[dict[str, Any]]], cons
         console.print(table)
 
 
+def nodes_of(folder: Path) -> str:
+    """Return how many nodes a graph has, which the host of a GPU starts at each token, and of which operators."""
+    kinds = Counter(node.op_type for node in ir.load(folder / MODEL).graph)
+    return f"{kinds.total()} nodes: {', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}"
+
+
 def make(folder: Path, model: str, recipe: str | None, peer: str | None, **options: Any) -> None:
     """Write one graph; see :mod:`tools.bench.parts.large_graphs`.
 
@@ -319,7 +328,7 @@ def make(folder: Path, model: str, recipe: str | None, peer: str | None, **optio
         write_graph(config, recipe, folder, caches=options["caches"], target=target)
     else:
         write_peer_graph(config, cast("Any", peer), folder, block=options["block"], options=options["builder"])
-    print(f"{folder}: {(folder / MODEL).stat().st_size} bytes")
+    print(f"{folder}: {(folder / MODEL).stat().st_size} bytes, {nodes_of(folder)}")
 
 
 def main(

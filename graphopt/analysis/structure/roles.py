@@ -29,7 +29,7 @@ OTHER_ROLE, SHARED_ROLE = "other", "shared"
 _LAYOUT = frozenset({"Reshape", "Transpose", "Cast", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat"})
 """What carries the numbers of a product on as they are."""
 
-_PARTS = frozenset({"Split", "Slice"})
+_PARTS = frozenset({"Split", "Slice", "SwiGLU"})
 _MATRICES = 2
 
 
@@ -168,7 +168,7 @@ def roles_of(graph: ir.Graph, folding: Folding) -> dict[ir.Node, str]:
             roles[node] = "embedding"
         elif "Normalization" in node.op_type:
             roles.setdefault(node, "norm")
-        elif node.op_type == "RotaryEmbedding":
+        elif node.op_type in ("RotaryEmbedding", "SplitRotary"):
             roles.setdefault(node, "rotary")
     for node in reversed(list(graph)):
         if node in finder.constant or rounds(node):

@@ -48,6 +48,28 @@ struct GraphoptHadamard {
 GRAPHOPT_PUBLIC size_t graphopt_cuda_hadamard_scratch(const struct GraphoptHadamard* call);
 GRAPHOPT_PUBLIC const char* graphopt_cuda_hadamard(const struct GraphoptHadamard* call, void* stream);
 
+// y = g / (1 + exp(-g)) u for both halves g, u of each row of x; sums are of floats.
+struct GraphoptSwiGLU {
+  const void* x;  // [rows, 2 columns], at any multiple of a number's size
+  void* y;        // [rows, columns], likewise
+  int64_t rows;
+  int32_t columns, type;
+};
+GRAPHOPT_PUBLIC const char* graphopt_cuda_swiglu(const struct GraphoptSwiGLU* call, void* stream);
+
+// Queries, keys and values of one row for each token, heads of `size` numbers. The first `rotary` numbers of a head of
+// queries or keys are turned in pairs: neighbours where interleaved, else those rotary / 2 apart.
+struct GraphoptSplitRotary {
+  const void* x;             // [tokens, (heads + 2 kv_heads) size], all pointers at any multiple of a number's size
+  const void *cos, *sin;     // [tokens, rotary / 2]
+  void *queries;             // [tokens, heads size]
+  void *keys, *values;       // [tokens, kv_heads size]
+  int64_t tokens;
+  int32_t heads, kv_heads, size;
+  int32_t rotary, interleaved, type;
+};
+GRAPHOPT_PUBLIC const char* graphopt_cuda_split_rotary(const struct GraphoptSplitRotary* call, void* stream);
+
 // Device memory for caches. These functions return when they are done; kernels that use the memory must have finished
 // before.
 GRAPHOPT_PUBLIC const char* graphopt_cuda_allocate(void** memory, size_t bytes);  // zeros, at a multiple of 256 bytes

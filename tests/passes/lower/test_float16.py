@@ -20,7 +20,7 @@ from graphopt.inference.session import Session, load
 from graphopt.passes.lower.float16 import Float16
 from graphopt.passes.recipe import Recipe
 from tests.families import VOCABULARY
-from tests.graphs import Builder, canonical, session
+from tests.graphs import Builder, canonical, graph_of, session
 
 MakeArtifact = Callable[[str], Path]
 
@@ -140,11 +140,6 @@ def test_a_second_time_changes_nothing(llama_artifact: Path) -> None:
     before = [(node.name, node.op_type) for node in model.graph]
     assert not narrow(model).changes
     assert [(node.name, node.op_type) for node in model.graph] == before
-
-
-def graph_of(build: Builder, inputs: list[ir.Value], outputs: list[ir.Value]) -> ir.Model:
-    graph = ir.Graph(inputs, outputs, nodes=build.nodes, initializers=build.weights, opset_imports={"": 23}, name="g")
-    return ir.Model(graph, ir_version=10)
 
 
 def begin() -> tuple[Builder, ir.Value]:

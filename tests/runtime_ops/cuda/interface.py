@@ -35,6 +35,24 @@ class Hadamard(ctypes.Structure):
     ]
 
 
+class SwiGLU(ctypes.Structure):
+    _fields_ = [
+        ("x", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+    ]
+
+
+class SplitRotary(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "queries", "keys", "values")),
+        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "size", "rotary", "interleaved", "type")),
+    ]
+
+
 class Buffer:
     """An array in memory of the device that a library computes on: the host's own for the interpreter.
 
@@ -75,6 +93,9 @@ def declare(library: ctypes.CDLL, *, on_gpu: bool = False) -> ctypes.CDLL:
         call, scratch = (getattr(library, f"graphopt_cuda_{name}{suffix}") for suffix in ("", "_scratch"))
         call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_char_p
         scratch.argtypes, scratch.restype = [ctypes.c_void_p], ctypes.c_size_t
+    for name in ("swiglu", "split_rotary"):
+        call = getattr(library, f"graphopt_cuda_{name}")
+        call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_char_p
     return library
 
 
@@ -135,3 +156,36 @@ def hadamard(
     result = y.numpy()
     del kept
     return result
+
+
+def swiglu(library: ctypes.CDLL, x: np.ndarray[Any, Any], *, shift: int = 0) -> np.ndarray[Any, Any]:
+    """Return y [rows, n] of x [rows, 2 n] by the kernel; both lie ``shift`` numbers on, and y is NaN before."""
+    rows, columns = len(x), x.shape[1] // 2
+    given = Buffer(library, x, shift=shift)
+    y = Buffer(library, np.full((rows, columns), np.nan, x.dtype), shift=shift)
+    call = SwiGLU(given.pointer, y.pointer, rows, columns, TYPES[x.dtype])
+    check(library.graphopt_cuda_swiglu(ctypes.byref(call), None))
+    return y.numpy()
+
+
+def split_rotary(
+    library: ctypes.CDLL,
+    x: np.ndarray[Any, Any],
+    cos: np.ndarray[Any, Any],
+    sin: np.ndarray[Any, Any],
+    *,
+    heads: int,
+    kv_heads: int,
+    rotary: int,
+    rotary_interleaved: int,
+) -> tuple[np.ndarray[Any, Any], ...]:
+    """Return queries, keys and values of x [rows, tokens, heads of all sorts] by the kernel; they are NaN before."""
+    size = x.shape[-1] // (heads + 2 * kv_heads)
+    inputs = [Buffer(library, array) for array in (x, cos, sin)]
+    shapes = [(*x.shape[:2], count * size) for count in (heads, kv_heads, kv_heads)]
+    outputs = [Buffer(library, np.full(shape, np.nan, x.dtype)) for shape in shapes]
+    pointers = [buffer.pointer for buffer in (*inputs, *outputs)]
+    sizes = (heads, kv_heads, size, rotary, rotary_interleaved, TYPES[x.dtype])
+    call = SplitRotary(*pointers, x.shape[0] * x.shape[1], *sizes)
+    check(library.graphopt_cuda_split_rotary(ctypes.byref(call), None))
+    return tuple(output.numpy() for output in outputs)

@@ -48,6 +48,9 @@ class Float16(Pass):
         "tie_embedding",
         "lower",
         "group_experts",
+        "fuse_residuals",
+        "fuse_gates",
+        "fuse_rotary",
     )
 
     def rewrite(self, model: ir.Model, context: Context) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphopt.analysis.structure.contrib import MICROSOFT
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.runtime_ops import DOMAIN, port, schema_of
 
@@ -21,6 +22,9 @@ _SMALLEST = float(np.finfo(np.float16).tiny)
 
 # Their standard has float16, and onnxruntime's kernels for the CPU fail in it when they run.
 _NOT_IN_ONNXRUNTIME = ("ScatterElements", "ScatterND")
+
+# Operators of onnxruntime's own, all of whose floats have one type, which may be float16.
+_OF_MICROSOFT = ((MICROSOFT, "SkipSimplifiedLayerNormalization"), (MICROSOFT, "SkipLayerNormalization"))
 
 STAYS_FLOAT32 = Rule("float16.stays-float32", "stays float32: {why}")
 OF_POSITIONS = Rule("float16.of-positions", "sines and cosines of positions are made of it")
@@ -57,6 +61,8 @@ def _refusal(node: ir.Node, opset: int) -> Fact | None:
     if node.domain == DOMAIN:
         data = schema_of(node).data
         return None if data is not None and NARROW in data.types else FLOAT32_ALONE(op=node.op_type)
+    if (node.domain, node.op_type) in _OF_MICROSOFT:
+        return None
     if node.domain:
         return OTHER_DOMAIN(domain=node.domain)
     if node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == NARROW:

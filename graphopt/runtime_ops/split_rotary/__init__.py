@@ -1,0 +1,1 @@
+"""``SplitRotary``: queries, keys and values of one product, the first two turned by positions."""

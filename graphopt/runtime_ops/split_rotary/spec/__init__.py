@@ -1,0 +1,1 @@
+"""What the operator means: schema, body, reference."""
