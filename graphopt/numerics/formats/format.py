@@ -159,7 +159,7 @@ class Format(abc.ABC):
         """Return about what the best codes for ``units`` times ``scales`` mean, in units; may write to ``units``."""
         return self.decode(self.encode(units * scales, scales)).astype(np.float32)
 
-    def pool_errors(self, errors: Doubles) -> Doubles:
+    def pool_errors(self, errors: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the errors of all columns that are encoded together, at each of them, [groups, columns].
 
         Scales of such columns are chosen together: codes of one column change with the scales of its neighbours.

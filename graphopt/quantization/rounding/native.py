@@ -138,6 +138,20 @@ class _Trellis(ctypes.Structure):
     ]
 
 
+class _Trial(ctypes.Structure):
+    """``TrialWork`` of ``cpu/trellis.h``."""
+
+    _fields_ = [
+        ("search", _Trellis),
+        ("numbers", ctypes.c_void_p),
+        ("steps", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("errors", ctypes.c_void_p),
+        ("products", ctypes.c_void_p),
+        ("squares", ctypes.c_void_p),
+    ]
+
+
 class _Feedback(ctypes.Structure):
     """``FeedbackWork`` of ``cpu/trellis.h``."""
 
@@ -165,6 +179,7 @@ class _Functions:
     round: Any
     search: Any
     search_trellis: Any | None
+    try_scales: Any | None
     feed_back: Any | None
 
 
@@ -174,14 +189,17 @@ def _library(path: str) -> _Functions | None:
     try:
         library = ctypes.CDLL(path)
         trellis = getattr(library, "graphopt_search_trellis", None)
+        trial = getattr(library, "graphopt_try_scales", None)
         feed_back = getattr(library, "graphopt_feed_back", None)
-        functions = _Functions(library.graphopt_round_groups, library.graphopt_search_groups, trellis, feed_back)
+        functions = _Functions(library.graphopt_round_groups, library.graphopt_search_groups, trellis, trial, feed_back)
     except (OSError, AttributeError):
         return None
     functions.round.argtypes, functions.round.restype = [ctypes.POINTER(_Work)], ctypes.c_int
     functions.search.argtypes, functions.search.restype = [ctypes.POINTER(_Search)], ctypes.c_int
     if trellis is not None:
         trellis.argtypes, trellis.restype = [ctypes.POINTER(_Trellis)], ctypes.c_int
+    if trial is not None:
+        trial.argtypes, trial.restype = [ctypes.POINTER(_Trial)], ctypes.c_int
     if feed_back is not None:
         feed_back.argtypes, feed_back.restype = [ctypes.POINTER(_Feedback)], ctypes.c_int
     return functions
@@ -206,6 +224,11 @@ def rounds(format: Format) -> bool:
 def searches(format: Format) -> TypeGuard[TrellisFormat]:
     """Return whether the library is there, and can search the paths of ``format``."""
     return isinstance(format, TrellisFormat) and available() and _library_here().search_trellis is not None
+
+
+def tries_scales(format: Format) -> TypeGuard[TrellisFormat]:
+    """Return whether the library is there, and can say what scales of ``format`` lead to."""
+    return searches(format) and _library_here().try_scales is not None
 
 
 def feeds_back(format: Format) -> TypeGuard[TrellisFormat]:
@@ -377,22 +400,32 @@ def encode(
     return codes
 
 
-def approximate(units: Singles, format: Format, scales: Singles) -> Singles:
-    """Return what ``format.approximate`` does, [groups, rows of a group, columns], by the library if it can.
+def try_scales(
+    numbers: Singles, format: TrellisFormat, scales: Singles, weights: Singles | None
+) -> tuple[Singles, Singles, Singles]:
+    """Return what scales lead to, summed over the rows of a group, each [groups, columns].
+
+    A number x with its weight w becomes a value v of the best path with free ends, and means v times its scale s.
 
     Args:
-        units: what is approximated, in units of its scales; may be written to.
+        numbers: x, [groups, rows of a group, columns].
         format: the format.
-        scales: [groups, columns].
+        scales: s, [groups, columns].
+        weights: w, [groups, rows of a group, 1]; ``None`` for 1.
+
+    Returns:
+        The sums of w (v s - x)^2, of w v x, and of w v^2.
 
     Raises:
         InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
     """
-    if not searches(format):
-        return format.approximate(units, scales[:, None])
-    values = np.ascontiguousarray(units, np.float32)
-    _search_trellis(format, values, scales, None, None)
-    return values
+    x, factors, steps = np.ascontiguousarray(numbers), scales.astype(np.float64), np.ascontiguousarray(scales)
+    counts = None if weights is None else np.ascontiguousarray(weights)
+    errors, products, squares = (np.empty(scales.shape, np.float32) for _ in range(3))
+    search = _trellis_work(format, x, factors, None, None)
+    arrays = (_address(array) for array in (x, steps, counts, errors, products, squares))
+    _call("try_scales", _Trial(search, *arrays))
+    return errors, products, squares
 
 
 def _search_trellis(

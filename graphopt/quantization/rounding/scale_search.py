@@ -89,9 +89,21 @@ class Search(BaseModel):
 def _best_scales(numbers: Singles, values: Singles, weights: Singles | None) -> Singles:
     """Return the scales [groups, columns] of least error for codes that mean ``values``; 0 where all of them are 0."""
     weighted_values = values if weights is None else weights * values
-    products, squares = (weighted_values * numbers).sum(1), (weighted_values * values).sum(1)
+    return _quotients(_sum_rows(weighted_values * numbers), _sum_rows(weighted_values * values))
+
+
+def _quotients(products: Singles, squares: Singles) -> Singles:
     quotients: Singles = np.divide(products, squares, out=np.zeros(products.shape, np.float32), where=squares > 0)
     return quotients
+
+
+def _sum_rows(numbers: Singles) -> Singles:
+    """Return the sums over axis 1, one row after the other, as the library adds them up.
+
+    NumPy does so, too, but for a single column, whose rows lie side by side: these it adds up in pairs.
+    """
+    total: Singles = numbers.sum(1) if numbers.shape[2] > 1 else np.add.accumulate(numbers, 1)[:, -1]
+    return total
 
 
 def _follow_paths(
@@ -121,7 +133,7 @@ def _follow_paths(
     top, root = np.abs(numbers).max(1).astype(np.float64), np.sqrt(np.square(numbers, dtype=np.float64).mean(1))
     softer = np.divide(_PEAK * root, top, out=np.ones_like(top), where=top > 0) ** _SOFTNESS
     trials = [
-        _try_scales(
+        _try_paths(
             numbers,
             size,
             format,
@@ -131,18 +143,29 @@ def _follow_paths(
         )
         for share in _PATH_SHARES
     ]
-    best, values = trials[0]
-    for trial, trial_values in trials[1:]:
-        values = np.where((trial.errors < best.errors)[:, None], trial_values, values)
+    best, fits = trials[0]
+    for trial, trial_fits in trials[1:]:
+        fits = np.where(trial.errors < best.errors, trial_fits, fits)
         best = best.or_better(trial)
     state = best
     for _ in range(rounds):
-        fits = _best_scales(numbers, values, weights).astype(np.float64) * size
-        steps = np.maximum(state.scales + _STRIDE * (fits - state.scales), state.scales / 4)
-        scales = np.where((fits > 0) & (top > 0), stored_scales(steps, 1.0, kind), state.scales)
-        state, values = _try_scales(numbers, size, format, scales, first.zero_points, weights)
+        goals = fits.astype(np.float64) * size
+        steps = np.maximum(state.scales + _STRIDE * (goals - state.scales), state.scales / 4)
+        scales = np.where((goals > 0) & (top > 0), stored_scales(steps, 1.0, kind), state.scales)
+        state, fits = _try_paths(numbers, size, format, scales, first.zero_points, weights)
         best = best.or_better(state)
     return Scaling(best.scales, best.zero_points)
+
+
+def _try_paths(
+    numbers: Singles, size: float, format: Format, scales: Doubles, zero_points: Codes, weights: Singles | None
+) -> tuple[_State, Singles]:
+    """Return what the scales lead to, and the best scales for the codes that they give, relative to ``size``."""
+    if not native.tries_scales(format):
+        state, values = _try_scales(numbers, size, format, scales, zero_points, weights)
+        return state, _best_scales(numbers, values, weights)
+    errors, products, squares = native.try_scales(numbers, format, (scales / size).astype(np.float32), weights)
+    return _State(scales, zero_points, format.pool_errors(errors)), _quotients(products, squares)
 
 
 class _State:
@@ -170,16 +193,16 @@ def _try_scales(
     if format.zero_point:
         shift = format.decode(zero_points).astype(np.float32)[:, None]
         values += shift
-        values = native.approximate(values, format, step[:, 0])
+        values = format.approximate(values, step)
         values -= shift
     else:
-        values = native.approximate(values, format, step[:, 0])
+        values = format.approximate(values, step)
     errors = values * step
     errors -= numbers
     errors *= errors
     if weights is not None:
         errors *= weights
-    return _State(scales, zero_points, format.pool_errors(errors.sum(1))), values
+    return _State(scales, zero_points, format.pool_errors(_sum_rows(errors))), values
 
 
 def _relative(importance: Doubles | None) -> Singles | None:

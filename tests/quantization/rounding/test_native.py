@@ -15,6 +15,7 @@ from graphopt.numerics.formats import FORMATS
 from graphopt.numerics.formats.trellis import TrellisFormat
 from graphopt.quantization.rounding import native
 from graphopt.quantization.rounding.methods import METHODS
+from graphopt.quantization.rounding.scale_search import Search
 from graphopt.quantization.rounding.scales import Scaling, choose, nearest, squared_error
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from tests.native import EMULATOR_VARIABLE, INSTRUCTIONS, needs_library, skip_without
@@ -77,7 +78,10 @@ def test_the_library_finds_the_paths_that_numpy_finds(
     # scales of any size, some far too small for the numbers of their column
     scales = np.maximum(np.abs(groups).max(1), 1e-38) * random.uniform(0.05, 1, (shape[0], shape[2]))
     scales = scales.astype(np.float32).astype(np.float64)
-    units = (groups / scales[:, None]).astype(np.float32)
+    # numbers that float32 has room for with their squares, and scales that belong to them
+    sizes = np.maximum(np.abs(groups).max(1, keepdims=True), 1e-38)
+    numbers, steps = (groups / sizes).astype(np.float32), (scales / sizes[:, 0]).astype(np.float32)
+    counts = None if importance is None else importance.astype(np.float32)
     skip_without(instructions)
     if EMULATOR_VARIABLE in os.environ:
         pytest.skip("the bridge to emulated kernels has no search of paths")
@@ -85,9 +89,26 @@ def test_the_library_finds_the_paths_that_numpy_finds(
         patch.setenv(ISA_VARIABLE, instructions)
         assert native.searches(format)
         codes = native.encode(groups, format, scales, None, importance)
-        values = native.approximate(units.copy(), format, scales.astype(np.float32))
+        sums = native.try_scales(numbers, format, steps, counts)
     np.testing.assert_array_equal(codes, format.encode(groups, scales[:, None], None, importance))
-    np.testing.assert_array_equal(values, format.approximate(units.copy(), scales[:, None].astype(np.float32)))
+    values = format.approximate(numbers / steps[:, None], steps[:, None])
+    weighted = values if counts is None else counts * values
+    squared_errors = np.square(values * steps[:, None] - numbers) * (1 if counts is None else counts)
+    for found, rows in zip(sums, (squared_errors, weighted * numbers, weighted * values), strict=True):
+        np.testing.assert_array_equal(found, np.add.accumulate(rows, 1)[:, -1])
+
+
+@pytest.mark.parametrize("columns", [1, 40])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_scales_of_paths_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, columns: int, is_weighted: bool) -> None:
+    groups = weights(2, 2, 19, columns)
+    importance = np.random.default_rng(3).random((2, 19, 1)) if is_weighted else None
+    arguments = groups, FORMATS["t3"], "least_squares", np.dtype(np.float16), importance
+    if EMULATOR_VARIABLE in os.environ:
+        pytest.skip("the bridge to emulated kernels has no search of paths")
+    assert native.tries_scales(FORMATS["t3"])
+    found, expected = Search().scaling(*arguments), by_numpy(monkeypatch, Search().scaling, *arguments)
+    np.testing.assert_array_equal(found.scales, expected.scales)
 
 
 def test_a_trellis_of_any_window_is_searched() -> None:

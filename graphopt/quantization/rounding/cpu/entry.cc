@@ -12,6 +12,7 @@ using graphopt::Instructions;
 using graphopt::RoundWork;
 using graphopt::SearchWork;
 using graphopt::TrellisWork;
+using graphopt::TrialWork;
 
 extern "C" __attribute__((visibility("default"))) int graphopt_round_groups(const RoundWork* work) {
   Instructions chosen;
@@ -51,6 +52,18 @@ extern "C" __attribute__((visibility("default"))) int graphopt_search_trellis(co
     TrellisWork aligned = *work;
     aligned.scratch = scratch;
     GRAPHOPT_OF(chosen, graphopt::kTrellis)(aligned);
+  });
+}
+
+extern "C" __attribute__((visibility("default"))) int graphopt_try_scales(const TrialWork* work) {
+  Instructions chosen;
+  if (!graphopt::choose_instructions(&chosen)) return 0;
+  const size_t bytes = graphopt::trial_scratch(work->search.columns) + kAlignment +
+                       graphopt::trellis_scratch(work->search.bits, work->search.window);
+  return with_scratch(bytes, [&](void* scratch) {
+    TrialWork aligned = *work;
+    aligned.search.scratch = scratch;
+    GRAPHOPT_OF(chosen, graphopt::kTrial)(aligned);
   });
 }
 

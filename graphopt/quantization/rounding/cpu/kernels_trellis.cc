@@ -334,12 +334,50 @@ void decode(const TrellisWork& work, const uint8_t* codes, const double* scales,
   }
 }
 
+// The scratch of a search behind bytes that come first.
+void* behind(void* scratch, size_t bytes) { return static_cast<char*>(scratch) + (bytes + kLine - 1) / kLine * kLine; }
+
+void try_scales(const TrialWork& work) {
+  const size_t columns = work.search.columns;
+  TrellisWork rows = work.search;
+  rows.scratch = behind(work.search.scratch, trial_scratch(columns));
+  rows.units = static_cast<float*>(work.search.scratch);
+  rows.numbers = rows.importance = nullptr;
+  rows.codes = nullptr;
+  rows.groups = 1;
+  for (size_t group = 0; group < work.search.groups; ++group) {
+    const size_t place = group * columns, size = work.search.size;
+    const float* steps = work.steps + place;
+    float *errors = work.errors + place, *products = work.products + place, *squares = work.squares + place;
+    for (size_t i = 0; i < columns; ++i) errors[i] = products[i] = squares[i] = 0;
+    rows.scales = work.search.scales + place;
+    for (size_t begin = 0; begin < size; begin += kTrialRows) {
+      rows.size = size - begin < kTrialRows ? size - begin : kTrialRows;
+      const float* numbers = work.numbers + (group * size + begin) * columns;
+      for (size_t row = 0; row < rows.size; ++row) {
+        for (size_t i = 0; i < columns; ++i) rows.units[row * columns + i] = numbers[row * columns + i] / steps[i];
+      }
+      search_trellis(rows);
+      for (size_t row = 0; row < rows.size; ++row) {
+        const float weight = work.weights ? work.weights[group * size + begin + row] : 1.0f;
+        for (size_t i = 0; i < columns; ++i) {
+          const float value = rows.units[row * columns + i], number = numbers[row * columns + i];
+          const float error = value * steps[i] - number, weighted = weight * value;
+          errors[i] += error * error * weight;
+          products[i] += weighted * number;
+          squares[i] += weighted * value;
+        }
+      }
+    }
+  }
+}
+
 void feed_back(const FeedbackWork& work) {
   constexpr size_t kStrip = 32;  // columns whose sums stay in registers
   const size_t columns = work.search.columns;
   TrellisWork row = work.search;
   double* goal = static_cast<double*>(work.search.scratch);
-  row.scratch = static_cast<char*>(work.search.scratch) + (feedback_scratch(columns) + kLine - 1) / kLine * kLine;
+  row.scratch = behind(work.search.scratch, feedback_scratch(columns));
   row.groups = row.size = 1;
   row.units = nullptr;
   row.importance = nullptr;
@@ -379,6 +417,9 @@ void feed_back(const FeedbackWork& work) {
 
 extern const FeedbackKernel GRAPHOPT_NAME(kFeedback);
 const FeedbackKernel GRAPHOPT_NAME(kFeedback) = feed_back;
+
+extern const TrialKernel GRAPHOPT_NAME(kTrial);
+const TrialKernel GRAPHOPT_NAME(kTrial) = try_scales;
 
 extern const TrellisKernel GRAPHOPT_NAME(kTrellis);
 const TrellisKernel GRAPHOPT_NAME(kTrellis) = search_trellis;

@@ -52,6 +52,27 @@ struct FeedbackWork {
 // Bytes of scratch beside that of the search.
 inline size_t feedback_scratch(size_t columns) { return columns * sizeof(double); }
 
+constexpr size_t kTrialRows = 16;  // rows of a trial that are searched together
+
+// What scales lead to, for a number x with its weight w and scale s, whose best path with free ends means v: sums over
+// the rows of a group, one row after the other, in float32. Of the search, groups, size, columns and scales are read,
+// and what the format is.
+struct TrialWork {
+  TrellisWork search;
+  const float* numbers;  // x, [groups, size, columns]
+  const float* steps;    // s, [groups, columns]: the scales in float32
+  const float* weights;  // w, [groups, size]; or null
+  float* errors;         // w (v s - x)^2, [groups, columns]
+  float* products;       // w v x, likewise
+  float* squares;        // w v^2, likewise
+};
+
+// Bytes of scratch beside that of the search.
+inline size_t trial_scratch(size_t columns) { return kTrialRows * columns * sizeof(float); }
+
+using TrialKernel = void (*)(const TrialWork&);
+extern const TrialKernel kTrialScalar, kTrialAvx2, kTrialAvx512, kTrialNeon;
+
 using FeedbackKernel = void (*)(const FeedbackWork&);
 extern const FeedbackKernel kFeedbackScalar, kFeedbackAvx2, kFeedbackAvx512, kFeedbackNeon;
 

@@ -141,43 +141,63 @@ GRAPHOPT_FORCE_INLINE void add_products(const int16_t* left, const int16_t* righ
   }
 }
 
-// The sums of a panel with another.
-void multiply_panels(const int16_t* left, const int16_t* right, size_t pairs, double* totals) {
-  alignas(kLine) int32_t tile[kPanel * kPanel];
-  for (size_t i = 0; i < kPanel * kPanel; ++i) totals[i] = 0;
-  for (size_t segment = 0; segment < pairs; segment += kIntegerSegment) {
-    const size_t end = pairs - segment < kIntegerSegment ? pairs : segment + kIntegerSegment;
-    for (size_t i = 0; i < kPanel * kPanel; ++i) tile[i] = 0;
-    for (size_t begin = segment; begin < end; begin += kPairs) {
-      const size_t count = end - begin < kPairs ? end - begin : kPairs;
-      for (size_t column = 0; column < kPanel; column += kPlaces * kLanesOf) {
-        for (size_t row = 0; row < kPanel; row += kRows) {
-          add_products(left + 2 * (begin * kPanel + row), right + 2 * (begin * kPanel + column), count,
-                       tile + row * kPanel + column);
-        }
+// Sums up a segment of a panel with another, of up to kIntegerSegment pairs.
+void multiply_segment(const int16_t* left, const int16_t* right, size_t pairs, int32_t* tile) {
+  for (size_t i = 0; i < kPanel * kPanel; ++i) tile[i] = 0;
+  for (size_t begin = 0; begin < pairs; begin += kPairs) {
+    const size_t count = pairs - begin < kPairs ? pairs - begin : kPairs;
+    for (size_t column = 0; column < kPanel; column += kPlaces * kLanesOf) {
+      for (size_t row = 0; row < kPanel; row += kRows) {
+        add_products(left + 2 * (begin * kPanel + row), right + 2 * (begin * kPanel + column), count,
+                     tile + row * kPanel + column);
       }
     }
-    for (size_t i = 0; i < kPanel * kPanel; ++i) totals[i] += static_cast<double>(tile[i]);
+  }
+}
+
+// Adds or writes the products of a panel with another, of the sums of their integers.
+template <typename Sum>
+GRAPHOPT_FORCE_INLINE void write_products(const IntegerProductsWork& work, size_t row, size_t column,
+                                          const Sum* totals) {
+  const size_t height = work.rows - row < kPanel ? work.rows - row : kPanel;
+  const size_t width = work.columns - column < kPanel ? work.columns - column : kPanel;
+  const float* scales = work.right_scales + column;
+  for (size_t i = 0; i < height; ++i, totals += kPanel) {
+    const double scale = static_cast<double>(work.left_scales[row + i]);
+    const size_t place = (row + i) * work.stride + column;
+    // a loop for each, which compilers turn into vectors
+    if (work.sums) {
+      double* sums = work.sums + place;
+      for (size_t j = 0; j < width; ++j) {
+        sums[j] += scale * static_cast<double>(scales[j]) * static_cast<double>(totals[j]);
+      }
+    } else {
+      float* products = work.products + place;
+      for (size_t j = 0; j < width; ++j) {
+        products[j] = static_cast<float>(scale * static_cast<double>(scales[j]) * static_cast<double>(totals[j]));
+      }
+    }
   }
 }
 
 void multiply(const IntegerProductsWork& work) {
+  alignas(kLine) int32_t tile[kPanel * kPanel];
   alignas(kLine) double totals[kPanel * kPanel];
   for (size_t row = 0; row < work.rows; row += kPanel) {
-    const size_t height = work.rows - row < kPanel ? work.rows - row : kPanel;
     for (size_t column = work.half ? row : 0; column < work.columns; column += kPanel) {
-      const size_t width = work.columns - column < kPanel ? work.columns - column : kPanel;
-      multiply_panels(work.left + 2 * row * work.pairs, work.right + 2 * column * work.pairs, work.pairs, totals);
-      for (size_t i = 0; i < height; ++i) {
-        const double scale = static_cast<double>(work.left_scales[row + i]);
-        const size_t place = (row + i) * work.stride + column;
-        for (size_t j = 0; j < width; ++j) {
-          const double product =
-              scale * static_cast<double>(work.right_scales[column + j]) * totals[i * kPanel + j];
-          if (work.sums) work.sums[place + j] += product;
-          else work.products[place + j] = static_cast<float>(product);
-        }
+      const int16_t *left = work.left + 2 * row * work.pairs, *right = work.right + 2 * column * work.pairs;
+      if (work.pairs <= kIntegerSegment) {
+        multiply_segment(left, right, work.pairs, tile);
+        write_products(work, row, column, tile);
+        continue;
       }
+      for (size_t i = 0; i < kPanel * kPanel; ++i) totals[i] = 0;
+      for (size_t segment = 0; segment < work.pairs; segment += kIntegerSegment) {
+        const size_t rest = work.pairs - segment, count = rest < kIntegerSegment ? rest : kIntegerSegment;
+        multiply_segment(left + 2 * segment * kPanel, right + 2 * segment * kPanel, count, tile);
+        for (size_t i = 0; i < kPanel * kPanel; ++i) totals[i] += static_cast<double>(tile[i]);
+      }
+      write_products(work, row, column, totals);
     }
   }
 }
