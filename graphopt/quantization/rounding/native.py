@@ -396,7 +396,8 @@ def encode(
     if not searches(format):
         return format.encode(groups, scales[:, None], None if zero_points is None else zero_points[:, None], importance)
     numbers, codes = np.ascontiguousarray(groups, np.float64), np.empty(groups.shape, np.uint8)
-    _search_trellis(format, numbers, scales, importance, codes)
+    factors, counts = _doubles(scales), _doubles(importance)
+    _call("search_trellis", _trellis_work(format, numbers, factors, counts, codes))
     return codes
 
 
@@ -428,17 +429,6 @@ def try_scales(
     return errors, products, squares
 
 
-def _search_trellis(
-    format: TrellisFormat,
-    numbers: Singles | Doubles,
-    scales: npt.NDArray[Any],
-    importance: Doubles | None,
-    codes: Codes | None,
-) -> None:
-    factors, counts = _doubles(scales), _doubles(importance)
-    _call("search_trellis", _trellis_work(format, numbers, factors, counts, codes))
-
-
 def _trellis_work(
     format: TrellisFormat,
     numbers: Singles | Doubles,
@@ -446,11 +436,10 @@ def _trellis_work(
     importance: Doubles | None,
     codes: Codes | None,
 ) -> _Trellis:
-    """Return the work of a search; without codes, numbers are in units. All arrays must outlive the call."""
-    address = _address(numbers)
+    """Return the work of a search; without codes its numbers are set elsewhere. All arrays must outlive the call."""
     return _Trellis(
-        None if codes is None else address,
-        address if codes is None else None,
+        None if codes is None else _address(numbers),
+        None,
         _address(scales),
         _address(importance),
         *numbers.shape,
