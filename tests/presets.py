@@ -17,7 +17,7 @@ STANDARD = ("int4", "uint4", "int8", "uint8")
 def nearest(recipe: Recipe) -> Recipe:
     """Return a recipe with codes rounded to nearest, which takes no run of the model and makes the same nodes."""
     if any(isinstance(step, QuantizeKV) for step in recipe.steps):
-        recipe = recipe.setting("quantize_kv", key_feedback=False)
+        recipe = recipe.setting("quantize_kv", key_feedback=False, key_whitening=False)
     if any(isinstance(step, QuantizeWeights) for step in recipe.steps):
         return recipe.setting("quantize_weights", rounding="nearest")
     return recipe

@@ -17,7 +17,7 @@ from graphopt.graph.weights.store import Store
 from graphopt.ort.runner import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from graphopt.graph.weights import Expression
     from graphopt.graph.weights.evaluator import Evaluator, OnTensor
@@ -198,20 +198,20 @@ class Statistics:
             consumer = _Evaluation(self._evaluator, expressions_of)
         return self._collector().inputs(model, nodes, consumer)
 
-    def queries(
-        self, model: ir.Model, nodes: Iterable[ir.Node], positions: int | None
-    ) -> dict[ir.Node, InputStatistics]:
-        """Return what the first input of each of some attentions looks like, at all positions that a model has.
+    def at_all_positions(
+        self, model: ir.Model, values: Sequence[ir.Value], positions: int | None
+    ) -> dict[ir.Value, InputStatistics]:
+        """Return what queries or keys look like, at all positions that a model has.
 
         Args:
             model: the model.
-            nodes: the attentions.
+            values: queries and keys of attentions.
             positions: that a sequence may have; ``None`` where that is unknown.
 
         Raises:
             InputError: it was not collected before, and the model cannot be run here.
         """
-        return self._collector().over_positions(model, positions).inputs(model, nodes)
+        return self._collector().over_positions(model, positions).values(model, values)
 
     def _collector(self) -> Calibration:
         if self._calibration is None:

@@ -6,23 +6,28 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
+import numpy as np
 import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
 from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
 from graphopt.errors import InputError, MissingTokenizerError
 from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.editing import Inserter
 from graphopt.graph.weights import new_weight
 from graphopt.passes.base import Pass
 from graphopt.passes.common.paging.paged_attention import Page, page_attention
 from graphopt.passes.common.paging.states import connect
-from graphopt.quantization.rounding.ldl import key_feedback, moments_by_head
+from graphopt.quantization.rounding.ldl import key_feedback, moments_by_head, whitening
+from graphopt.runtime_ops import port as input_of
 from graphopt.runtime_ops import schema_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, PAGES, STORAGES
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    import numpy.typing as npt
 
     from graphopt.analysis.structure.paged_caches import PagedLayer
     from graphopt.passes.context import Context
@@ -38,14 +43,16 @@ CACHE_STORED = Rule(
     "its cache is stored as {storage} in pages of {page}",
     factors=", {factors}",
     feedback=", {feedback}",
+    whitening=", {whitening}",
     clip=", {clip}",
     floats=", {floats}",
 )
 TOKEN_FACTORS = Rule("quantize_kv.token-factors", "keys with a factor per token")
 FEEDBACK = Rule("quantize_kv.feedback", "keys rounded for the queries of the calibration")
+WHITENING = Rule("quantize_kv.whitening", "keys of the calibration made to vary more alike in all directions")
 STATISTICS = Rule(
     "quantize_kv.measured",
-    "the queries of {layers} layers were collected on {tokens} tokens, with the digest {text}; theirs is {digest}",
+    "the {inputs} of {layers} layers were collected on {tokens} tokens, with the digest {text}; theirs is {digest}",
 )
 GPU_FEEDBACK = Rule(
     "quantize_kv.gpu-feedback", "kernels on GPUs round each channel of keys by itself: key_feedback has no effect"
@@ -114,6 +121,15 @@ class QuantizeKV(Pass):
     moments of queries, which the model is run for, and a matrix [D, D] of float16 for each KV head; what reads the
     pages stays as it is.
 
+    With ``key_whitening`` keys and queries are multiplied by a matrix of each KV head first, which does not change
+    their products::
+
+        q k = (q B^-1) (B k)
+
+    B makes the keys of the calibration vary more alike in all directions (:func:`whitening`), so that no direction
+    makes the steps of all others long, as the factors that SmoothQuant (Xiao et al. 2023) and QServe (Lin et al. 2024)
+    fold into channels do, in any direction.
+
     Pages of floats have no scales. float8 (E4M3FN, Micikevicius et al. 2022) has 4 significant bits and cuts off at
     448; what is below 2^-6 has fewer bits, so it is for caches whose numbers are neither large nor tiny.
 
@@ -139,6 +155,8 @@ class QuantizeKV(Pass):
         key_feedback: whether errors of channels of keys are made up for by those behind them, for integers. Needs a
             text to run the model on. Without a tokenizer, and on GPUs, each channel is rounded by itself, and the
             report says so.
+        key_whitening: whether keys and queries are multiplied by matrices that make keys vary more alike in all
+            directions, for ``key_feedback``: two products with a matrix [D, D] of each KV head for a token.
     """
 
     name: ClassVar[str] = "quantize_kv"
@@ -153,6 +171,7 @@ class QuantizeKV(Pass):
     clip: Annotated[float, Field(gt=0, le=1)] | None = None
     token_factors: bool | None = None
     key_feedback: bool = False
+    key_whitening: bool = False
 
     @property
     def context_tokens(self) -> int:
@@ -181,7 +200,7 @@ class QuantizeKV(Pass):
         new_layers = {node: layer for node, layer in layers.items() if layer is not None}
         with_feedback = [node for node, layer in new_layers.items() if layer.attributes.key_feedback]
         try:
-            moments = self._query_moments(model, with_feedback, context)
+            moments = self._moments(model, with_feedback, context)
         except MissingTokenizerError:
             moments = {}
             for node in with_feedback:
@@ -192,11 +211,12 @@ class QuantizeKV(Pass):
             kv = layer.attributes
             connect(model.graph, node, layer)
             if node in moments:
-                _add_feedback(model.graph, node, layer, moments[node])
+                _round_for_queries(model.graph, node, layer, *moments[node])
             floats = FLOATS(first=self.sink_pages, newest=self.recent_pages) if kv.levels is not None else None
             clip = CLIP_SHARE(share=f"{self.share_of_codes:.0%}") if self.share_of_codes < 1 else None
             factors, feedback = TOKEN_FACTORS() if kv.token_factors else None, FEEDBACK() if kv.key_feedback else None
-            facts = {"factors": factors, "feedback": feedback, "clip": clip, "floats": floats}
+            white = WHITENING() if kv.key_feedback and self.key_whitening else None
+            facts = {"factors": factors, "feedback": feedback, "whitening": white, "clip": clip, "floats": floats}
             context.ledger.changed(node, CACHE_STORED(storage=kv.storage_name, page=kv.page, **facts), [node])
         describe(model)
 
@@ -239,6 +259,11 @@ class QuantizeKV(Pass):
                 self.key_feedback and not integer,
                 f"key_feedback is for keys of integers, and {self.storage} has no codes",
                 "leave key_feedback of quantize_kv out",
+            ),
+            (
+                self.key_whitening and not self.key_feedback,
+                "key_whitening is for keys that key_feedback rounds, and is worth little alone",
+                "set key_feedback of quantize_kv too, or leave key_whitening out",
             ),
         ]
         for is_refused, reason, remedy in refusals:
@@ -292,24 +317,68 @@ class QuantizeKV(Pass):
             return False
         return True
 
-    def _query_moments(
+    def _moments(
         self, model: ir.Model, nodes: Collection[ir.Node], context: Context
-    ) -> dict[ir.Node, InputStatistics]:
-        """Return what the queries of some nodes look like, and report what was measured."""
+    ) -> dict[ir.Node, tuple[InputStatistics, InputStatistics | None]]:
+        """Return what the queries of some nodes look like, and with ``key_whitening`` their keys; report it."""
         if not nodes:
             return {}
-        moments = context.statistics.queries(model, nodes, context.max_positions)
-        all_statistics = list(moments.values())
-        digest = hashlib.sha256("".join(statistics.digest for statistics in all_statistics).encode()).hexdigest()
-        first = all_statistics[0]
-        fact = STATISTICS(layers=len(moments), tokens=first.tokens, text=first.text[:16], digest=digest[:16])
+        queries = {node: _read_value(node, "query") for node in nodes}
+        keys = {node: _read_value(node, "key") for node in nodes} if self.key_whitening else {}
+        values = [*queries.values(), *keys.values()]
+        moments = context.statistics.at_all_positions(model, values, context.max_positions)
+        digest = hashlib.sha256("".join(moments[value].digest for value in values).encode()).hexdigest()
+        first = moments[values[0]]
+        fact = STATISTICS(
+            inputs="queries and keys" if keys else "queries",
+            layers=len(queries),
+            tokens=first.tokens,
+            text=first.text[:16],
+            digest=digest[:16],
+        )
         context.ledger.report_change("statistics", fact)
-        return moments
+        return {node: (moments[query], moments[keys[node]] if keys else None) for node, query in queries.items()}
 
 
-def _add_feedback(graph: ir.Graph, node: ir.Node, layer: PagedLayer, queries: InputStatistics) -> None:
-    """Give a node the matrices by which it rounds keys."""
-    moments = moments_by_head(queries.hessian().numpy(), layer.attributes.kv_heads, layer.head_size)
+def _read_value(node: ir.Node, name: str) -> ir.Value:
+    value = input_of(node, name)
+    assert value is not None
+    return value
+
+
+def _round_for_queries(
+    graph: ir.Graph, node: ir.Node, layer: PagedLayer, queries: InputStatistics, keys: InputStatistics | None
+) -> None:
+    """Give a node the matrices by which it rounds keys; with statistics of keys, multiply what it reads by some."""
+    heads, size = layer.attributes.kv_heads, layer.head_size
+    moments = moments_by_head(queries.hessian().numpy(), heads, size)
+    if keys is not None:
+        matrices = whitening(moments_by_head(keys.hessian().numpy(), heads, size))
+        inverses = np.linalg.inv(matrices)
+        for name, factors in (("query", inverses), ("key", matrices), ("sink_query", inverses)):
+            _multiply_heads(graph, node, name, factors.astype(np.float32))
+        moments = inverses @ moments @ inverses
     index = schema_of(node).index("feedback")
     node.resize_inputs(index + 1)
     node.replace_input_with(index, new_weight(graph, f"{node.name}.feedback", ir.tensor(key_feedback(moments))))
+
+
+def _multiply_heads(graph: ir.Graph, node: ir.Node, name: str, matrices: npt.NDArray[np.float32]) -> None:
+    """Multiply the heads of an input of attention by symmetric matrices [Hk, D, D], query heads by those of theirs."""
+    x = _read_value(node, name)
+    assert x.shape is not None
+    if len(x.shape) < 3:
+        return  # there is no such input
+    heads, size = matrices.shape[:2]
+    batch, length, width = x.shape
+    assert isinstance(width, int)
+    make = Inserter(graph, node, f"{node.name}.{name}.whitening")
+    # zeros stand for the sizes that there are
+    shape = make.integers([0, 0, heads, width // (heads * size), size])
+    dims = [batch, length, heads, width // (heads * size), size]
+    by_head = make.op("Reshape", [x, shape], dims, x.dtype, "heads")
+    numbers = matrices if x.dtype is None else matrices.astype(x.dtype.numpy())
+    weight = new_weight(graph, f"{node.name}.{name}.whitening", ir.tensor(numbers))
+    product = make.op("MatMul", [by_head, weight], dims, x.dtype, "product")
+    flat = make.op("Reshape", [product, make.integers([0, 0, width])], list(x.shape), x.dtype, "flat")
+    node.replace_input_with(schema_of(node).index(name), flat)

@@ -167,16 +167,29 @@ class Calibration:
             InputError: it is not kept and the model may not be run, or cannot be; or what it computes is not finite.
         """
         taps = {node: value for node in nodes if (value := node.inputs[0]) is not None}
-        values = list(dict.fromkeys(taps.values()))
-        folder = self.model_folder(model)
         names = {node: value.name or "" for node, value in taps.items()}
+        statistics = self._of_values(model, list(dict.fromkeys(taps.values())), names, consumer)
+        return {node: statistics[value] for node, value in taps.items()}
+
+    def values(self, model: ir.Model, values: Sequence[ir.Value]) -> dict[ir.Value, InputStatistics]:
+        """Return what some values of floats look like, [..., rows] each; all of a model are asked for at once.
+
+        Raises:
+            InputError: as :meth:`inputs`.
+        """
+        return self._of_values(model, list(dict.fromkeys(values)), {}, None)
+
+    def _of_values(
+        self, model: ir.Model, values: list[ir.Value], names: Mapping[ir.Node, str], consumer: Consumer | None
+    ) -> dict[ir.Value, InputStatistics]:
+        folder = self.model_folder(model)
         _forget_unless_done(folder, names, None if consumer is None else consumer.is_done)
         index = read_index(folder / "index.json")
         if index is None or any(value.name not in index.inputs for value in values):
             index = self._collect(model, values, folder, names, consumer)
         statistics = {value: index.inputs[value.name or ""] for value in values}
         self.statistics |= {value.name or "": inputs for value, inputs in statistics.items()}
-        return {node: statistics[value] for node, value in taps.items()}
+        return statistics
 
     def over_positions(self, model: ir.Model, positions: int | None) -> Calibration:
         """Return a calibration on the same texts, which stand all over the positions that a model has.

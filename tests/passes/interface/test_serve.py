@@ -52,7 +52,7 @@ ROUNDED = {
     "int6": [
         {"step": "fold_norms"},
         {"step": "rotate", "query_key": "hadamard"},
-        {"step": "quantize_kv", "storage": "int6"},
+        {"step": "quantize_kv", "storage": "int6", "key_feedback": True, "key_whitening": True},
     ],
     "int4": [
         {"step": "fold_norms"},

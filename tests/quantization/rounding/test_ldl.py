@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from graphopt.quantization.rounding.ldl import key_feedback, moments_by_head
+from graphopt.errors import InputError
+from graphopt.quantization.rounding.ldl import key_feedback, moments_by_head, whitening
 
 
 def test_queries_of_a_head_of_keys_are_those_next_to_one_another() -> None:
@@ -33,3 +35,25 @@ def test_feedback_is_that_of_the_inverse_moments() -> None:
 
 def test_queries_that_are_all_zero_leave_channels_to_themselves() -> None:
     assert not key_feedback(np.zeros((1, 16, 16))).any()
+
+
+@pytest.mark.parametrize("power", [0.0, 0.4, 1.0])
+def test_keys_vary_more_alike_by_a_power_of_their_moments(power: float) -> None:
+    random = np.random.default_rng(0)
+    keys = random.standard_normal((2, 90, 16)) @ random.standard_normal((16, 16)) * np.array([1, 100])[:, None, None]
+    moments = np.swapaxes(keys, 1, 2) @ keys / 90
+    matrices = whitening(moments, power, damping=1e-12)
+    np.testing.assert_allclose(matrices, np.swapaxes(matrices, 1, 2), rtol=0, atol=1e-12)
+    new_keys = keys @ matrices
+    new_moments = np.swapaxes(new_keys, 1, 2) @ new_keys / 90
+    before, after = (np.linalg.eigvalsh(x) for x in (moments, new_moments))
+    # C^(1 - power) up to a factor; the damping is 1e-12 of the mean, the least eigenvalue over 1e-6 of it
+    ratios = after / before ** (1 - power)
+    np.testing.assert_allclose(ratios, np.broadcast_to(ratios[:, :1], ratios.shape), rtol=1e-6)
+    np.testing.assert_allclose(before.sum(-1), after.sum(-1), rtol=1e-6)
+
+
+def test_keys_that_are_all_zero_stay_and_others_have_to_be_finite() -> None:
+    np.testing.assert_allclose(whitening(np.zeros((1, 4, 4))), np.eye(4)[np.newaxis], rtol=0, atol=1e-12)
+    with pytest.raises(InputError, match="NaN or infinite, the first at input 2"):
+        whitening(np.diag([1, 1, np.nan, 1])[np.newaxis])

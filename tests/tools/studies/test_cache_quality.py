@@ -13,7 +13,7 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from tests.runtime_ops.kv_cases import Fed
 from tools.studies.cache_quality import row
 from tools.studies.caches.attention import _read
-from tools.studies.caches.feedback import FeedbackMethod, feedback_methods
+from tools.studies.caches.feedback import FeedbackMethod, KeyBasis, feedback_methods
 from tools.studies.caches.methods import of_pages
 from tools.studies.caches.rounding import Tail, blocks_of_32, rotation
 from tools.studies.caches.spectral import Statistics
@@ -67,7 +67,9 @@ def test_emulated_feedback_is_that_of_the_operator(bits: int) -> None:
     expected = cache.call(1)[0, 0].reshape(GROUP, CHANNELS) @ basis.T
 
     tail = Tail(page=32, first=1, newest=1)
-    method = FeedbackMethod("feedback", [cache.feedback["feedback"].astype(np.float32)], bits, bits, tail)
+    into = basis.astype(np.float64)[np.newaxis]
+    bases = [KeyBasis(into, into.swapaxes(-1, -2), cache.feedback["feedback"].astype(np.float32))]
+    method = FeedbackMethod("feedback", bases, bits, bits, tail)
     k, v = torch.from_numpy(key), torch.from_numpy(value)
     last = torch.from_numpy(query[0, -1:].reshape(1, GROUP, CHANNELS)).transpose(0, 1) * 0.3
     numbers = [x[0] for x in (*method.apply(k, v), k, v)]
@@ -80,15 +82,29 @@ def test_feedback_takes_the_error_off_scores() -> None:
     random = np.random.default_rng(0)
     queries, keys = (random.standard_normal((2, 256, 64)) @ random.standard_normal((64, 64)) / 8 for _ in range(2))
     values = torch.from_numpy(keys.astype(np.float32))
-    moments = torch.from_numpy((np.swapaxes(queries, 1, 2) @ queries / 256).astype(np.float32))
+    moments, of_keys = (torch.from_numpy((np.swapaxes(x, 1, 2) @ x / 256).astype(np.float32)) for x in (queries, keys))
     tail, errors = Tail(first=0, newest=0), {}
-    methods = feedback_methods([Statistics(moments, moments, moments, moments)], tail)
-    alone = replace(methods[1], feedback=[np.zeros((2, 64, 64), np.float32)])
-    for name, method in (("feedback", methods[1]), ("alone", alone)):
+    statistics = Statistics(of_keys, of_keys, moments, of_keys, moments)
+    methods = {method.name: method for method in feedback_methods([statistics], tail)}
+    stem = "int4 keys, int4 values, rotated"
+    method = methods[f"feedback, {stem}"]
+    assert isinstance(method, FeedbackMethod)
+    bases = [replace(method.bases[0], feedback=np.zeros((2, 64, 64), np.float32))]
+    tried = {
+        "feedback": method,
+        "alone": replace(method, bases=bases),
+        "whitened": methods[f"feedback, whitened, {stem}"],
+        "blocks": methods["feedback, blocks, int4, rotated"],
+        "whitened blocks": methods["feedback, whitened, blocks, int4, rotated"],
+    }
+    for name, method in tried.items():
         rounded, _ = method.apply(values, values)
         errors[name] = np.square(queries @ np.swapaxes(rounded.numpy() - keys, 1, 2)).mean()
     # the mean of eigenvalues of these moments is about e times their geometric mean
     assert errors["feedback"] < 0.6 * errors["alone"]
+    # and so it is with keys, of which whitening goes a part of the way
+    assert errors["whitened"] < 0.85 * errors["feedback"]
+    assert errors["whitened blocks"] < 0.85 * errors["blocks"]
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("q8_0", 127), ("q5_0", 16), ("q4_0", 8)])

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graphopt.quantization.rounding.ldl import key_feedback
+from graphopt.quantization.rounding.ldl import key_feedback, whitening
 from graphopt.runtime_ops.kv_attention.spec.layout import (
     factors_of_tokens,
     round_page,
@@ -23,6 +23,34 @@ from tools.studies.caches.spectral import Statistics
 _CLIPS = {2: 0.9}
 _WITH_FACTORS = (2, 3)
 
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class KeyBasis:
+    """What the keys of a layer are rounded in.
+
+    Attributes:
+        into: keys as rows times this are what is rounded, [Hk, D, D].
+        back: its inverse.
+        feedback: float32 [Hk, D, D].
+    """
+
+    into: Doubles
+    back: Doubles
+    feedback: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, statistics: Statistics, *, whitens: bool) -> KeyBasis:
+        """Return rotated heads, or rotated heads that ``key_whitening`` of ``quantize_kv`` multiplies."""
+        size = statistics.queries.shape[-1]
+        into = np.broadcast_to(rotation(size).numpy().astype(np.float64), statistics.queries.shape)
+        if whitens:
+            into = into @ whitening(into.swapaxes(-1, -2) @ statistics.key_moments.numpy() @ into)
+        back = np.asarray(np.linalg.inv(into), np.float64)
+        moments = back @ statistics.queries.numpy() @ back.swapaxes(-1, -2)
+        return cls(into, back, key_feedback(moments).astype(np.float32))
+
 
 @dataclass(frozen=True)
 class FeedbackMethod:
@@ -30,14 +58,14 @@ class FeedbackMethod:
 
     Attributes:
         name: what it is.
-        feedback: float32 [Hk, D, D] of each layer.
+        bases: of the keys of each layer.
         key_bits: of a code of keys; 2 and 3 have factors by token, and 2 clip, as ``quantize_kv`` has it by default.
         value_bits: of a code of values.
         tail: which tokens stay floats.
     """
 
     name: str
-    feedback: Sequence[npt.NDArray[np.float32]]
+    bases: Sequence[KeyBasis]
     key_bits: int
     value_bits: int
     tail: Tail
@@ -51,15 +79,17 @@ class FeedbackMethod:
         """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
         del rotary
         clip = _CLIPS.get(self.key_bits, 1.0)
-        basis = rotation(keys.shape[-1]).numpy()
-        pages = [self._pages(x.numpy() @ basis) for x in (keys, values)]
+        of_keys, basis = self.bases[layer], rotation(keys.shape[-1]).numpy()
+        rotated = (keys.numpy() @ of_keys.into, values.numpy() @ basis)
+        pages = [self._pages(x.astype(np.float32)) for x in rotated]
         factors = factors_of_tokens(pages[0]) if self.key_bits in _WITH_FACTORS else np.ones(1, np.float32)
-        codes, low, step = round_with_feedback(pages[0] / factors, self.feedback[layer], 2**self.key_bits - 1, clip)
+        codes, low, step = round_with_feedback(pages[0] / factors, of_keys.feedback, 2**self.key_bits - 1, clip)
         rounded_keys = (low[..., np.newaxis, :] + step[..., np.newaxis, :] * codes) * factors
         codes, low, step = round_page(pages[1], -1, 2**self.value_bits - 1, clip)
         rounded_values = low[..., np.newaxis] + step[..., np.newaxis] * codes
         tokens = keys.shape[1]
-        flat = (x.reshape(len(x), -1, x.shape[-1])[:, :tokens] @ basis.T for x in (rounded_keys, rounded_values))
+        restored = ((rounded_keys, of_keys.back), (rounded_values, basis.T))
+        flat = (x.reshape(len(x), -1, x.shape[-1])[:, :tokens] @ back for x, back in restored)
         new_keys, new_values = (torch.from_numpy(x.astype(np.float32)) for x in flat)
         return new_keys, new_values
 
@@ -74,25 +104,26 @@ class FeedbackBlocks:
 
     Attributes:
         name: what it is.
-        feedback: as of :class:`FeedbackMethod`.
+        bases: as of :class:`FeedbackMethod`.
         bits: of a code.
         tail: there is none: every token is rounded when it comes.
     """
 
     name: str
-    feedback: Sequence[npt.NDArray[np.float32]]
+    bases: Sequence[KeyBasis]
     bits: int
     tail: Tail | None = None
 
     def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
         del rotary
-        basis, levels = rotation(keys.shape[-1]).numpy(), 2**self.bits - 1
+        of_keys, basis, levels = self.bases[layer], rotation(keys.shape[-1]).numpy(), 2**self.bits - 1
         restored = []
-        for x, feedback in ((keys, self.feedback[layer]), (values, None)):
-            codes, scales = round_tokens((x.numpy() @ basis).swapaxes(0, 1), levels, feedback)
+        whole = ((keys, of_keys.into, of_keys.back, of_keys.feedback), (values, basis, basis.T, None))
+        for x, into, back, feedback in whole:
+            codes, scales = round_tokens((x.numpy() @ into).astype(np.float32).swapaxes(0, 1), levels, feedback)
             numbers = scales[..., np.newaxis] * (codes.astype(np.float32) - np.float32(levels / 2))
-            restored.append(torch.from_numpy(numbers.swapaxes(0, 1) @ basis.T))
+            restored.append(torch.from_numpy((numbers.swapaxes(0, 1) @ back).astype(np.float32)))
         return restored[0], restored[1]
 
 
@@ -103,14 +134,12 @@ def feedback_methods(statistics: Sequence[Statistics], tail: Tail) -> list[Feedb
         statistics: of that text, of each layer.
         tail: which tokens stay floats.
     """
-    feedback = []
-    for of_layer in statistics:
-        basis = rotation(of_layer.queries.shape[-1])
-        moments = (basis.mT @ of_layer.queries @ basis).numpy()
-        feedback.append(key_feedback(moments).astype(np.float32))
-    blocks = [FeedbackBlocks(f"feedback, blocks, int{bits}, rotated", feedback, bits) for bits in (6, 4)]
-    pages = [
-        FeedbackMethod(f"feedback, int{keys} keys, int{values} values, rotated", feedback, keys, values, tail)
-        for keys, values in ((6, 6), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2))
-    ]
-    return [*pages, *blocks]
+    found: list[FeedbackMethod | FeedbackBlocks] = []
+    for whitens in (False, True):
+        bases = [KeyBasis.of(of_layer, whitens=whitens) for of_layer in statistics]
+        stem = "feedback, whitened" if whitens else "feedback"
+        for keys, values in ((6, 6), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2)):
+            name = f"{stem}, int{keys} keys, int{values} values, rotated"
+            found.append(FeedbackMethod(name, bases, keys, values, tail))
+        found += [FeedbackBlocks(f"{stem}, blocks, int{bits}, rotated", bases, bits) for bits in (6, 4)]
+    return found

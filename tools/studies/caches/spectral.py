@@ -27,12 +27,14 @@ class Statistics:
 
     Attributes:
         keys: covariance of keys behind the rotary embedding, [Hk, D, D].
+        key_moments: their second moments, [Hk, D, D].
         queries: second moments of the queries of each KV head, [Hk, D, D], scaled as scores are.
         values: covariance of values, [Hk, D, D].
         outputs: second moments of the weights that read them, [Hk, D, D].
     """
 
     keys: Tensor
+    key_moments: Tensor
     queries: Tensor
     values: Tensor
     outputs: Tensor
@@ -52,8 +54,8 @@ class Statistics:
         rows = queries.unflatten(0, (heads, -1)).flatten(1, 2)
         weights = output_weight.T.unflatten(0, (heads, -1, size))  # [Hk, group, D, width]
         outputs = torch.einsum("hgdo,hgeo->hde", weights, weights)
-        of_keys, of_values = (x.mT @ x / tokens for x in centred)
-        return cls(of_keys, rows.mT @ rows / rows.shape[1], of_values, outputs)
+        of_keys, moments, of_values = (x.mT @ x / tokens for x in (centred[0], keys, centred[1]))
+        return cls(of_keys, moments, rows.mT @ rows / rows.shape[1], of_values, outputs)
 
 
 @dataclass(frozen=True)

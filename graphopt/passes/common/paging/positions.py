@@ -24,6 +24,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.paged_caches import UNBOUNDED_POSITIONS, kv_nodes, layer_of
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import clone_node, name_output, replace, shared_constant
+from graphopt.graph.weights import weight_of
 from graphopt.passes.common.paging.states import graph_input
 from graphopt.runtime_ops import DOMAIN, port, schema_of
 
@@ -208,7 +209,9 @@ def _rotary(query: ir.Value) -> ir.Node | None:
     """Return the rotary embedding behind ``query``, through what turns each head alike."""
     node = query.producer()
     while node is not None and (
-        node.op_type in ("Reshape", "Transpose") or (node.op_type, node.domain) == ("Hadamard", DOMAIN)
+        node.op_type in ("Reshape", "Transpose")
+        or (node.op_type, node.domain) == ("Hadamard", DOMAIN)
+        or (node.op_type == "MatMul" and weight_of(node, 1) is not None)
     ):
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
     return node if node is not None and node.op_type == "RotaryEmbedding" and not node.domain else None
