@@ -35,6 +35,8 @@ class MappedTensor(ir.ExternalTensor):
 
     def tobytes(self) -> bytes:
         """Return a copy of the stored bytes."""
+        if not self.nbytes:  # which no file maps
+            return b""
         return super(MappedTensor, copy.copy(self)).tobytes()
 
     def __array__(self, dtype: Any = None) -> Array:

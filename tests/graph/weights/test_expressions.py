@@ -171,3 +171,10 @@ def test_threads_read_one_tensor_side_by_side(tmp_path: Path) -> None:
         contents = list(threads.map(lambda _: tensor.tobytes(), range(400)))
     assert all(np.array_equal(array, numbers) for array in arrays)
     assert all(content == numbers.tobytes() for content in contents)
+
+
+def test_a_tensor_of_no_numbers_has_no_bytes_where_others_lie(tmp_path: Path) -> None:
+    """Placeholders of states are such tensors, and ``verify`` reads the bytes of all."""
+    (tmp_path / "data").write_bytes(b"others")
+    tensor = StoredBytes(str(tmp_path / "data"), 0, ir.DataType.FLOAT16, (0,)).tensor()
+    assert (tensor.tobytes(), tensor.numpy().shape) == (b"", (0,))
