@@ -211,15 +211,16 @@ def divergence(before: Session, after: Session) -> float:
 
 
 def test_keys_are_rounded_for_the_queries_of_the_calibration(shipped_artifact: Path, tmp_path: Path) -> None:
-    errors = {}
+    errors, made = {}, {}
+    options: dict[str, dict[str, bool]]
     options = {"alone": {"key_feedback": False}, "feedback": {}, "whitened": {"key_whitening": True}}
     for name, option in options.items():
         rotation = {"step": "rotate", "query_key": "hadamard"}
         steps = recipe({"step": "fold_norms"}, rotation, {**FEEDBACK, **option})
         steps = steps.model_copy(update={"calibration": CalibrationOptions(windows=4)})
-        made = optimize(shipped_artifact, steps, tmp_path / name)
+        made[name] = optimize(shipped_artifact, steps, tmp_path / name)
         errors[name] = divergence(load(shipped_artifact), load(tmp_path / name))
-    report = next(report for report in made.manifest.passes if report.name == "quantize_kv")
+    report = next(report for report in made["whitened"].manifest.passes if report.name == "quantize_kv")
     said = [str(change.what) for change in report.changes]
     assert "with a factor per token, keys rounded for the queries of the calibration, keys of the" in said[-1]
     assert any("the queries and keys of 6 layers were collected on 1024 tokens" in each for each in said)
@@ -233,15 +234,16 @@ def test_whitened_keys_and_queries_have_the_products_that_they_had(llama_artifac
     # all tokens are in pages of floats, so that nothing is rounded
     step = {"step": "quantize_kv", "storage": "int4", "page": 32, "sink_pages": 8, "key_feedback": True}
     streaming = {"step": "sparse_kv", "policy": "streaming", "sinks": 8, "recent": 32}
-    ids, logits = np.array([np.arange(100) % 90 + 3]), {}
+    ids, logits, made = np.array([np.arange(100) % 90 + 3]), {}, {}
     for name, whitens in (("plain", False), ("whitened", True)):
         steps = [{**step, "key_whitening": whitens}, streaming]
-        made = optimize(llama_artifact, recipe(*steps), tmp_path / name, run="parts")
+        made[name] = optimize(llama_artifact, recipe(*steps), tmp_path / name, run="parts").model
         logits[name] = load(tmp_path / name).logits(ids)[0]
         # queries of the first tokens are turned once more, and multiplied as well
-        assert {layer.has_unbounded_positions for layer in layers_of(made.model.graph)} == {True}
-    products = [node for node in made.model.graph if "whitening.product" in (node.name or "")]
-    assert len(products) == 3 * len(layers_of(made.model.graph))
+        assert {layer.has_unbounded_positions for layer in layers_of(made[name].graph)} == {True}
+    graph = made["whitened"].graph
+    products = [node for node in graph if "whitening.product" in (node.name or "")]
+    assert len(products) == 3 * len(layers_of(graph))
     # matrices have a condition of up to 10, and numbers 24 bits
     np.testing.assert_allclose(logits["whitened"], logits["plain"], rtol=0, atol=1e-5 * np.abs(logits["plain"]).max())
     with pytest.raises(InputError, match="key_whitening is for keys that key_feedback rounds.*set key_feedback"):

@@ -47,7 +47,7 @@ def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-ROUNDED = {
+ROUNDED: dict[str, list[dict[str, Any]]] = {
     "int8": [{"step": "quantize_kv", "storage": "int8"}],
     "int6": [
         {"step": "fold_norms"},
