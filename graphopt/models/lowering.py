@@ -113,13 +113,19 @@ def _replace(graph: Any, node: Any, replacement: Any) -> None:
 
 
 def _insert(graph: Any, node: Any, call: _Call) -> Any:
-    args = tuple(_insert(graph, node, x) if isinstance(x, _Call) else x for x in call.args)
+    args = tuple(_insert_operand(graph, node, x) for x in call.args)
     with graph.inserting_before(node):
         new = graph.call_function(call.target, args, call.kwargs)
     new.meta = dict(node.meta)
     if call.example is not None:
         new.meta["val"] = call.example
     return new
+
+
+def _insert_operand(graph: Any, node: Any, operand: Any) -> Any:
+    if isinstance(operand, list):
+        return [_insert_operand(graph, node, part) for part in operand]
+    return _insert(graph, node, operand) if isinstance(operand, _Call) else operand
 
 
 class _Operations:
@@ -149,11 +155,13 @@ class _Operations:
             aten.detach.default: _operand,
             aten.dropout.default: _inference_dropout,
             aten.reshape.default: _view,
-            aten.flatten.using_ints: _view_by_sizes,
+            aten.flatten.using_ints: _flatten,
             aten.unflatten.int: _view_by_sizes,
             aten.rsub.Scalar: _subtract_from,
             aten.square.default: _square,
             aten.chunk.default: _split,
+            aten.argsort.default: _order,
+            aten.conv2d.padding: _convolve,
             aten.__and__.Tensor: _rename(aten.bitwise_and.Tensor),
             aten.__or__.Tensor: _rename(aten.bitwise_or.Tensor),
             aten.min.other: _rename(aten.minimum.default),
@@ -233,6 +241,29 @@ def _view_by_sizes(torch: Any, node: Any) -> Any:
     return None if any(size is None for size in shape) else _view_of(torch, node, shape)
 
 
+def _flatten(torch: Any, node: Any) -> Any:
+    """Return a view by the sizes of the operand, which are read and multiplied where they vary."""
+    if (view := _view_by_sizes(torch, node)) is not None:
+        return view
+    operands = tuple(node.args)
+    x, first, last = operands + (0, -1)[len(operands) - 1 :]
+    dims = x.meta["val"].shape
+    first, last = first % len(dims), last % len(dims)
+
+    def size_of(axis: int) -> Any:
+        size = dims[axis]
+        return size if isinstance(size, int) else _Call(torch.ops.aten.sym_size.int, (x, axis), example=size)
+
+    def product_of(axes: range) -> Any:
+        if len(axes) == 1:
+            return size_of(axes[0])
+        product = math.prod(dims[axis] for axis in axes)
+        return _Call(operator.mul, (product_of(axes[:-1]), size_of(axes[-1])), example=product)
+
+    shape = [*map(size_of, range(first)), product_of(range(first, last + 1)), *map(size_of, range(last + 1, len(dims)))]
+    return _view_of(torch, node, shape)
+
+
 def _view_of(torch: Any, node: Any, shape: Any) -> Any:
     x = node.args[0]
     before, after = x.meta["val"].shape, node.meta["val"].shape
@@ -262,6 +293,28 @@ def _split(torch: Any, node: Any) -> Any:
     size = x.meta["val"].shape[axis]
     # Of a size that varies, the pieces are for torch to decide.
     return _Call(torch.ops.aten.split.Tensor, (x, math.ceil(size / chunks), axis)) if isinstance(size, int) else None
+
+
+def _order(torch: Any, node: Any) -> Any:
+    """Return the indices of a sort."""
+    indices = node.meta["val"]
+    values = node.args[0].meta["val"].new_empty(indices.shape)
+    call = _Call(torch.ops.aten.sort.default, node.args, node.kwargs, (values, indices))
+    return _Call(operator.getitem, (call, 1))
+
+
+def _convolve(torch: Any, node: Any) -> Any:
+    """Return a convolution by the numbers of a padding that is called by its name, where both sides have as many."""
+    operands, defaults = tuple(node.args), (None, [1, 1], "valid", [1, 1], 1)
+    x, weight, bias, stride, padding, dilation, groups = operands + defaults[len(operands) - 2 :]
+    sizes = weight.meta["val"].shape[2:]
+    if node.kwargs or padding not in ("valid", "same") or len(dilation) != len(sizes):
+        return None
+    spans = [step * (size - 1) for size, step in zip(sizes, dilation, strict=True)]
+    if padding == "same" and any(span % 2 for span in spans):
+        return None
+    numbers = [span // 2 if padding == "same" else 0 for span in spans]
+    return _Call(torch.ops.aten.conv2d.default, (x, weight, bias, stride, numbers, dilation, groups))
 
 
 def _give_anew(pure: Any) -> _Rule:

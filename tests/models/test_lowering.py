@@ -46,6 +46,27 @@ def writes(x: Any, n: Any) -> Any:
     return y.view(-1), z - x, x.new_zeros(4, 4).index_put_((n[0],), x[0, 0])
 
 
+def sizes(x: Any, n: Any) -> Any:
+    """Of a size that varies and has no node, alone and in a product."""
+    image = x.reshape(x.shape[0], 2, 3).repeat(1, 1, 2).transpose(0, 2)
+    return image.flatten(0, 1), image.flatten(1), image.flatten()
+
+
+def orders(x: Any, n: Any) -> Any:
+    import torch
+
+    return torch.argsort(x), torch.argsort(n, 0, True)
+
+
+def convolutions(x: Any, n: Any) -> Any:
+    """Of a padding that has a name."""
+    import torch
+
+    image, taps = x.reshape(1, 2, -1, 3), x.new_ones(4, 2, 3, 1)
+    by_name = [torch.nn.functional.conv2d(image, taps, padding=padding) for padding in ("same", "valid")]
+    return *by_name, torch.nn.functional.conv2d(image, taps, stride=1, dilation=2, padding="same")
+
+
 def inference(x: Any, n: Any) -> Any:
     import torch
 
@@ -97,7 +118,7 @@ def onnx_of(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, by_nod
     return description(made.model)[0], answers
 
 
-KNOWN = [casts, reshapes, axes, pieces, writes, inference]
+KNOWN = [casts, reshapes, axes, sizes, orders, convolutions, pieces, writes, inference]
 LEFT = [writes_through_a_view, writes_beside_a_view, writes_another_type, is_decomposed]
 
 
