@@ -58,20 +58,7 @@ struct Call {
   }
 };
 
-struct Kernel {
-  static constexpr const char* kName = "SplitRotary";
-  static constexpr size_t kInputs = kRotaryInputs, kOutputs = kRotaryOutputs;
-  static int input_type(size_t, int type) { return type; }
-  static int output_type(size_t, int type) { return type; }
-
-  Node node;
-  RotaryHeads heads;
-
-  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
-    GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
-    return heads.read(node, info);
-  }
-
+struct Kernel : RotaryKernel {
   OrtStatus* compute(OrtKernelContext* context) const {
     RotaryTensors inputs;
     GRAPHOPT_RETURN_IF_ERROR(inputs.read(node, heads, context));

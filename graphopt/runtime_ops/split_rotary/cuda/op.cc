@@ -7,20 +7,8 @@
 namespace graphopt {
 namespace {
 
-struct Kernel {
-  static constexpr const char* kName = "SplitRotary";
-  static constexpr size_t kInputs = kRotaryInputs, kOutputs = kRotaryOutputs;
-  static int input_type(size_t, int type) { return type; }
-  static int output_type(size_t, int type) { return type; }
+struct Kernel : RotaryKernel {
   static bool host_input(size_t) { return false; }
-
-  Node node;
-  RotaryHeads heads;
-
-  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
-    GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
-    return heads.read(node, info);
-  }
 
   OrtStatus* compute(OrtKernelContext* context) const {
     RotaryTensors inputs;

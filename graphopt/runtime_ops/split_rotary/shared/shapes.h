@@ -28,6 +28,22 @@ struct RotaryHeads {
   }
 };
 
+// What both operators have in common: x, cos, sin and all outputs are of one type.
+struct RotaryKernel {
+  static constexpr const char* kName = "SplitRotary";
+  static constexpr size_t kInputs = kRotaryInputs, kOutputs = kRotaryOutputs;
+  static int input_type(size_t, int type) { return type; }
+  static int output_type(size_t, int type) { return type; }
+
+  Node node;
+  RotaryHeads heads;
+
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
+    GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
+    return heads.read(node, info);
+  }
+};
+
 // The inputs of a call, and the size of a head.
 struct RotaryTensors {
   Tensor tensors[kRotaryInputs];

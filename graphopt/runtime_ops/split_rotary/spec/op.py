@@ -14,11 +14,10 @@ Attributes:
     rotary_interleaved: 1 where a pair is two neighbours, 2 i and 2 i + 1; 0 where it is i and i + R / 2.
 
 Outputs, of the type of x, computed in float32 and rounded once:
-    queries: [B, T, H D]. The i-th pair (a, b) of the first R numbers of a head becomes::
+    queries: [B, T, H D]. The last D - R numbers of a head stay, and the i-th pair (a, b) of the first R becomes::
 
         (a cos[i] - b sin[i], a sin[i] + b cos[i])
 
-        and the other D - R stay.
     keys: [B, T, K D], likewise.
     values: [B, T, K D], as they are.
 
