@@ -134,8 +134,16 @@ def test_cases_are_chosen_by_pattern_and_rows(patterns: list[str], rows: list[st
 
 def test_cases_of_kv_attention_compute_what_they_check(interpreted: ctypes.CDLL) -> None:
     sizes = ((2, 192, 1), (1, 640, 1), (1, 192, 4))
-    for made in cuda_kv_attention.cases(interpreted, torch, "cpu", sizes=sizes, heads=(6, 2), size=32):
+    retrievals = ((2, 640, 1, 192), (1, 640, 4, 128))
+    for made in cuda_kv_attention.cases(
+        interpreted, torch, "cpu", sizes=sizes, retrievals=retrievals, heads=(6, 2), size=32
+    ):
         made.poison(1)
         assert not made.error(1) <= made.allowed
         made.run(1)
         assert made.error(1) <= made.allowed
+        retrieves = "retrieval" in made.name
+        assert list(made.rivals) == (["all tokens"] if retrieves else [])
+        for rival in made.rivals.values():
+            rival(1)
+            assert made.error(1) <= made.allowed  # it writes elsewhere

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, STORAGES, KVAttributes, StateTensor
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda.kv_attention import Call
 from tools.bench.parts.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
 
 SIZES = ((1, 8192, 1), (1, 32768, 1), (1, 131072, 1), (8, 131072, 1), (1, 8192, 4), (1, 131072, 4), (1, 8192, 64))
 """Rows, tokens that each has with the new ones, and how many of them are new."""
+
+RETRIEVALS = ((1, 131072, 1, 4096), (1, 131072, 4, 4096))
+"""The same, and tokens in the pages that each query chooses: it reads the first and the newest page besides."""
+
+_PAGE = 64
 
 
 def cases(
@@ -23,89 +29,140 @@ def cases(
     device: str = "cuda",
     *,
     sizes: Sequence[tuple[int, int, int]] = SIZES,
+    retrievals: Sequence[tuple[int, int, int, int]] = RETRIEVALS,
     storages: Sequence[str] = ("float16", "int8", "int4"),
     heads: tuple[int, int] = (32, 8),
     size: int = 128,
     wanted: Wanted = every,
 ) -> Iterator[Case]:
-    """Yield a case for each size and storage: dense, float16 queries; tokens are a multiple of the page, 64.
+    """Yield a case for each size and storage, of float16 queries: dense ones beside torch, retrieval beside dense.
 
-    New tokens are at most a page.
+    Tokens are a multiple of the page, 64; new ones are at most a page.
     """
-    for rows, tokens, fresh in sizes:
+    for rows, tokens, fresh, retrieved in (*((*each, 0) for each in sizes), *retrievals):
         for storage in storages:
-            if wanted(_title(storage, rows, tokens, fresh)):
-                yield _case(library, torch, device, rows, tokens, fresh, storage, heads, size)
+            title = f"KVAttention {storage} {rows} x {tokens}, {fresh} new"
+            title += f", retrieval of {retrieved}" if retrieved else ""
+            if wanted(title):
+                yield _case(library, torch, device, title, rows, tokens, fresh, retrieved, storage, heads, size)
 
 
-def _title(storage: str, rows: int, tokens: int, fresh: int) -> str:
-    return f"KVAttention {storage} {rows} x {tokens}, {fresh} new"
+@dataclass(frozen=True)
+class _Problem:
+    """Tensors on a device, and what computes attention of them.
+
+    Attributes:
+        library: the C interface.
+        torch: the module.
+        device: of torch.
+        query: float16 [rows, new, query heads x D].
+        key: float16 [rows, new, KV heads x D].
+        value: likewise.
+        states: of each copy, by name.
+        tokens: that each row has with the new ones.
+    """
+
+    library: ctypes.CDLL
+    torch: Any
+    device: str
+    query: Any
+    key: Any
+    value: Any
+    states: list[dict[str, Any]]
+    tokens: int
+
+    def runner(self, attrs: KVAttributes, y: Sequence[Any]) -> Callable[[int], None]:
+        """Return what computes a copy into its tensor of ``y``."""
+        fresh = self.query.shape[1]
+        on_host = {
+            "past": np.full(len(self.query), self.tokens - fresh),
+            "fresh": np.full(len(self.query), fresh),
+            "policies": np.array([attrs.policy(head) for head in range(attrs.kv_heads)], np.uint8),
+        }
+        calls = [self._call(attrs, on_host, state, out) for state, out in zip(self.states, y, strict=True)]
+        scratch_bytes = self.library.graphopt_cuda_kv_attention_scratch(ctypes.byref(calls[0]))
+        scratch = self.torch.empty(scratch_bytes + 16, dtype=self.torch.uint8, device=self.device)
+
+        def run(copy: int, _kept: object = (on_host, y)) -> None:
+            calls[copy].scratch = scratch.data_ptr() + -scratch.data_ptr() % 16
+            stream = stream_of(self.torch, self.device)
+            interface.check(self.library.graphopt_cuda_kv_attention(ctypes.byref(calls[copy]), stream))
+
+        return run
+
+    def _call(self, attrs: KVAttributes, on_host: dict[str, Any], state: dict[str, Any], y: Any) -> Call:
+        rows, fresh, width = self.key.shape
+        call = Call(type=10, storage=STORAGES.index(attrs.storage), rows=rows, columns=fresh, kv_heads=attrs.kv_heads)
+        call.group, call.size = self.query.shape[2] // width, width // attrs.kv_heads
+        call.page, call.pages = attrs.page, self.tokens // attrs.page
+        for name in ("sinks", "recent", "budget", "scale", "clip"):
+            setattr(call, name, getattr(attrs, name))
+        for name, array in on_host.items():
+            setattr(call, name, array.ctypes.data)
+        tensors = {"query": self.query, "key": self.key, "value": self.value, "y": y, **state}
+        for name, tensor in tensors.items():  # the operator has a number `recent` too
+            setattr(call, {"recent": "slots"}.get(name, name), tensor.data_ptr())
+        return call
+
+    def expected(self, attrs: KVAttributes, copy: int) -> Any:
+        """Return y of a copy by float64, [rows, new, query heads x D]."""
+        torch, state = self.torch, self.states[copy]
+        rows, fresh, width = self.key.shape
+        grouped = _grouped(self.query, attrs)
+        keys, values = _tokens(torch, state, attrs.storage, width // attrs.kv_heads)
+        scores = grouped.flatten(2, 3) @ keys.mT * attrs.scale  # [rows, heads, new token and head of the group, tokens]
+        hidden = torch.ones(fresh, self.tokens, dtype=torch.bool, device=self.device).triu(self.tokens - fresh + 1)
+        if attrs.chooses:
+            hidden = hidden | ~_read_tokens(torch, state["summaries"], grouped, self.tokens, attrs)
+        scores.masked_fill_(hidden.repeat_interleave(grouped.shape[3], dim=-2), float("-inf"))
+        results = (torch.softmax(scores, dim=-1) @ values).reshape(grouped.shape)
+        return results.transpose(1, 2).reshape(rows, fresh, -1)
 
 
 def _case(
     library: ctypes.CDLL,
     torch: Any,
     device: str,
+    title: str,
     rows: int,
     tokens: int,
     fresh: int,
+    retrieved: int,
     storage: str,
     heads: tuple[int, int],
     size: int,
 ) -> Case:
-    attrs = KVAttributes(kv_heads=heads[1], scale=size**-0.5, page=64, storage=storage)
-    shapes = {name: tensor for name, tensor in attrs.state(rows, tokens // attrs.page, size)}  # noqa: C416 - no dict
+    dense = KVAttributes(kv_heads=heads[1], scale=size**-0.5, page=_PAGE, storage=storage)
+    choice = replace(dense, policies=(RETRIEVAL,), sinks=_PAGE, recent=_PAGE, budget=retrieved // _PAGE)
+    attrs = choice if retrieved else dense  # as self:retrieval drafts
+    shapes = {name: tensor for name, tensor in attrs.state(rows, tokens // _PAGE, size)}  # noqa: C416 - no dict
     moved = shapes["keys"].bytes + shapes["values"].bytes + shapes["scales"].bytes
-    copies, group = copies_past_l2(torch, device, moved), heads[0] // heads[1]
-
-    def drawn(name: str) -> Any:
-        tensor = shapes[name]
-        if tensor.dtype == np.uint8:
-            return torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=device)
-        dtype = torch.float16 if tensor.dtype == np.float16 else torch.float32
-        return torch.randn(tensor.shape, dtype=dtype, device=device) / (16 if name == "scales" else 1)
+    if retrieved:
+        moved = moved * (retrieved + 2 * _PAGE) // tokens + shapes["summaries"].bytes
+    copies = copies_past_l2(torch, device, moved)
 
     def activations(width: int) -> Any:
         return torch.randn(rows, fresh, width * size, dtype=torch.float16, device=device)
 
-    states = [{name: drawn(name) for name in shapes} for _ in range(copies)]
     query, key, value = (activations(width) for width in (heads[0], heads[1], heads[1]))
+    states = [{name: _drawn(torch, device, name, tensor) for name, tensor in shapes.items()} for _ in range(copies)]
+    if retrieved:
+        for state in states:
+            state["summaries"] = _decided_summaries(torch, _grouped(query, attrs), tokens, attrs)
+    problem = _Problem(library, torch, device, query, key, value, states, tokens)
     y = [torch.empty_like(query) for _ in range(copies)]
-    past = tokens - fresh
-    on_host = {"policies": np.zeros(heads[1], np.uint8), "past": np.full(rows, past), "fresh": np.full(rows, fresh)}
-    calls = []
-    for copy in range(copies):
-        call = Call(type=10, storage=STORAGES.index(storage), rows=rows, columns=fresh, kv_heads=heads[1])
-        call.size, call.page, call.pages, call.recent, call.scale = size, 64, tokens // 64, 1, attrs.scale
-        call.group, call.clip = group, attrs.clip
-        for name, array in on_host.items():
-            setattr(call, name, array.ctypes.data)
-        tensors = {"query": query, "key": key, "value": value, "y": y[copy], **states[copy]}
-        for name, tensor in tensors.items():  # the operator has a number `recent` too
-            setattr(call, {"recent": "slots"}.get(name, name), tensor.data_ptr())
-        calls.append(call)
-    scratch_bytes = library.graphopt_cuda_kv_attention_scratch(ctypes.byref(calls[0]))
-    scratch = torch.empty(scratch_bytes + 16, dtype=torch.uint8, device=device)
-
-    def run(copy: int, _kept: object = (on_host, key, value)) -> None:
-        calls[copy].scratch = scratch.data_ptr() + -scratch.data_ptr() % 16
-        interface.check(library.graphopt_cuda_kv_attention(ctypes.byref(calls[copy]), stream_of(torch, device)))
 
     def error(copy: int) -> float:
-        keys, values = _tokens(torch, states[copy], storage, size)
-        q = query.double().reshape(rows, fresh, heads[1], group, size).transpose(1, 2)
-        scores = q.flatten(2, 3) @ keys.mT * attrs.scale  # [rows, KV heads, new token and head of the group, tokens]
-        later = torch.ones(fresh, tokens, dtype=torch.bool, device=device).triu(past + 1)
-        scores.masked_fill_(later.repeat_interleave(group, dim=0), float("-inf"))
-        results = (torch.softmax(scores, dim=-1) @ values).reshape(rows, heads[1], fresh, group, size)
-        expected = results.transpose(1, 2).reshape(rows, fresh, -1)
+        expected = problem.expected(attrs, copy)
         return float((y[copy].double() - expected).norm() / expected.norm())
 
     def poison(copy: int) -> None:
         y[copy].fill_(float("nan"))
 
-    rivals = {}
-    if device == "cuda":
+    rivals: dict[str, Callable[[int], Any]] = {}
+    if retrieved:
+        rivals["all tokens"] = problem.runner(dense, [torch.empty_like(query) for _ in range(copies)])
+    elif device == "cuda":
         other = [
             torch.randn(2, rows, heads[1], tokens, size, dtype=torch.float16, device=device) for _ in range(copies)
         ]
@@ -114,7 +171,74 @@ def _case(
         # without a mask: the few tokens that new ones must not read are read anyway
         rivals["torch attention, float16"] = lambda copy: attention(q, other[copy][0], other[copy][1], enable_gqa=True)
     # half a unit in the last place of y, and what float32 sums of so many tokens may lose
-    return Case(_title(storage, rows, tokens, fresh), moved, copies, poison, run, error, 2**-10, rivals)
+    return Case(title, moved, copies, poison, problem.runner(attrs, y), error, 2**-10, rivals)
+
+
+def _drawn(torch: Any, device: str, name: str, tensor: StateTensor) -> Any:
+    """Return a random state: codes, halves, or floats; lows and steps are small."""
+    if tensor.dtype == np.uint8:
+        return torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=device)
+    dtype = torch.float16 if tensor.dtype == np.float16 else torch.float32
+    return torch.randn(tensor.shape, dtype=dtype, device=device) / (16 if name == "scales" else 1)
+
+
+def _grouped(query: Any, attrs: KVAttributes) -> Any:
+    """Return queries as float64 [rows, KV heads, new, heads of a group, D]."""
+    rows, fresh, width = query.shape
+    size = round(attrs.scale**-2)  # scale is 1 / sqrt(D)
+    return query.double().reshape(rows, fresh, attrs.kv_heads, width // attrs.kv_heads // size, size).transpose(1, 2)
+
+
+def _page_scores(summaries: Any, grouped: Any) -> Any:
+    """Return the scores of pages by their bounds, the largest of a group's heads, float64 [rows, heads, new, pages].
+
+    Args:
+        summaries: least and largest keys, [rows, heads, pages, 2 D].
+        grouped: queries, float64 [rows, heads, new, group, D].
+    """
+    low, high = summaries.double().chunk(2, dim=-1)
+    above, below = grouped.clamp(min=0).flatten(2, 3), grouped.clamp(max=0).flatten(2, 3)
+    scores = above @ high.mT + below @ low.mT
+    return scores.unflatten(2, grouped.shape[2:4]).amax(dim=3)
+
+
+def _chosen(torch: Any, summaries: Any, grouped: Any, tokens: int, attrs: KVAttributes) -> tuple[Any, Any]:
+    """Return the pages that queries choose, and how far the last of them is ahead of the next, of its score.
+
+    Only pages that are neither read by all nor behind a query can be chosen: a query's own page and the first are not.
+    """
+    scores = _page_scores(summaries, grouped)
+    pages, fresh = torch.arange(scores.shape[-1], device=scores.device), grouped.shape[2]
+    position = torch.arange(tokens - fresh, tokens, device=scores.device)[:, None]
+    # the newest page's worth of tokens is read by all: a page that begins behind the first of them has no other token
+    is_candidate = (pages >= 1) & (pages * _PAGE <= position - _PAGE)
+    scores = scores.masked_fill(~is_candidate, float("-inf"))
+    best = scores.topk(attrs.budget + 1, dim=-1)
+    gaps = (best.values[..., -2] - best.values[..., -1]) / best.values[..., -2].abs()
+    return best.indices[..., :-1], gaps
+
+
+def _decided_summaries(torch: Any, grouped: Any, tokens: int, attrs: KVAttributes) -> Any:
+    """Return random bounds by which float32 sums choose what float64 does: drawn anew where scores are nearly equal."""
+    rows, heads, _, _, size = grouped.shape
+    while True:
+        # of 64 normal numbers the largest is near 2.4
+        bounds = torch.randn(rows, heads, tokens // _PAGE, 2 * size, device=grouped.device).abs() / 2 + 2
+        bounds[..., :size].neg_()
+        if _chosen(torch, bounds, grouped, tokens, attrs)[1].min() > 1e-6 * size**0.5:
+            return bounds
+
+
+def _read_tokens(torch: Any, summaries: Any, grouped: Any, tokens: int, attrs: KVAttributes) -> Any:
+    """Return which tokens each query reads, besides those behind it, bool [rows, heads, new, tokens]."""
+    chosen, _ = _chosen(torch, summaries, grouped, tokens, attrs)
+    fresh = grouped.shape[2]
+    is_chosen = torch.zeros(*chosen.shape[:-1], tokens // _PAGE, dtype=torch.bool, device=chosen.device)
+    is_chosen.scatter_(-1, chosen, True)
+    position = torch.arange(tokens, device=chosen.device)
+    newest = torch.arange(tokens - fresh, tokens, device=chosen.device)[:, None]
+    always = (position < _PAGE) | (position > newest - _PAGE)  # the first page, and as many of the newest tokens
+    return is_chosen.repeat_interleave(_PAGE, dim=-1) | always
 
 
 def _tokens(torch: Any, state: dict[str, Any], storage: str, size: int) -> tuple[Any, Any]:
