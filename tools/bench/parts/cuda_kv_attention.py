@@ -14,7 +14,16 @@ from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda.kv_attention import Call
 from tools.bench.parts.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
 
-SIZES = ((1, 8192, 1), (1, 32768, 1), (1, 131072, 1), (8, 131072, 1), (1, 8192, 4), (1, 131072, 4), (1, 8192, 64))
+SIZES = (
+    (1, 512, 1),
+    (1, 8192, 1),
+    (1, 32768, 1),
+    (1, 131072, 1),
+    (8, 131072, 1),
+    (1, 8192, 4),
+    (1, 131072, 4),
+    (1, 8192, 64),
+)
 """Rows, tokens that each has with the new ones, and how many of them are new."""
 
 RETRIEVALS = ((1, 131072, 1, 4096), (1, 131072, 4, 4096))

@@ -15,8 +15,8 @@ from tests.runtime_ops.cuda import products
 from tests.runtime_ops.cuda.interface import check
 from tools.bench.parts.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
 
-SHAPES = ((8192, 8192), (8192, 28672), (28672, 8192))
-"""K and N of the matrices of a large model."""
+SHAPES = ((8192, 8192), (8192, 28672), (28672, 8192), (4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+"""K and N of the matrices of a large model, and of a layer of 8 billion parameters."""
 
 ROWS = (1, 8, 16, 128, 256, 1024, 4096)
 KINDS = (

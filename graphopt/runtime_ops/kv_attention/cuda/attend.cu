@@ -65,15 +65,18 @@ GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Tile& 
 }
 
 // Reads this warp's pages, and leaves the result of each query in its scratch. Copies are under way while the block loads
-// its queries.
+// its queries: those of a page below `full`, which the kernels before do not change, while it waits for them.
 template <typename Pages, typename Load>
 GRAPHOPT_DEVICE void read_pages(const CudaCall& call, const WarpScratch& buffers, Walk walk, const TileQueries& queries,
-                                const Load& load_queries) {
+                                int64_t full, const Load& load_queries) {
   const Layout& layout = call.layout;
   const Reading& reading = *buffers.reading;
   Pages pages(layout, call.state, buffers);
   Tile tile = walk.take<Pages::kSlots>(layout, reading);
-  pages.begin(tile);
+  const bool is_full = !Pages::kSlots && tile.page < full;
+  if (is_full) pages.begin(tile);
+  wait_for_previous();  // that appends tokens
+  if (!is_full) pages.begin(tile);
   load_queries();
   sync_block();
   pages.prepare(call.sink_query != nullptr);
@@ -146,16 +149,17 @@ void attend(AttendRun run) {
   const WarpScratch buffers = shared.buffers(all, warp());
   if (lane() == 0) *buffers.reading = reading_of(run, place, queries);
   sync_warp();
-  wait_for_previous();  // that appends tokens, or makes lists
-  const int64_t pages = makes_lists(place.policy) ? run.lists.counts[list_of(run, place, queries)]
-                                                           : static_cast<int64_t>(buffers.reading->range.pages);
+  const bool listed = makes_lists(place.policy);
+  if (listed) wait_for_previous();  // that makes them
+  const int64_t pages = listed ? run.lists.counts[list_of(run, place, queries)]
+                               : static_cast<int64_t>(buffers.reading->range.pages);
   const int64_t end = static_cast<int64_t>(part + 1) * plan.share;
   Walk walk;
   walk.begin = part * plan.share, walk.index = walk.begin + warp();
   walk.end = static_cast<int32_t>(part + 1 == segment.parts || end > pages ? pages : end);
   if (Pages::kSlots && lane() == 0 && walk.begin < walk.end) buffers.reading->slots = has_slots(layout, *buffers.reading, walk);
   sync_warp();
-  read_pages<Pages>(call, buffers, walk, queries, [&] {
+  read_pages<Pages>(call, buffers, walk, queries, layout.page_of(call.past[place.row]), [&] {
     take_query(call, one, call.query, all.query(false, index));
     if (call.sink_query) take_query(call, one, call.sink_query, all.query(true, index));
   });
