@@ -2,6 +2,8 @@
 
     python tools/bench/triforce.py --folder triforce-1b                 # 1.1 billion int4 weights, 64k tokens of int8
     python tools/bench/triforce.py --folder triforce-1b --context 16k --acceptance 0.8 --middle-acceptance 0.95
+    python tools/bench/triforce.py --folder triforce-8b --device cuda --shape llama-3.1-8b --make    # graphs alone
+    python tools/bench/triforce.py --folder triforce-8b --device cuda --shape llama-3.1-8b --context 128k
 
     target    a Llama of random weights as int4, which reads all of its cache
     middle    the target's weights; each query reads ``--budget`` tokens of a cache, those of the best pages
@@ -10,17 +12,24 @@
 The draft guesses, the middle checks its guesses and adds one of its own, until it has enough for the target to check.
 Weights that have learnt nothing agree by chance, so each guess is right by a chance that is *given*: ``--acceptance``
 for the draft's before the middle (or the target), ``--middle-acceptance`` for the middle's before the target. All steps
-are real ones of their widths, with caches that are taken back; only which guesses count is drawn. Caches are *not* read
-from a prompt: they are filled with random keys and values as KVAttention would store them, each layer alike.
+are real ones of their widths, with logits of all their tokens in memory of the host and caches that are taken back;
+only which guesses count is drawn. Caches are *not* read from a prompt: they are filled with random keys and values as
+KVAttention would store them, each layer alike.
 
 What steps of each width take is measured first; from that the lengths are chosen that should be fastest, and each way
-then writes ``--tokens`` tokens in interleaved rounds, beside single tokens. The models stay in the folder.
+then writes ``--tokens`` tokens in interleaved rounds, beside single tokens. A token's time is that of steps and of
+taking caches back, which the table names too: on a GPU the summaries of retrieval's newest pages are made on the host.
+
+The folder gets graphs alone, as `graphopt optimize` makes them, and ``--make`` ends there: it needs torch, transformers
+and onnxscript. The files of weights that graphs name are drawn where they are timed, which needs none of these; see
+:mod:`tools.bench.parts.drawn_weights`. All stays in the folder.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -28,25 +37,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol, cast
 
 import numpy as np
+import onnx_ir as ir
 import typer
 from rich.console import Console
 from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-import graphopt
+from graphopt.artifact.artifact import MODEL
+from graphopt.artifact.manifest import read_manifest
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.decoding.proposers.model import open_draft_model
-from graphopt.inference.decoding.proposers.self_model import SelfProposer
-from graphopt.inference.session import Session
+from graphopt.inference.decoding.proposers.draft_threads import choose_threads
+from graphopt.inference.session import OpenModel, Session, session_from
 from graphopt.inference.states.store import SavedStates
-from graphopt.passes.recipe import load_recipe
-from tools.bench.make_llama import make_llama
+from graphopt.ort.session import Entries, open_session
+from graphopt.util.targets import Device
 from tools.bench.parts.attention_problem import Sequence
 from tools.bench.parts.attention_state import fill, summarize
+from tools.bench.parts.drawn_weights import fill_external_data
 from tools.bench.parts.machine import Others, describe, quiet
 from tools.bench.parts.options import JsonFile, token_count
 
@@ -55,6 +66,18 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12)
 
 _SPARE = 512
 """Tokens that caches have room for behind the context."""
+
+SHAPES = {
+    "llama-1.1b": {"layers": 22, "hidden": 2048, "inner": 5632, "heads": 32, "kv_heads": 4, "vocabulary": 32000},
+    "llama-3.1-8b": {"layers": 32, "hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128256},
+}
+"""Targets by their names."""
+
+_DRAFT = {"layers": 2, "hidden": 768, "inner": 3072, "heads": 12, "kv_heads": 12}
+"""A Llama of 68 million parameters, with the vocabulary of the target."""
+
+_ON_GPU = {"session.use_device_allocator_for_initializers": "1"}
+"""Entries of sessions there: weights take their size, not a power of two in onnxruntime's arena."""
 
 
 class Level(Protocol):
@@ -74,12 +97,14 @@ class Running:
     Attributes:
         decoder: of one row, with its context.
         vocabulary: tokens are drawn from below this.
-        seconds: that its steps took.
+        seconds: that its steps took, and taking tokens back.
+        rewind_seconds: that taking back took of these.
     """
 
     decoder: Decoder
     vocabulary: int
     seconds: float = 0.0
+    rewind_seconds: float = 0.0
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def feed_to(self, length: int) -> None:
@@ -93,8 +118,12 @@ class Running:
 
     def take_back(self, length: int) -> None:
         """See :class:`Level`."""
+        began = time.perf_counter()
         if length < int(self.decoder.tokens[0]):
             self.decoder.rewind(self.decoder.nearest(length))
+        took = time.perf_counter() - began
+        self.seconds += took
+        self.rewind_seconds += took
 
 
 @dataclass
@@ -212,32 +241,88 @@ def best(
     return found
 
 
-def build(folder: Path, shapes: Mapping[str, Mapping[str, int]], storage: str) -> dict[str, Path]:
-    """Make the models that are not there yet; return their folders.
+def build(
+    folder: Path, shapes: Mapping[str, Mapping[str, int]], storage: str, budget: int, device: Device
+) -> dict[str, Path]:
+    """Make the graphs that are not there yet; return their files. Target and middle lie beside their weights.
 
     Raises:
-        BadParameter: models of other shapes lie in the folder.
+        BadParameter: models of other shapes or for another device lie in the folder.
     """
-    found, note = {}, folder / "shapes.json"
-    made_before = json.loads(note.read_text()) if note.exists() else shapes
-    if made_before != shapes:
+    note, asked = folder / "shapes.json", {"device": device, **shapes}
+    made_before = json.loads(note.read_text()) if note.exists() else asked
+    if made_before != asked:
         raise typer.BadParameter(f"{folder} holds models of other shapes, {made_before}: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(shapes))
+    note.write_text(json.dumps(asked))
+    target = folder / f"target-{storage}"
+    files = {"target": target / MODEL, "middle": target / f"middle-{budget}.onnx", "draft": folder / "draft" / MODEL}
     for name, shape in shapes.items():
-        made = found[name] = folder / (f"{name}-{storage}" if name == "target" else name)
-        if made.exists():
-            continue
-        checkpoint, exported = folder / f"{name}-checkpoint", folder / f"{name}-float32"
-        if not exported.exists():
-            make_llama(checkpoint, **shape)
-            graphopt.export(checkpoint, exported)
-        options = ["page_kv"] if storage == "float32" else ["quantize_kv"]
-        settings = [] if storage == "float32" else [f"quantize_kv.storage={storage}"]
-        if name == "draft":
-            options, settings = ["sparse_kv"], ["sparse_kv.policy=streaming", "sparse_kv.recent=192"]
-        graphopt.optimize(exported, load_recipe("int4-rtn", options, settings), made, target="ort-cpu", run=False)
-    return found
+        if not files[name].parent.exists():
+            _write_graph(files[name].parent, shape, None if name == "draft" else storage, device)
+    if not files["middle"].exists():
+        _write_middle(files["target"], budget, files["middle"])
+    return files
+
+
+def _write_graph(folder: Path, shape: Mapping[str, int], storage: str | None, device: Device) -> None:
+    """Make one graph, with logits of all tokens of a step; without a storage the caches stream, as a draft's do."""
+    # torch, transformers and onnxscript, which the machine with the GPU may lack
+    from graphopt.passes.recipe import load_recipe
+    from tools.bench.parts.large_graphs import without_caches, write_graph
+
+    if storage is None:
+        add, settings = ["sparse_kv"], ["sparse_kv.policy=streaming", "sparse_kv.recent=192"]
+    elif storage == "float32":
+        add, settings = ["page_kv"], []
+    else:
+        add, settings = ["quantize_kv"], [f"quantize_kv.storage={storage}"]
+    base = "int4-rtn" if device == "cpu" else Path(__file__).parent / "recipes" / "int4-g128.yaml"
+    recipe = load_recipe(without_caches(load_recipe(base)), add, settings)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": shape["layers"],
+        "hidden_size": shape["hidden"],
+        "intermediate_size": shape["inner"],
+        "num_attention_heads": shape["heads"],
+        "num_key_value_heads": shape["kv_heads"],
+        "vocab_size": shape["vocabulary"],
+        "max_position_embeddings": shape["positions"],
+        "tie_word_embeddings": False,
+    }
+    target: Literal["ort-cpu", "ort-cuda"] = "ort-cpu" if device == "cpu" else "ort-cuda"
+    write_graph(config, recipe, folder, target=target, float16=device != "cpu", last_logits=WIDTHS[-1])
+
+
+def _write_middle(target: Path, budget: int, file: Path) -> None:
+    """Write the graph that drafts as self:retrieval, which reads the target's weights."""
+    from graphopt.inference.decoding.proposers.self_model import retrieve
+
+    model = ir.load(target)
+    retrieve(model, budget)
+    file.write_bytes(ir.to_proto(model).SerializeToString())
+
+
+def open_level(file: Path, threads: int, device: Device, entries: Entries) -> Session:
+    """Open a model without its tokenizer, which no token here is for; the files of its weights are there."""
+    manifest = read_manifest(file.parent)
+    of_device = {} if device == "cpu" else _ON_GPU
+    entries = {**manifest.session, **of_device, **entries}
+    inference = open_session(file, entries=entries, threads=threads, device=device)
+    return session_from(OpenModel(file, inference, manifest, None), device=device)
+
+
+def open_levels(files: Mapping[str, Path], threads: int, device: Device) -> dict[str, Session]:
+    """Draw weights that are not there yet, and open target, middle and draft."""
+    for name in ("target", "draft"):
+        fill_external_data(files[name])
+    target = open_level(files["target"], threads, device, {})
+
+    def open_smaller(name: str) -> Session:
+        return choose_threads(target, lambda number, entries: open_level(files[name], number, device, entries))
+
+    return {"target": target, "middle": open_smaller("middle"), "draft": open_smaller("draft")}
 
 
 def behind_context(session: Session, context: int, threads: int) -> Running:
@@ -279,17 +364,16 @@ def step_seconds(level: Running, context: int, rounds: int) -> dict[int, float]:
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="where models are made, and stay; 8 GB while they are made")],
+    folder: Annotated[Path, typer.Option(help="where models are made, and stay; a byte for two weights")],
     context: Annotated[str, typer.Option(help="tokens in the cache")] = "64k",
     storage: Annotated[str, typer.Option(help="of the target's cache, as quantize_kv calls it")] = "int8",
     budget: Annotated[int, typer.Option(min=64, help="tokens that the middle reads")] = 4096,
     acceptance: Annotated[float, typer.Option(min=0, max=1, help="chance that a guess of the draft is right")] = 0.8,
     middle_acceptance: Annotated[list[float] | None, typer.Option(help="of the middle; the same by default")] = None,
-    layers: int = 22,
-    hidden: int = 2048,
-    inner: int = 5632,
-    heads: int = 32,
-    key_value_heads: int = 4,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    shape: Annotated[str, typer.Option(help=f"of the target: {' or '.join(SHAPES)}")] = "llama-1.1b",
+    layers: Annotated[int | None, typer.Option(min=1, help="another number of layers of the target")] = None,
+    make: Annotated[bool, typer.Option("--make", help="make the graphs, and nothing else")] = False,
     longest: Annotated[int, typer.Option(min=2, max=12, help="tokens of a step of the target, at most")] = 9,
     tokens: Annotated[int, typer.Option(min=1, help="to write in each round")] = 48,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
@@ -297,46 +381,46 @@ def main(
     json_file: JsonFile = None,
 ) -> None:
     """Make the models, time their steps, then write tokens in each way; print a row for each."""
-    count = token_count(context)
-    positions = max(count, 1 << 17) + 2 * _SPARE  # the same models for any context up to 128k
-    target_shape = {"layers": layers, "hidden": hidden, "inner": inner, "heads": heads}
-    shapes = {
-        "target": {**target_shape, "key_value_heads": key_value_heads, "positions": positions},
-        "draft": {
-            "layers": 2,
-            "hidden": 768,
-            "inner": 3072,
-            "heads": 12,
-            "key_value_heads": 12,
-            "positions": positions,
-        },
-    }
+    if shape not in SHAPES or device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"shapes are {', '.join(SHAPES)}, and devices cpu and cuda; not {shape} and {device}")
+    count, chosen = token_count(context), cast("Device", device)
+    target = SHAPES[shape] | ({} if layers is None else {"layers": layers})
+    shared = {"positions": max(count, 1 << 17) + 2 * _SPARE}  # the same models for any context up to 128k
+    shapes = {"target": target | shared, "draft": {**_DRAFT, "vocabulary": target["vocabulary"]} | shared}
     others = Others()
-    folders = build(folder, shapes, storage)
+    files = build(folder, shapes, storage, budget, chosen)
+    if make:
+        return
     gc.collect()
-    sessions = {"target": graphopt.load(folders["target"], threads=threads)}
-    sessions["middle"] = SelfProposer.open(sessions["target"], f"retrieval={budget}")._session
-    sessions["draft"] = open_draft_model(sessions["target"], folders["draft"])
-    levels = {name: behind_context(session, count, threads) for name, session in sessions.items()}
+    began = time.perf_counter()
+    sessions = open_levels(files, threads, chosen)
+    opened = time.perf_counter()
+    writers = threads if chosen == "cpu" else os.cpu_count() or threads
+    levels = {name: behind_context(session, count, writers) for name, session in sessions.items()}
+    print(f"opened in {opened - began:.1f} s, caches filled in {time.perf_counter() - opened:.1f} s", flush=True)
     costs = {name: step_seconds(level, count, 3) for name, level in levels.items()}
     console, rows = Console(width=120), []
-    console.print(f"{describe()}; {threads} threads, {count} tokens of {storage}, {budget} retrieved", highlight=False)
+    console.print(
+        f"{describe()}; {shape} on {device}, {threads} threads, {count} tokens of {storage}, {budget} retrieved",
+        highlight=False,
+    )
     for name, seconds in costs.items():
-        steps = ", ".join(f"{width}: {1000 * each:.1f}" for width, each in seconds.items())
+        steps = ", ".join(f"{width}: {1000 * each:.2f}" for width, each in seconds.items())
         console.print(f"{name}, milliseconds by tokens of a step: {steps}", highlight=False)
-    head = ("right: draft, middle", "way", "draft", "middle", "ms a token", "predicted", "times single tokens")
-    table = Table(*head)
+    head = ("right: draft, middle", "way", "draft", "middle", "ms a token", "taking back", "predicted")
+    table = Table(*head, "times single tokens")
     for chance in middle_acceptance or [acceptance]:
         chances = (acceptance, chance)
         rows += measure(levels, costs, count, chances, tokens, rounds, longest)
     for row in rows:
         cells = (f"{row['acceptance']:.2f}, {row['middle_acceptance']:.2f}", row["way"], str(row["draft"]))
-        figures = (f"{row['milliseconds']:.1f}", f"{row['predicted']:.1f}", f"{row['speedup']:.2f}")
+        figures = (f"{row[name]:.2f}" for name in ("milliseconds", "rewind_milliseconds", "predicted", "speedup"))
         table.add_row(*cells, str(row["middle"]), *figures)
     console.print(table)
     console.print(quiet(others.share()), highlight=False)
     if json_file is not None:
-        report = {"machine": describe(), "context": count, "steps": costs, "rows": rows}
+        report = {"machine": describe(), "device": device, "shape": shape, "storage": storage, "context": count}
+        report |= {"steps": costs, "rows": rows}
         json_file.write_text(json.dumps(report, indent=2) + "\n")
 
 
@@ -352,14 +436,16 @@ def measure(
     """Write tokens in the best of each way, in interleaved rounds; return a row for each."""
     ways = best(costs, chances, longest)
     found: dict[Way, list[float]] = {way: [] for way, _ in ways}
+    rewinds: dict[Way, list[float]] = {way: [] for way, _ in ways}
     for number in range(rounds):
         for way, _ in ways:
             for level in levels.values():
                 level.take_back(context)
                 level.feed_to(context)
-                level.seconds = 0.0
+                level.seconds = level.rewind_seconds = 0.0
             done = write(way, levels, context, tokens, chances, seed=number)
             found[way].append(sum(level.seconds for level in levels.values()) / done)
+            rewinds[way].append(sum(level.rewind_seconds for level in levels.values()) / done)
     single = found[ways[0][0]]
     return [
         {
@@ -369,6 +455,7 @@ def measure(
             "draft": way.draft,
             "middle": way.middle,
             "milliseconds": 1000 * statistics.median(found[way]),
+            "rewind_milliseconds": 1000 * statistics.median(rewinds[way]),
             "predicted": 1000 * predicted,
             "speedup": statistics.median(a / b for a, b in zip(single, found[way], strict=True)),
         }

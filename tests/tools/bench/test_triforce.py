@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+import json
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+import pytest
+import typer
+
+from graphopt.analysis.structure.paged_caches import kv_nodes
+from graphopt.inference.states.device_memory import DeviceBuffer
+from graphopt.inference.states.pages import PagedStates
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING
+from tools.bench import triforce
+from tools.bench.parts import large_graphs
+from tools.bench.parts.attention_problem import Sequence
+from tools.bench.parts.attention_state import fill
 from tools.bench.triforce import Expected, Way, best, expected, write
 
 COSTS = {
@@ -42,3 +56,74 @@ def test_the_fastest_lengths_are_found() -> None:
     assert found["three levels"][1] < found["middle"][1] < found["single tokens"][1]
     assert found["single tokens"][1] == pytest.approx(10)
     assert np.isclose(found["draft"][1], (10 + 0.05) / 6, rtol=1e-2)
+
+
+@pytest.fixture
+def files(random_artifact: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Graphs for a GPU, of a tiny model that has positions for some pages of codes."""
+    manifest = random_artifact.manifest
+    facts = manifest.model.model_copy(update={"max_positions": 1024})
+    random_artifact.manifest = manifest.model_copy(update={"model": facts})
+    monkeypatch.setattr(large_graphs, "make_artifact", lambda _config, _folder: random_artifact)
+    monkeypatch.setattr(triforce, "WIDTHS", (1, 3))
+    triforce.main(tmp_path, context="250", budget=64, device="cuda", make=True)
+    assert not list(tmp_path.rglob("*.data"))
+    shapes = json.loads((tmp_path / "shapes.json").read_text())
+    del shapes["device"]
+    return triforce.build(tmp_path, shapes, "int8", 64, "cuda")
+
+
+def test_graphs_are_those_of_three_levels(files: dict[str, Path]) -> None:
+    nodes = {name: kv_nodes(ir.load(file).graph) for name, file in files.items()}
+    for name, policy in {"target": DENSE, "middle": RETRIEVAL, "draft": STREAMING}.items():
+        assert nodes[name]
+        assert all(list(node.attributes["policies"].as_ints()) == [policy] for node in nodes[name])
+    assert all(node.attributes["storage"].as_string() == "int8" for node in nodes["target"] + nodes["middle"])
+    assert all(node.attributes["budget"].as_int() == 1 for node in nodes["middle"])
+    assert files["middle"].parent == files["target"].parent  # of one file of weights
+    graph = ir.load(files["target"]).graph
+    assert str(graph.outputs[0].shape) == str(ir.load(files["middle"]).graph.outputs[0].shape)
+    assert "last_3" in str(graph.outputs[0].shape)  # a step of the widest has logits of all its tokens
+
+
+@pytest.mark.usefixtures("interpreted_gpu")
+def test_levels_run_on_a_gpu_behind_a_context_that_was_never_read(files: dict[str, Path], tmp_path: Path) -> None:
+    """In the interpreter: memory of its device stands for a GPU's."""
+    sessions = triforce.open_levels(files, 1, "cuda")
+    levels = {name: triforce.behind_context(session, 250, 1) for name, session in sessions.items()}
+    for name, level in levels.items():
+        assert level.decoder.tokens.tolist() == [250]
+        layer = sessions[name].interface.layers[0]
+        states = level.decoder.states
+        assert isinstance(states, PagedStates)
+        keys = states.tensors[0]["keys"].buffers[0]
+        assert isinstance(keys, DeviceBuffer)
+        sequence = Sequence(layer.attributes.kv_heads, layer.head_size)
+        made = fill(layer.attributes, sequence, 250, keys.pages, 1)
+        assert np.array_equal(keys.array_of(keys.pages), made["keys"])
+        assert made["keys"].any()
+        level.feed_to(253)
+        steps = level.seconds
+        assert steps > 0
+        assert level.rewind_seconds == 0
+        level.take_back(251)
+        assert level.decoder.tokens.tolist() == [251]
+        assert level.seconds - steps == pytest.approx(level.rewind_seconds)
+        assert level.rewind_seconds > 0
+    json_file = tmp_path / "figures.json"
+    triforce.main(
+        tmp_path, context="250", budget=64, device="cuda", longest=2, tokens=2, rounds=1, threads=1, json_file=json_file
+    )
+    report = json.loads(json_file.read_text())
+    assert [row["way"] for row in report["rows"]] == ["single tokens", "draft", "middle", "three levels"]
+    assert report["rows"][0]["speedup"] == 1
+    assert all(row["milliseconds"] > row["rewind_milliseconds"] >= 0 for row in report["rows"])
+    assert report["steps"].keys() == levels.keys()
+
+
+def test_other_shapes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "shapes.json").write_text(json.dumps({"device": "cpu"}))
+    with pytest.raises(typer.BadParameter, match="holds models of other shapes"):
+        triforce.main(tmp_path, device="cuda", make=True)
+    with pytest.raises(typer.BadParameter, match=r"shapes are llama-1.1b, llama-3.1-8b, .* not small and cpu"):
+        triforce.main(tmp_path, shape="small")

@@ -48,25 +48,27 @@ _LAYER = re.compile(r"(layers|past_key_values|present)\.(\d+)(?=[./_])")
 
 def write_graph(
     config: Mapping[str, Any],
-    recipe: str | Path,
+    recipe: str | Path | Recipe,
     output: Path,
     *,
     caches: Caches | None = None,
     target: Literal["ort-cpu", "ort-cuda"] = "ort-cuda",
     float16: bool = True,
+    last_logits: int = 1,
 ) -> None:
-    """Write the graph that ``graphopt optimize`` makes of all layers, with logits of the last position.
+    """Write the graph that ``graphopt optimize`` makes of all layers, with logits of the last positions.
 
     Every pass of the recipe runs, on weights that are drawn: what rounding would give is drawn too, in the place of
     rounding billions of numbers.
 
     Args:
         config: what ``config.json`` says of the model.
-        recipe: a preset or a file.
+        recipe: a preset, a file or what was made of one.
         output: the folder of the artifact.
         caches: the cache, in float16; ``None`` for what the recipe says.
         target: as for ``optimize``.
         float16: likewise.
+        last_logits: likewise; how many.
 
     Raises:
         InputError: a pass cannot work on the model, or it is not known what suits a weight.
@@ -77,7 +79,7 @@ def write_graph(
         work.mkdir()
         artifact = make_artifact(dict(config), source)
         draw_weights(artifact.model)
-        chosen = chosen_recipe(_with_caches(load_recipe(recipe), caches), None, 1, float16)
+        chosen = chosen_recipe(_with_caches(load_recipe(recipe), caches), None, last_logits, float16)
         compilation = Compilation(artifact, chosen, target, work=work, run=False)
         for run in compilation.apply(compilation.passes):
             if run.report.name == QuantizeWeights.name:
@@ -91,10 +93,15 @@ def write_graph(
 def _with_caches(recipe: Recipe, caches: Caches | None) -> Recipe:
     if caches is None:
         return recipe
-    recipe = recipe.model_copy(update={"steps": tuple(step for step in recipe.steps if step.phase() != "cache")})
+    recipe = without_caches(recipe)
     if caches == "pages":
         return recipe.adding("quantize_kv").setting("quantize_kv", storage="float16")
     return recipe.adding("lower").setting("lower", caches="growing")
+
+
+def without_caches(recipe: Recipe) -> Recipe:
+    """Return a recipe that leaves caches as they are."""
+    return recipe.model_copy(update={"steps": tuple(step for step in recipe.steps if step.phase() != "cache")})
 
 
 def _evaluate_constants(model: ir.Model) -> None:
