@@ -107,6 +107,15 @@ GRAPHOPT_DEVICE float max_or_nan(float a, float b) {
 #endif
 }
 
+// The larger one; of a number and a NaN the number.
+GRAPHOPT_DEVICE float larger(float a, float b) {
+#if defined(__CUDACC__)
+  return fmaxf(a, b);
+#else
+  return a != a || b > a ? b : a;
+#endif
+}
+
 // Rounds to the nearest integer, ties to even; saturates to int32, and NaN becomes 0.
 GRAPHOPT_DEVICE int32_t round_to_int(float value) {
 #if defined(__CUDACC__)

@@ -39,10 +39,20 @@ class Kernels:
         seed: of the order in which the interpreter runs threads.
         dtype: of query, key, value, `sink_query` and y, which is returned as float32.
         list_bytes: that lists of pages may take at a time; 0 for as many as the kernels choose.
+        sm90a: whether the interpreter runs kernels that only sm_90a has; a GPU chooses by itself.
     """
 
-    def __init__(self, library: ctypes.CDLL, seed: int = 0, dtype: Any = np.float32, list_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        seed: int = 0,
+        dtype: Any = np.float32,
+        list_bytes: int = 0,
+        *,
+        sm90a: bool = False,
+    ) -> None:
         self.library, self.seed, self.dtype, self.list_bytes = library, seed, np.dtype(dtype), list_bytes
+        self.sm90a = sm90a
 
     def __call__(self, *inputs: np.ndarray, **attributes: Any) -> Sequence[np.ndarray]:
         attrs = KVAttributes(**attributes)
@@ -68,10 +78,11 @@ class Kernels:
         for name, buffer in buffers.items():
             is_given = on_device[name].size or name not in ("sink_query", "sink_logits")
             setattr(call, name, buffer.pointer if is_given else None)
+        if not self.library.on_gpu:
+            self.library.graphopt_interpreter_seed(self.seed)
+            self.library.graphopt_interpreter_sm90a(self.sm90a)  # scratch depends on which kernel it is
         size = self.library.graphopt_cuda_kv_attention_scratch(ctypes.byref(call))
         scratch = Buffer(self.library, np.full(size, 0xFF, np.uint8))
         call.scratch = scratch.pointer
-        if not self.library.on_gpu:
-            self.library.graphopt_interpreter_seed(self.seed)
         check(self.library.graphopt_cuda_kv_attention(ctypes.byref(call), None))
         return [buffers["y"].numpy().astype(np.float32), *(buffers[name].numpy() for name in _STATE)]

@@ -173,6 +173,84 @@ def test_many_queries_of_a_head(kernels: ctypes.CDLL, storage: str, page: int) -
     check(Kernels(kernels), drawn(attributes, [700], 2, 16, group=5, head_size=128), attributes)
 
 
+def prompt(attributes: KVAttributes, past: list[int], new: list[int], group: int) -> list[np.ndarray]:
+    """Return the inputs of prompts in float16, for heads of 128, on a cache with garbage behind the last token."""
+    pages = -(-max(map(sum, zip(past, new, strict=True))) // attributes.page)
+    inputs = drawn(attributes, past, max(new), pages + 1, group=group, head_size=128, sink_logits=True)
+    inputs[:3] = [each.astype(np.float16).astype(np.float32) for each in inputs[:3]]
+    inputs[4] = np.array(new)
+    for state in inputs[7:9]:
+        state[:, :, pages:].view(np.uint16)[...] = 0x7E00  # NaN
+    return inputs
+
+
+def prompt_bound(inputs: list[np.ndarray], attributes: KVAttributes, y: np.ndarray) -> np.ndarray:
+    """Return what a prompt on sm_90a may err by: :func:`bound`, and what float16 rounds.
+
+    A weight is 2^15 times what it is of the largest one so far, rounded to float16: by 2^-11 of itself, or by 2^-25
+    where that is subnormal. Weights are divided by sums of at least 2^15, so y errs by 2^-11 sum p_j |v_j| and
+    2^-40 sum |v_j| more, and by 2^-11 of itself, as it is float16.
+    """
+    magnitudes = list(inputs)
+    magnitudes[2], magnitudes[8] = np.abs(inputs[2]), np.abs(inputs[8])
+    tokens = inputs[8].shape[2] * attributes.page
+    largest = max(np.nanmax(np.where(np.isfinite(each), each, 0).astype(np.float64)) for each in magnitudes[2:9:6])
+    weighed = reference(*magnitudes, **attributes.for_node())[0]
+    limit = bound(*inputs, **attributes.for_node())
+    return limit + 2.0**-11 * (weighed + np.abs(y)) + 2.0**-40 * tokens * largest
+
+
+PROMPTS: tuple[tuple[int, list[int], list[int], dict[str, Any]], ...] = (
+    (4, [0], [40], {}),  # 160 queries: the second block has 32
+    (3, [150, 0], [30, 33], {"policies": [1], "sinks": 5, "recent": 70, "recent_pages": 2, "compensate": 1}),
+    (2, [70, 3], [64, 5], {"window": 100, "kv_heads": 2, "policies": [0, 1], "sinks": 70, "recent": 65}),
+    (16, [700], [5], {}),  # pages in three parts
+    (1, [10], [260], {}),  # parts that queries of the first block do not reach
+)
+
+
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize(("group", "past", "new", "others"), PROMPTS)
+def test_prompts_on_sm90a(
+    kernels: ctypes.CDLL, page: int, group: int, past: list[int], new: list[int], others: dict[str, Any]
+) -> None:
+    options = {"policies": [0], "kv_heads": 1, "scale": 128**-0.5, **others}
+    attributes = attributes_of(storage="float16", page=page, **options)
+    inputs = prompt(attributes, past, new, group)
+    y, again = (
+        Kernels(kernels, seed, np.float16, sm90a=True)(*inputs, **attributes.for_node())[0] for seed in (page, page + 1)
+    )
+    assert np.array_equal(y, again)
+    expected = reference(*inputs, **attributes.for_node())[0]
+    assert (np.abs(y - expected) <= prompt_bound(inputs, attributes, y)).all()
+    if not kernels.on_gpu:  # there the kernel for 16 queries has 22 bits of a weight
+        assert not np.array_equal(y, Kernels(kernels, dtype=np.float16)(*inputs, **attributes.for_node())[0])
+
+
+@pytest.mark.parametrize("others", [{"softcap": 3.0}, {"scale": -0.1}, {"storage": "int8"}])
+def test_what_no_kernel_for_prompts_takes(interpreted: ctypes.CDLL, others: dict[str, Any]) -> None:
+    attributes = attributes_of(**{"storage": "float16", "page": 64, "kv_heads": 1, "scale": 0.1, **others})
+    inputs = drawn(attributes, [3], 34, 1, group=2, head_size=128)
+    on_any, on_sm90a = (
+        Kernels(interpreted, dtype=np.float16, sm90a=sm90a)(*inputs, **attributes.for_node())[0]
+        for sm90a in (False, True)
+    )
+    assert np.array_equal(on_any, on_sm90a)
+
+
+@pytest.mark.parametrize(("name", "bad"), [("key", np.nan), ("key", -np.inf), ("value", np.nan), ("value", np.inf)])
+def test_what_is_not_finite_in_a_prompt(kernels: ctypes.CDLL, name: str, bad: float) -> None:
+    attributes = attributes_of(storage="float16", policies=[0], kv_heads=1, page=64, scale=128**-0.5)
+    for token in (10, 130):  # read by all queries of the second block, and by none of the first
+        inputs = prompt(attributes, [20], [140], 1)
+        inputs[1 if name == "key" else 2][0, token, 3] = bad
+        expected = reference(*inputs, **attributes.for_node())[0]
+        y = Kernels(kernels, token, np.float16, sm90a=True)(*inputs, **attributes.for_node())[0]
+        assert np.array_equal(np.isfinite(expected), np.isfinite(y))
+        limit, finite = prompt_bound(inputs, attributes, y), np.isfinite(expected)
+        assert (np.abs(y - expected)[finite] <= limit[finite]).all()
+
+
 def test_more_rows_than_a_launch_takes(kernels: ctypes.CDLL) -> None:
     attributes = attributes_of(policies=[1, 2], recent=9, budget=1, storage="int8")
     inputs = drawn(attributes, [(7 * row) % 40 for row in range(35)], 1, 3, group=1)

@@ -133,7 +133,7 @@ def test_cases_are_chosen_by_pattern_and_rows(patterns: list[str], rows: list[st
 
 
 def test_cases_of_kv_attention_compute_what_they_check(interpreted: ctypes.CDLL) -> None:
-    sizes = ((2, 192, 1), (1, 640, 1), (1, 192, 4))
+    sizes = ((2, 192, 1), (1, 640, 1), (1, 192, 4), (1, 192, 128))
     retrievals = ((2, 640, 1, 192), (1, 640, 4, 128))
     for made in cuda_kv_attention.cases(
         interpreted, torch, "cpu", sizes=sizes, retrievals=retrievals, heads=(6, 2), size=32

@@ -1,10 +1,11 @@
-"""KVAttention on a GPU: one or a few new tokens over a long context, beside torch's attention over float16."""
+"""KVAttention on a GPU: new tokens over a long context, and prompts, beside torch's attention over float16."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ SIZES = (
     (1, 8192, 4),
     (1, 131072, 4),
     (1, 8192, 64),
+    (1, 2048, 2048),
+    (1, 8192, 2048),
 )
 """Rows, tokens that each has with the new ones, and how many of them are new."""
 
@@ -46,7 +49,7 @@ def cases(
 ) -> Iterator[Case]:
     """Yield a case for each size and storage, of float16 queries: dense ones beside torch, retrieval beside dense.
 
-    Tokens are a multiple of the page, 64; new ones are at most a page.
+    Tokens are a multiple of the page, 64.
     """
     for rows, tokens, fresh, retrieved in (*((*each, 0) for each in sizes), *retrievals):
         for storage in storages:
@@ -119,12 +122,16 @@ class _Problem:
         rows, fresh, width = self.key.shape
         grouped = _grouped(self.query, attrs)
         keys, values = _tokens(torch, state, attrs.storage, width // attrs.kv_heads)
-        scores = grouped.flatten(2, 3) @ keys.mT * attrs.scale  # [rows, heads, new token and head of the group, tokens]
         hidden = torch.ones(fresh, self.tokens, dtype=torch.bool, device=self.device).triu(self.tokens - fresh + 1)
         if attrs.chooses:
             hidden = hidden | ~_read_tokens(torch, state["summaries"], grouped, self.tokens, attrs)
-        scores.masked_fill_(hidden.repeat_interleave(grouped.shape[3], dim=-2), float("-inf"))
-        results = (torch.softmax(scores, dim=-1) @ values).reshape(grouped.shape)
+        hidden = hidden.expand(rows, attrs.kv_heads, fresh, self.tokens)
+        results = torch.empty_like(grouped)
+        for head in range(attrs.kv_heads):  # one at a time: scores of a prompt are gigabytes
+            queries = grouped[:, head].flatten(1, 2)
+            scores = queries @ keys[:, head].mT * attrs.scale  # [rows, new token and head of the group, tokens]
+            scores.masked_fill_(hidden[:, head].repeat_interleave(grouped.shape[3], dim=-2), float("-inf"))
+            results[:, head] = (torch.softmax(scores, dim=-1) @ values[:, head]).reshape(results[:, head].shape)
         return results.transpose(1, 2).reshape(rows, fresh, -1)
 
 
@@ -177,8 +184,12 @@ def _case(
         ]
         q = query.reshape(rows, fresh, heads[0], size).transpose(1, 2)
         attention = torch.nn.functional.scaled_dot_product_attention
-        # without a mask: the few tokens that new ones must not read are read anyway
-        rivals["torch attention, float16"] = lambda copy: attention(q, other[copy][0], other[copy][1], enable_gqa=True)
+        # few new tokens have no mask: the few that they must not read are read anyway
+        masks = import_module("torch.nn.attention.bias")
+        mask = masks.causal_lower_right(fresh, tokens) if fresh > attrs.page else None
+        rivals["torch attention, float16"] = lambda copy: attention(
+            q, other[copy][0], other[copy][1], attn_mask=mask, enable_gqa=True
+        )
     # half a unit in the last place of y, and what float32 sums of so many tokens may lose
     return Case(title, moved, copies, poison, problem.runner(attrs, y), error, 2**-10, rivals)
 

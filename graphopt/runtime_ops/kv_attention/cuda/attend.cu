@@ -223,7 +223,7 @@ const char* start(const AttendRun& run, void* stream) {
 const char* attend_and_merge(const AttendRun& run, void* stream) {
   if (!run.plan.units) return nullptr;
   if (run.plan.wide > 1) {
-    const char* const failure = start_wide(run, stream);
+    const char* const failure = run.plan.wide == kPromptTiles ? start_prompt(run, stream) : start_wide(run, stream);
     return failure ? failure : merge_parts(run, stream);
   }
   const char* const failure = with_storage(run.call.layout.storage, [&](auto holds) {

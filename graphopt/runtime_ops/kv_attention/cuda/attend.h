@@ -26,10 +26,13 @@ struct AttendRun {
 const char* attend_and_merge(const AttendRun& run, void* stream);
 const char* merge_parts(const AttendRun& run, void* stream);
 
-// Blocks that read for several tiles of queries, of heads that make no lists; `tokens` are the most new ones of a row.
-constexpr int kWideTiles = 4;
+// Blocks that read for kWideTiles tiles of queries, of heads that make no lists; `tokens` are the most new ones of a row.
 bool takes_wide(const CudaCall& call, int32_t tokens);
 const char* start_wide(const AttendRun& run, void* stream);
 const char* start_wide_codes(const AttendRun& run, void* stream);
+
+// Those of prompts on sm_90a: of 128 queries, by products of groups of warps.
+bool takes_prompt(const CudaCall& call);
+const char* start_prompt(const AttendRun& run, void* stream);
 
 }  // namespace graphopt

@@ -129,7 +129,7 @@ const char* each_launch(const CudaCall& call, size_t list_bytes, const Visit& vi
   CudaPlan plan;
   bool takes[kPolicies];
   for (int i = 0; i < kPolicies; ++i) takes[i] = !makes_lists(static_cast<Policy>(i));
-  const char* failure = plan.make(call, 0, tokens, takes, takes_wide(call, tokens) ? kWideTiles : 1);
+  const char* failure = plan.make(call, 0, tokens, takes, tiles_of_unit(call, tokens));
   if (!failure && plan.units) failure = visit(plan, nullptr);
   for (int i = 0; i < kPolicies && !failure; ++i) {
     if (!takes[i] && plan.heads_of(i)) failure = each_listing(call, static_cast<Policy>(i), tokens, list_bytes, visit);

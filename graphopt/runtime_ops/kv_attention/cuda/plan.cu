@@ -1,11 +1,17 @@
 #include "kv_attention/cuda/plan.h"
 
+#include "kv_attention/cuda/attend.h"
+
 namespace graphopt {
 namespace {
 
 // Units that keep a large GPU busy; with fewer tiles of queries than that their pages are shared out, but not in parts
 // of fewer tokens than are worth a merge.
 constexpr int64_t kUnits = 512, kLeastTokens = 256;
+// Units of a prompt have a processor each: parts are there where units are fewer than those of a large GPU.
+constexpr int64_t kPromptUnits = 128;
+// The least queries of a KV head that are a prompt.
+constexpr int64_t kPromptQueries = 64;
 constexpr int64_t kMostUnits = int64_t{1} << 30;
 
 }  // namespace
@@ -50,7 +56,8 @@ const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const
   });
   if (tiles_in_all > kMostUnits) return "a call has too many queries for one launch: give it fewer tokens at a time";
   const int64_t least = (kLeastTokens + static_cast<int64_t>(layout.page) - 1) / static_cast<int64_t>(layout.page);
-  const int64_t wanted = (pages_in_all + kUnits - 1) / kUnits;
+  const int64_t most_units = wide == kPromptTiles ? kPromptUnits : kUnits;
+  const int64_t wanted = (pages_in_all + most_units - 1) / most_units;
   const int64_t shared = wanted < least ? least : (wanted + kAttendWarps - 1) / kAttendWarps * kAttendWarps;
   share = static_cast<int32_t>(shared < INT32_MAX ? shared : INT32_MAX);
   each([&](int row, int policy, int64_t queries, int64_t of_head, int64_t pages) {
@@ -61,6 +68,12 @@ const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const
     if (parts > 1) partials += static_cast<int32_t>(all * parts), tiles += static_cast<int32_t>(all);
   });
   return nullptr;
+}
+
+int32_t tiles_of_unit(const CudaCall& call, int32_t tokens) {
+  const int64_t queries = tokens * static_cast<int64_t>(call.layout.group);
+  if (queries >= kPromptQueries && takes_prompt(call)) return kPromptTiles;
+  return takes_wide(call, tokens) ? kWideTiles : 1;
 }
 
 }  // namespace graphopt

@@ -7,6 +7,7 @@ namespace graphopt {
 
 constexpr int kTileQueries = 4;  // that a block reads for
 constexpr int kAttendWarps = 4;  // of a block, which share its pages
+constexpr int kWideTiles = 4, kPromptTiles = 32;  // of blocks that read for several tiles, see attend.h
 constexpr int kMostSegments = kMostRows * kPolicies;
 
 // All heads of one policy in one row. Their queries are cut into tiles of 4, and the pages of a tile into parts; each
@@ -72,5 +73,8 @@ struct CudaPlan {
   }
   static GRAPHOPT_BOTH size_t partial_floats(const Layout& layout) { return kTileQueries * (layout.size + 2); }
 };
+
+// Tiles of a unit of heads that make no lists; `tokens` are the most new ones of a row.
+int32_t tiles_of_unit(const CudaCall& call, int32_t tokens);
 
 }  // namespace graphopt

@@ -8,7 +8,7 @@
 
 #include "matmul_table/cuda/multiply.h"
 #include "matmul_table/cuda/shapes.h"
-#include "matmul_table/cuda/wgmma.h"
+#include "cuda/wgmma.h"
 
 namespace graphopt {
 

@@ -48,12 +48,13 @@ void load_matrices(uint32_t* to, int count, const void* row, bool transposed);
 
 void store_matrices_transposed(void* row, const uint32_t* r);
 
-// What only sm_90a has, see matmul_table/cuda/wgmma.h. A product's sums are NaN from its start until a wait covers it.
+// What only sm_90a has, see cuda/wgmma.h. A product's sums are NaN from its start until a wait covers it.
 // Whether it reads its operand in shared memory when it starts or when it is waited for is drawn; until then nothing
 // may write to its operand in registers. What copies brought is not seen by products before show_shared().
 bool runs_sm90a();
 void multiply_64x128(float* d, const uint32_t* a, uint64_t b);
 void multiply_64x128(int32_t* d, const uint32_t* a, uint64_t b);
+void multiply_64x128_transposed(float* d, const uint32_t* a, uint64_t b, bool adds);
 void begin_products();
 void commit_products();
 void wait_products(int newest);

@@ -116,7 +116,7 @@ struct Started {
   const uint32_t* a;
   uint32_t a_then[4];
   uint64_t b;
-  bool bytes, early;
+  bool bytes, transposed, adds, early;
   unsigned group;
 };
 // Sums that products under way add to: a lane's numbers, which are NaN meanwhile where they belong.
@@ -140,18 +140,35 @@ Lane& own() {
 }
 
 // Rows of 128 bytes whose pieces of 16 are swizzled by the three bits above: matrix_at() of wgmma.h gives the address.
+const uint8_t* piece_at(uint64_t line) {
+  const auto* const at = reinterpret_cast<const uint8_t*>(line ^ (line >> 7 & 7) << 4);
+  check_shared(at, 16);
+  check_shown(at);
+  return at;
+}
+// A transposed one has 64 columns in a row of those.
+std::vector<uint8_t> read_transposed(uint64_t b) {
+  constexpr uint64_t kHalf = 16384;
+  std::vector<uint8_t> bytes(kColumns * kRowBytes);
+  for (uint64_t k = 0; k < kRowBytes / 2; ++k) {
+    for (uint64_t column = 0; column < kColumns; column += 8) {
+      const uint8_t* const at = piece_at((b << 4) + column / 64 * kHalf + k * 128 + column % 64 * 2);
+      for (uint64_t i = 0; i < 8; ++i) std::memcpy(bytes.data() + (column + i) * kRowBytes + 2 * k, at + 2 * i, 2);
+    }
+  }
+  return bytes;
+}
 std::vector<uint8_t> read_operand(uint64_t b) {
   std::vector<uint8_t> bytes(kColumns * kRowBytes);
   for (uint64_t row = 0; row < kColumns; ++row) {
     for (uint64_t piece = 0; piece < 2; ++piece) {
-      const uint64_t line = (b << 4) + row * 128 + piece * 16;
-      const auto* const at = reinterpret_cast<const uint8_t*>(line ^ (line >> 7 & 7) << 4);
-      check_shared(at, 16);
-      check_shown(at);
-      std::memcpy(bytes.data() + row * kRowBytes + piece * 16, at, 16);
+      std::memcpy(bytes.data() + row * kRowBytes + piece * 16, piece_at((b << 4) + row * 128 + piece * 16), 16);
     }
   }
   return bytes;
+}
+std::vector<uint8_t> read_operand(const Started& started) {
+  return started.transposed ? read_transposed(started.b) : read_operand(started.b);
 }
 
 Held& held_of(Lane& lane, const void* d) {
@@ -174,6 +191,7 @@ uint32_t& entry_of_sums(Lane* const* lanes, size_t index, int row, int column) {
 
 void multiply_started_halves(Lane* const* lanes, size_t index, const uint8_t* operand) {
   constexpr int kTogether = 8, kDepth = 16;
+  const bool adds = lanes[0]->started[index].adds;
   double a[16][kDepth], b[kColumns][kDepth];
   for (int k = 0; k < kDepth; ++k) {
     for (int row = 0; row < 16; ++row) {
@@ -188,7 +206,7 @@ void multiply_started_halves(Lane* const* lanes, size_t index, const uint8_t* op
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < kColumns; ++column) {
       uint32_t& bits = entry_of_sums(lanes, index, row, column);
-      float d = float_of_bits(bits);
+      float d = adds ? float_of_bits(bits) : 0;
       for (int first = 0; first < kDepth; first += kTogether) {
         double terms[kTogether + 1] = {d};
         for (int k = 0; k < kTogether; ++k) terms[1 + k] = a[row][first + k] * b[column][first + k];
@@ -228,7 +246,7 @@ void start_products(void* const* given) {
     of_lane.started.early = early;
     of_lane.lane->started.push_back(of_lane.started);
   }
-  std::vector<uint8_t> operand = read_operand(b);
+  std::vector<uint8_t> operand = read_operand(start(0).started);
   if (!early) operand.clear();
   start(0).lane->operands.push_back(std::move(operand));
 }
@@ -247,7 +265,7 @@ void land_products(void* const* given) {
     const Started& first = lanes[0]->started[index];
     if (first.group + newest >= lanes[0]->groups) break;
     const std::vector<uint8_t>& early = lanes[0]->operands[index];
-    const std::vector<uint8_t> operand = first.early ? early : read_operand(first.b);
+    const std::vector<uint8_t> operand = first.early ? early : read_operand(first);
     for (const Lane* lane : lanes) {
       const Started& started = lane->started[index];
       if (std::memcmp(started.a, started.a_then, sizeof started.a_then)) {
@@ -271,7 +289,7 @@ void land_products(void* const* given) {
                            lanes[0]->operands.begin() + static_cast<std::ptrdiff_t>(index));
 }
 
-void start_product(void* d, const uint32_t* a, uint64_t b, bool bytes) {
+void start_product(void* d, const uint32_t* a, uint64_t b, bool bytes, bool transposed = false, bool adds = true) {
   Lane& lane = own();
   if (!lane.begun) fail("a product without begin_products() since the last commit");
   bool known = false;
@@ -284,7 +302,7 @@ void start_product(void* d, const uint32_t* a, uint64_t b, bool bytes) {
     std::memset(d, 0xff, sizeof held.numbers);
     lane.held.push_back(held);
   }
-  Start mine = {&lane, {d, a, {a[0], a[1], a[2], a[3]}, b, bytes, false, lane.groups}};
+  Start mine = {&lane, {d, a, {a[0], a[1], a[2], a[3]}, b, bytes, transposed, adds, false, lane.groups}};
   meet("multiply_64x128", start_products, &mine);
 }
 
@@ -346,6 +364,9 @@ void forget_products() { lanes_of_block.clear(); }
 
 void multiply_64x128(float* d, const uint32_t* a, uint64_t b) { start_product(d, a, b, false); }
 void multiply_64x128(int32_t* d, const uint32_t* a, uint64_t b) { start_product(d, a, b, true); }
+void multiply_64x128_transposed(float* d, const uint32_t* a, uint64_t b, bool adds) {
+  start_product(d, a, b, false, true, adds);
+}
 void begin_products() { own().begun = true; }
 void commit_products() {
   ++own().groups;

@@ -4,6 +4,9 @@
 // A [64, 16] is in registers: warp w has rows 16 w to 16 w + 15 as in m16n8k16. B [16, 128] is 128 rows of 32 bytes of
 // a part of 64 numbers of K: rows follow one another by 128 bytes, and 16 bytes number c of row r are at c ^ (r % 8)
 // (the swizzle of 128 bytes). D [64, 128] as in m16n8k16 for each 8 columns: d[4 j + i].
+//
+// B may be transposed instead: 16 rows of 128 bytes, which are 64 columns, with the same swizzle; the other 64 columns
+// are kTransposedHalf bytes further.
 #pragma once
 
 #include "cuda/device.h"
@@ -40,6 +43,18 @@ GRAPHOPT_DEVICE uint64_t matrix_at(const void* shared) {
   const uint64_t address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
   constexpr uint64_t kEightRows = 1024, kSwizzle128 = 1;
   return (address & 0x3ffff) >> 4 | uint64_t{1} << 16 | kEightRows >> 4 << 32 | kSwizzle128 << 62;
+#else
+  return reinterpret_cast<uintptr_t>(shared) >> 4;
+#endif
+}
+
+// Where a transposed B is: at a multiple of 1024 bytes; the next 16 rows are 2048 bytes further, which is 128 more.
+constexpr unsigned kTransposedHalf = 16384;
+GRAPHOPT_DEVICE uint64_t transposed_at(const void* shared) {
+#if defined(__CUDACC__)
+  const uint64_t address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  constexpr uint64_t kEightRows = 1024, kSwizzle128 = 1;
+  return (address & 0x3ffff) >> 4 | uint64_t{kTransposedHalf >> 4} << 16 | kEightRows >> 4 << 32 | kSwizzle128 << 62;
 #else
   return reinterpret_cast<uintptr_t>(shared) >> 4;
 #endif
@@ -83,6 +98,15 @@ GRAPHOPT_DEVICE void wait_products(float (&d)[Sets][64]) {
 #if GRAPHOPT_WGMMA
   GRAPHOPT_UNROLL
   for (unsigned i = 0; i < Sets; ++i) asm volatile("" : GRAPHOPT_SUMS("+f", d[i])::"memory");
+#else
+  (void)d;
+#endif
+}
+template <int Newest>
+GRAPHOPT_DEVICE void wait_products(float (&d)[64]) {
+  wait_products<Newest>();
+#if GRAPHOPT_WGMMA
+  asm volatile("" : GRAPHOPT_SUMS("+f", d)::"memory");
 #else
   (void)d;
 #endif
@@ -163,6 +187,21 @@ GRAPHOPT_DEVICE void multiply_64x128(int32_t (&d)[64], const uint32_t (&a)[4], u
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #elif !defined(__CUDACC__)
   host::multiply_64x128(d, a, b);
+#endif
+}
+
+// D += A B, or D = A B, of float16, where B is transposed.
+template <bool Adds>
+GRAPHOPT_DEVICE void multiply_64x128_transposed(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+#if GRAPHOPT_WGMMA
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+          GRAPHOPT_NUMBERS_64
+      "}, {%64, %65, %66, %67}, %68, %69, 1, 1, 1;\n"
+          : GRAPHOPT_SUMS("+f", d)
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(Adds ? 1 : 0));
+#elif !defined(__CUDACC__)
+  host::multiply_64x128_transposed(d, a, b, Adds);
 #endif
 }
 
