@@ -23,6 +23,7 @@ from graphopt.models.export import export
 from graphopt.models.loading import load
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.keep_codes import NOT_OF_FILE, NOT_USED
+from graphopt.passes.lower.compact_scales import FLOAT8_SCALES
 from graphopt.passes.recipe import Recipe
 from graphopt.quantization.checkpoints.importer import IMPORTERS, coded_matrices, decoded_weights
 from graphopt.runtime_ops import declare, port
@@ -54,14 +55,12 @@ SIGNED = ("gptq-2", "gptq-3", "gptq-4", "gptq-8", "autoround", "compressed-4", "
 TOLERANCE = 1e-5
 # A scale for each row and block of columns takes 32 bits for 128 weights of 8 bits, where theirs is one for 128 rows.
 # Zero points of matrices take 16 bits, where theirs take 3.
-# Scales that are codes of 8 bits with a scale of their own take 16 bits (one level) or 32.
+# Scales that are codes of 8 bits with a scale of their own, and no floats of 8 bits, take 32 bits.
 LARGER = {
     "fp8-block": 1.032,
     "gptq-3-points": 1.033,
     "nf4-nested": 1.055,
     "fp4-nested": 1.055,
-    "compressed-nvfp4": 1.334,
-    "modelopt-nvfp4": 1.334,
 }
 IDS = np.random.default_rng(7).integers(0, 96, (2, 12))
 
@@ -275,6 +274,7 @@ def test_codes_are_kept(case: str, base: Path, exported: Path, checkpoint: Check
         expected = (layer.codes[:, layer.order].astype(np.int16) - is_signed * 2 ** (bits - 1)) % 2**bits
         assert np.array_equal(codes, expected)
     run_pass(model, "lower", target="ort-cpu", instructions="avx2", activations="float32")
+    run_pass(model, "compact_scales")
     theirs = sum(
         tensor.nbytes for layer in layers.values() for part, tensor in layer.tensors.items() if part != ".g_idx"
     )
@@ -304,6 +304,32 @@ def test_a_checkpoint_is_optimized_at_its_own_codes(
     # queries, keys and values read one input in one order, and so do gate and up
     orders = [node for node in graph if node.op_type == "Gather" and ".order." in (node.name or "")]
     assert len(orders) == 4
+
+
+def test_scales_of_nvfp4_stay_floats_of_8_bits(exported: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Also where products are merged that have a number over their scales each; and widened they are what they were."""
+    folder, _ = checkpoint("modelopt-nvfp4")
+    model = with_weights(exported, folder)
+    for name, options in (
+        ("canonicalize", {}),
+        ("keep_codes", {"file": folder}),
+        ("merge_products", {}),
+        ("lower", {"target": "ort-cpu", "instructions": "avx2", "activations": "float32"}),
+    ):
+        run_pass(model, name, **options)
+    declare(model)
+    before = logits(save(model, tmp_path))
+    report = run_pass(model, "compact_scales")
+    assert FLOAT8_SCALES.code in {change.what.code for change in report.changes}
+    kinds = {value.const_value.dtype for name, value in model.graph.initializers.items() if name.endswith(".levels")}
+    assert kinds == {ir.DataType.FLOAT8E4M3FN}
+    declare(model)
+    assert np.array_equal(logits(save(model, tmp_path)), before)
+    report = run_pass(model, "widen_scales")
+    assert report.changes
+    assert not [name for name in model.graph.initializers if name.endswith((".levels", ".steps"))]
+    declare(model)
+    assert np.array_equal(logits(save(model, tmp_path)), before)
 
 
 def edited(folder: Path, output: Path, edit: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +15,7 @@ from graphopt.graph.weights import (
     Array,
     Bundle,
     Expression,
+    Part,
     Region,
     Shape,
     WeightTensor,
@@ -21,8 +23,13 @@ from graphopt.graph.weights import (
     new_weight,
     weight_of,
 )
-from graphopt.graph.weights.expression import widen
 from graphopt.runtime_ops import port
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+BYTES, FLOAT8 = frozenset((ir.DataType.UINT8,)), frozenset((ir.DataType.FLOAT8E4M3FN,))
+"""Types of levels: of :class:`Levels`, and of :class:`graphopt.passes.common.float8_scales.Float8Scales`."""
 
 _LEVELS, _GROUPS = 255, -2
 
@@ -76,7 +83,10 @@ class Levels(Bundle):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LeveledScales(Expression):
-    """What a graph makes of :class:`Levels`: the product in float32, then the type that the operator reads."""
+    """What a graph makes of levels and steps: the product, then the type that the operator reads.
+
+    Steps of float64 are multiplied so, and the product is rounded to float32 first; others are multiplied in float32.
+    """
 
     levels: Expression
     steps: Expression
@@ -94,31 +104,95 @@ class LeveledScales(Expression):
 
     def evaluate(self, region: Region) -> Array:
         """Multiply what lies in the region."""
-        steps = self.steps.evaluate(widen(region, len(self.shape) + _GROUPS, 1)).astype(np.float32)
-        return (self.levels.evaluate(region).astype(np.float32) * steps).astype(self.to.numpy())
+        kind = _wide_type(self.steps.dtype).numpy()
+        slices = zip(region, self.steps.shape, strict=True)
+        steps = self.steps.evaluate(tuple(slice(0, 1) if size == 1 else part for part, size in slices)).astype(kind)
+        product: Array = (self.levels.evaluate(region).astype(kind) * steps).astype(np.float32)
+        return product.astype(self.to.numpy())
 
 
-def leveled_scales(graph: ir.Graph) -> dict[ir.Node, tuple[ir.Value, ir.Value]]:
-    """Return every ``Cast`` that makes scales of packed codes of levels and steps, with those."""
+def _wide_type(of_steps: ir.DataType) -> ir.DataType:
+    """Return what levels and steps are multiplied in."""
+    return ir.DataType.DOUBLE if of_steps == ir.DataType.DOUBLE else ir.DataType.FLOAT
+
+
+def read_levels(graph: ir.Graph, scales: ir.Value, parts: Bundle, order: Mapping[ir.Node, int]) -> list[ir.Node]:
+    """Let all nodes that read a constant read the product of ``parts``, its levels and steps, in its place.
+
+    Args:
+        graph: the graph.
+        scales: the constant, which is removed.
+        parts: ``levels`` and ``steps``.
+        order: where each node stands.
+
+    Returns:
+        The nodes that make the product.
+    """
+    name, uses, dtype = scales.name or "scales", [*scales.uses()], scales.dtype
+    assert dtype is not None
+    levels, steps = (
+        new_weight(graph, f"{name}.{part}", WeightTensor(Part(parts, part))) for part in ("levels", "steps")
+    )
+    wide_type = _wide_type(parts.parts["steps"][0])
+    nodes: list[ir.Node] = []
+
+    def insert(
+        op_type: str, inputs: list[ir.Value], dtype_of_output: ir.DataType, suffix: str, shape: ir.Shape | None
+    ) -> ir.Value:
+        attributes = {"to": dtype_of_output} if op_type == "Cast" else {}
+        node = ir.node(op_type, inputs, attributes, name=f"{name}.{suffix}")
+        output = node.outputs[0]
+        output.name, output.dtype, output.shape = f"{node.name}.output", dtype_of_output, shape
+        nodes.append(node)
+        return output
+
+    factors = [insert("Cast", [levels], wide_type, "wide", scales.shape)]
+    factors.append(steps if steps.dtype == wide_type else insert("Cast", [steps], wide_type, "factors", steps.shape))
+    product = insert("Mul", factors, wide_type, "leveled", scales.shape)
+    if wide_type == ir.DataType.DOUBLE and dtype != ir.DataType.FLOAT:
+        product = insert("Cast", [product], ir.DataType.FLOAT, "rounded", scales.shape)
+    narrow = insert("Cast", [product], dtype, "narrow", scales.shape)
+    graph.insert_before(min((use.node for use in uses), key=order.__getitem__), nodes)
+    for use in uses:
+        use.node.replace_input_with(use.idx, narrow)
+    del graph.initializers[name]
+    return nodes
+
+
+def leveled_scales(
+    graph: ir.Graph, kinds: frozenset[ir.DataType] = BYTES | FLOAT8
+) -> dict[ir.Node, tuple[ir.Value, ir.Value]]:
+    """Return every ``Cast`` that makes scales of packed codes of levels of one of these types and steps, with those."""
     scales_by_cast: dict[ir.Node, tuple[ir.Value, ir.Value]] = {}
     for scales in dict.fromkeys(port(node, "scales") for node in graph if reads_packed(node)):
         narrow = _producer_of_type(scales, "Cast")
-        product = _producer_of_type(narrow, "Mul")
+        rounding = _producer_of_type(narrow, "Cast")
+        product = _producer_of_type(rounding or narrow, "Mul")
         if narrow is None or product is None:
             continue
         parts = [_producer_of_type(value, "Cast") for value in product.inputs]
-        levels, steps = (None if part is None else weight_of(part, 0) for part in parts)
-        if levels is not None and steps is not None and levels.dtype == ir.DataType.UINT8:
+        levels, steps = (
+            weight_of(product, index) if part is None else weight_of(part, 0) for index, part in enumerate(parts)
+        )
+        if levels is not None and steps is not None and levels.dtype in kinds:
             scales_by_cast[narrow] = levels, steps
     return scales_by_cast
 
 
-def join_levels(graph: ir.Graph) -> None:
-    """Put one constant in the place of levels and steps, for steps that want the scales of packed products whole."""
-    for narrow, (levels, steps) in leveled_scales(graph).items():
+def join_levels(graph: ir.Graph, kinds: frozenset[ir.DataType] = BYTES | FLOAT8) -> dict[ir.Value, ir.Node]:
+    """Put one constant in the place of levels and steps, for steps that want the scales of packed products whole.
+
+    Returns:
+        For each constant the ``Cast`` whose place it takes.
+    """
+    joined_scales: dict[ir.Value, ir.Node] = {}
+    for narrow, (levels, steps) in leveled_scales(graph, kinds).items():
         dtype = ir.DataType(narrow.attributes.get_int("to", ir.DataType.FLOAT16))
         whole = LeveledScales(expression_of(levels.const_value), expression_of(steps.const_value), dtype)
-        bypass(narrow, new_weight(graph, (levels.name or "scales").removesuffix(".levels"), WeightTensor(whole)))
+        scales = new_weight(graph, (levels.name or "scales").removesuffix(".levels"), WeightTensor(whole))
+        joined_scales[scales] = narrow
+        bypass(narrow, scales)
+    return joined_scales
 
 
 def _producer_of_type(source: ir.Value | ir.Node | None, op_type: str) -> ir.Node | None:

@@ -54,7 +54,7 @@ class FoldConstants(Pass):
             if kind is None:
                 context.ledger.skipped(value, TYPE_UNKNOWN())
                 continue
-            value.dtype = kind  # onnxruntime wants the types of outputs
+            value.type = ir.TensorType(kind)  # onnxruntime wants the types of outputs
             try:
                 ((array,),) = context.runner.run(part_of(model, value), [{}])
             except Exception as error:  # whatever onnxruntime raises: what it does not compute here stays

@@ -69,7 +69,7 @@ class SinglePrecision(Pass):
             results = (output for node in graph for output in node.outputs)
             for value in (*graph.inputs, *graph.initializers.values(), *results):
                 if value.dtype == ir.DataType.DOUBLE:
-                    value.dtype = ir.DataType.FLOAT
+                    value.type = ir.TensorType(ir.DataType.FLOAT)  # copies of a graph share types: none is edited
         context.ledger.report_change("graph", NARROWING(weights=len(weights), casts=len(casts)))
 
 

@@ -13,14 +13,19 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import name_output, shared_constant
 from graphopt.graph.weights import Cast, Expression, Part, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass
+from graphopt.passes.common.float8_scales import Float8Scales, float8_scales
+from graphopt.passes.common.leveled_scales import FLOAT8, leveled_scales, read_levels
 from graphopt.passes.common.scale_levels import PackedLevels, packed_levels
 from graphopt.runtime_ops import port, schema_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from graphopt.passes.context import Context, Ledger
     from graphopt.passes.recipe import Recipe
 
 FLOAT16_SCALES = Rule("compact_scales.stored", "{scales} in float16: {saved} bytes less")
+FLOAT8_SCALES = Rule("compact_scales.float8", "{scales} in floats of 8 bits under a step: {saved} bytes less")
 LEVELS = Rule("compact_scales.levels", "{scales} as {form}: {saved} bytes less")
 NOT_HALF = Rule("compact_scales.not-half", "float16 does not hold all of its numbers")
 
@@ -39,6 +44,7 @@ class CompactScales(Pass):
 
         W = DequantizeLinear(codes, Cast(scales'; to float32))              scales': float16
         y = MatMulTable(x, codes, scales', table, minimums', ...; span, low)      scales': uint8 [tiles, bytes]
+        y = MatMulTable(x, codes, Cast(Mul(Cast(levels), steps)), ...)            levels: float8, steps: float64
 
     ``DequantizeLinear`` makes float32 of float32 scales only, but ``quantize_weights`` rounds scales to float16 where
     float16 has their range, so the numbers stay what they are. onnxruntime folds the ``Cast`` when it loads the model,
@@ -49,6 +55,10 @@ class CompactScales(Pass):
     and so are their minimums. Kernels for CPUs read both as they are, so a matrix takes the bytes that it has in the
     file, and nothing is computed when it is opened. Such levels are found by the numbers, and only where each number
     comes back to the last bit, so no step has to know where scales came from. Kernels for GPUs read floats.
+
+    Scales of NVFP4 are floats of 8 bits (E4M3) under one number for a matrix. onnxruntime makes floats of them when it
+    loads the model; the product is made in float64, so that it is rounded once, as where the checkpoint was read.
+    Steps are [1, 1, 1], and of matrices that were merged [tiles, 1, 16], one for each column.
 
     Every recipe that stores codes gets this step at its end. The step ``widen_scales`` undoes it when an artifact is
     optimized again.
@@ -61,7 +71,9 @@ class CompactScales(Pass):
     @classmethod
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether the recipe makes codes, or scales were compact as the graph came in."""
-        return "codes" in recipe.phases or bool(widened_scales(graph) or leveled_nodes(graph))
+        return "codes" in recipe.phases or bool(
+            widened_scales(graph) or leveled_nodes(graph) or leveled_scales(graph, FLOAT8)
+        )
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Store each scale in levels or float16 that can be; say why another one stays."""
@@ -69,6 +81,7 @@ class CompactScales(Pass):
         if context.target != "ort-cuda":
             _store_levels(graph, ledger)
         order = {node: position for position, node in enumerate(graph)}
+        _store_float8(graph, ledger, order)
         made_of: dict[str, WeightTensor] = {}
         for scales in scale_values(graph):
             if scales.dtype != _WIDE or scales.const_value is None:
@@ -122,6 +135,26 @@ def _store_levels(graph: ir.Graph, ledger: Ledger) -> None:
                 graph.initializers.pop(placeholder.name or "", None)
         node.attributes.add(ir.AttrInt64("span", levels[0].span))
         node.attributes.add(ir.AttrInt64("low", levels[0].low))
+
+
+def _store_float8(graph: ir.Graph, ledger: Ledger, order: Mapping[ir.Node, int]) -> None:
+    """Make scales that nodes with packed codes read of floats of 8 bits and a step, where their numbers are such."""
+    forms: dict[str, Float8Scales | None] = {}
+    for scales in dict.fromkeys(port(node, "scales") for node in graph if reads_packed(node)):
+        if scales is None or not scales.is_initializer() or scales.const_value is None:
+            continue
+        uses = [*scales.uses()]
+        if scales.dtype not in (_WIDE, _HALF) or not all(port(use.node, "scales") is scales for use in uses):
+            continue
+        source = expression_of(scales.const_value)
+        if source.digest not in forms:
+            forms[source.digest] = float8_scales(source)
+        form = forms[source.digest]
+        savings = 0 if form is None else source.nbytes - sum(Part(form, name).nbytes for name in form.parts)
+        if form is None or savings <= 0:
+            continue
+        for node in read_levels(graph, scales, form, order):
+            ledger.changed(node, FLOAT8_SCALES(scales=scales.name, saved=savings), [use.node for use in uses])
 
 
 def _numbers_of(node: ir.Node) -> list[ir.Value] | None:

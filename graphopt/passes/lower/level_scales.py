@@ -5,19 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-import onnx_ir as ir
-
 from graphopt.analysis.structure.products import packed_nodes
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.weights import (
-    Expression,
-    Part,
-    WeightTensor,
-    expression_of,
-    new_weight,
-)
+from graphopt.graph.weights import Expression, Part, expression_of
 from graphopt.passes.base import Pass
-from graphopt.passes.common.leveled_scales import Levels, leveled_scales
+from graphopt.passes.common.leveled_scales import BYTES, Levels, leveled_scales, read_levels
 from graphopt.runtime_ops import port
 from graphopt.runtime_ops.matmul_dynamic.spec.op import MATMUL_DYNAMIC
 from graphopt.runtime_ops.matmul_experts.spec.op import MATMUL_EXPERTS
@@ -25,6 +17,8 @@ from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE
 from graphopt.runtime_ops.operator import DOMAIN
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from graphopt.passes.context import Context
     from graphopt.passes.recipe import Recipe
 
@@ -68,7 +62,11 @@ class LevelScales(Pass):
     @classmethod
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether packed scales have two levels already, and the recipe has work with codes."""
-        return bool(packed_nodes(graph)) and bool(recipe.phases & {"codes", "lower"}) and bool(leveled_scales(graph))
+        return (
+            bool(packed_nodes(graph))
+            and bool(recipe.phases & {"codes", "lower"})
+            and bool(leveled_scales(graph, BYTES))
+        )
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Level the scales of every packed product; say why others stay."""
@@ -80,28 +78,10 @@ class LevelScales(Pass):
                 ledger.skipped(reader if scales is None else scales, reason)
                 continue
             assert scales is not None
-            expression, name, uses = expression_of(scales.const_value), scales.name or "scales", [*scales.uses()]
-            table = Levels(expression)
-            levels, steps = (
-                new_weight(graph, f"{name}.{part}", WeightTensor(Part(table, part))) for part in ("levels", "steps")
-            )
-            wide = ir.node("Cast", [levels], {"to": ir.DataType.FLOAT}, name=f"{name}.wide")
-            factors = ir.node("Cast", [steps], {"to": ir.DataType.FLOAT}, name=f"{name}.factors")
-            product = ir.node("Mul", [wide.outputs[0], factors.outputs[0]], name=f"{name}.leveled")
-            assert scales.dtype is not None
-            narrow = ir.node("Cast", [product.outputs[0]], {"to": scales.dtype}, name=f"{name}.narrow")
-            nodes = [wide, factors, product, narrow]
-            for node in nodes:
-                output = node.outputs[0]
-                output.name, output.dtype = f"{node.name}.output", ir.DataType.FLOAT
-                output.shape = steps.shape if node is factors else scales.shape
-            narrow.outputs[0].dtype = scales.dtype
-            graph.insert_before(min((use.node for use in uses), key=order.__getitem__), nodes)
-            for use in uses:
-                use.node.replace_input_with(use.idx, narrow.outputs[0])
-            del graph.initializers[name]
+            expression, uses = expression_of(scales.const_value), [*scales.uses()]
+            nodes = read_levels(graph, scales, Levels(expression), order)
             columns = math.prod(expression.shape) // expression.shape[-2]
-            fact = BYTE_SCALES(scales=name, columns=columns, saved=_saved_bytes(expression))
+            fact = BYTE_SCALES(scales=scales.name, columns=columns, saved=_saved_bytes(expression))
             for node in nodes:
                 ledger.changed(node, fact, [use.node for use in uses])
 

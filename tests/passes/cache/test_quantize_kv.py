@@ -60,6 +60,19 @@ def test_ports_follow_the_storage(
         assert list(shape)[1:] == [2, 2 + 3 + 1, 2 * 32 * 16]
 
 
+def test_the_model_that_was_copied_keeps_its_types(llama: ir.Model) -> None:
+    """`verify` runs the recipe on a copy, then the model before: copies share what says the type of a value."""
+    run_pass(llama, "page_kv")
+
+    def types() -> list[ir.DataType | None]:
+        return [value.dtype for value in (*llama.graph.inputs, *llama.graph.outputs)]
+
+    before, copy = types(), llama.clone()
+    run_pass(copy, "quantize_kv", storage="int4")
+    assert types() == before
+    assert [value.dtype for value in (*copy.graph.inputs, *copy.graph.outputs)] != before
+
+
 def test_values_may_have_codes_of_their_own(llama: ir.Model) -> None:
     report = run_pass(llama, "quantize_kv", storage="int8", value_storage="int6", page=32)
     assert "its cache is stored as int8 keys and int6 values in pages of 32" in str(report.changes[-1].what)

@@ -47,7 +47,7 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
             placeholder = shared_constant(graph, name, np.zeros((0, 0, 0, 0), number))
             node.replace_input_with(index, placeholder)
             present.name, present.shape = f"{node.name}.no_{state}", ir.Shape([0, 0, 0, 0])
-            present.dtype = ir.DataType.from_numpy(number)
+            present.type = ir.TensorType(ir.DataType.from_numpy(number))
             continue
         if port is None:
             port = ir.val(layer.port(state))
@@ -56,8 +56,8 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
         if not present.is_graph_output():
             _insert(graph.outputs, present, node.outputs[output - 1])
             present.name = CachePort(layer.number, state).present
-        for value in (port, present):
-            value.dtype, value.shape = ir.DataType.from_numpy(tensor.dtype), ir.Shape(tensor.shape)
+        for value in (port, present):  # copies of a graph share types: none is edited
+            value.type, value.shape = ir.TensorType(ir.DataType.from_numpy(tensor.dtype)), ir.Shape(tensor.shape)
 
 
 def _insert(ports: MutableSequence[ir.Value], port: ir.Value, predecessor: ir.Value | None) -> None:
