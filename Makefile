@@ -35,7 +35,7 @@ TORCH = $(shell sed -nE 's/.*"(torch==[^"]+)".*/\1/p' pyproject.toml)
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRAS)
 DEMO_READY := $(if $(wildcard $(READY)),$(READY),.venv/.ready-$(DEMO_EXTRAS))
-NATIVE := CMakeLists.txt $(shell find graphopt/runtime_ops -name CMakeLists.txt -o -name '*.cc' -o -name '*.cu' -o -name '*.h')
+NATIVE := CMakeLists.txt $(shell find graphopt -name CMakeLists.txt -o -name '*.cc' -o -name '*.cu' -o -name '*.h')
 # An editable install knows modules by where they were: when one is added, moved or removed, it is made anew.
 LAYOUT := build/.layout
 $(shell mkdir -p build && find graphopt -name '*.py' | sort >$(LAYOUT).new \

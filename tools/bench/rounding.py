@@ -163,6 +163,9 @@ def integers(
         for name, width, call in cases:
             seconds = seconds_of(call, rounds)
             print(f"{name}: {1e3 * seconds:.2f} ms, {2e-9 * tokens * rows * width / seconds:.0f} GFLOP/s")
+        for name, axis in (("tokens as integers", 1), ("columns as integers", 0)):
+            seconds = seconds_of(lambda axis=axis: integers_of(x, axis), rounds)  # type: ignore[misc]
+            print(f"{name}: {1e3 * seconds:.2f} ms, {1e9 * seconds / x.size:.2f} ns a number")
     print(f"error of the product: {error:.5f}")
 
 

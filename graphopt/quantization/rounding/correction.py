@@ -18,9 +18,9 @@ class CorrectedMatrix(SameShape):
     (GPTAQ, Li et al. 2025, calls that asymmetric calibration, and corrects row by row instead). The whole W is asked
     for at once.
 
-    It is solved in float32, in half of the memory that float64 takes. No eigenvalue of H exceeds the sum of all, so the
-    condition number of H + d is at most 1 + rows / damping: of what is added to W, at most about 6e-8 times that is an
-    error, 0.1% of it for 1536 rows.
+    NumPy solves it in float64, of H and C W in float32. No eigenvalue of H exceeds the sum of all, so the condition
+    number of H + d is at most 1 + rows / damping: of what is added to W, at most about 6e-8 times that is an error,
+    0.1% of it for 1536 rows.
 
     Attributes:
         source: W, [rows, columns].

@@ -9,7 +9,7 @@
 Every node runs twice for each text. Products that read the same value are rounded together; such a value ends a piece.
 While they are rounded, the next piece of the original model runs, which does not depend on them.
 Its inputs wait in memory for that, up to 512 MiB. What a piece hands on stays there, up to 1 GiB, and what is beyond
-that goes to the disk; so does all that every 16th piece hands on, and a run that was killed goes on behind the last of
+that goes to the disk; so does all that every 32nd piece hands on, and a run that was killed goes on behind the last of
 these.
 """
 
@@ -58,7 +58,7 @@ _TOKENS = 1024
 
 # Bytes that each of both models may hand on in memory, and how often all of it goes to the disk, too: what a run that
 # was killed computes again is little of a model of thirty layers, and files took a tenth of all time.
-_IN_MEMORY, _CHECKPOINT = 512 << 20, 16
+_IN_MEMORY, _CHECKPOINT = 512 << 20, 32
 
 
 @dataclass

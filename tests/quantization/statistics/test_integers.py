@@ -48,6 +48,23 @@ def test_the_library_gives_the_bits_of_numpy(shape: tuple[int, int], monkeypatch
         assert np.array_equal(one, other)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_library_gives_the_bits_of_numpy_for_odd_numbers(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library_path() is None:
+        pytest.skip("the library was not built, and NumPy's bits have nothing to be compared with")
+    x = numbers((133, 131), 5)  # two whole panels, and some vectors and numbers behind them
+    x[3, 7], x[129, 130], x[64, 64] = np.nan, -np.inf, 3e38
+    x[:, 9], x[70], x[:, 100], x[:, 128] = 0, -0.0, 1e-40, 1e-30
+    native = integers_of(x, axis)
+    monkeypatch.setattr(integers, "library_path", lambda: None)
+    reference = integers_of(x, axis)
+    assert np.array_equal(native.numbers, reference.numbers)
+    assert np.array_equal(native.scales, reference.scales, equal_nan=True)
+    assert np.array_equal(native.squares, reference.squares)
+    assert np.isnan(native.scales).sum() == 2
+    assert native.numbers.any()
+
+
 def test_what_is_not_finite_stays_so_and_zeros_stay_zeros() -> None:
     x = numbers((6, 4), 4)
     x[2, 0], x[1, 1], x[:, 2] = np.nan, np.inf, 0

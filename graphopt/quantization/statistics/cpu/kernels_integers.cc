@@ -8,7 +8,7 @@
 namespace graphopt {
 namespace {
 
-constexpr size_t kPanel = kIntegerPanel;
+constexpr size_t kPanel = kIntegerPanel, kLines = kPanel / kColumns;
 constexpr size_t kPairs = 32;  // of both panels, which stay in the first cache, half of it for a tile of sums
 
 // Scales of vectors from their largest magnitudes, which become what a number is multiplied by.
@@ -20,64 +20,92 @@ void set_scales(float* largest, float* scales, size_t count) {
   }
 }
 
-// Keeps a NaN, and makes one greater than all else.
-inline float larger(float most, float number) {
-  const float size = __builtin_fabsf(number);
-  const float finite = size <= 3.4028234e38f ? size : __builtin_inff();
-  return finite > most ? finite : most;
+// Bits of magnitudes, which are in the order of the magnitudes; those of a NaN become infinity's.
+GRAPHOPT_FORCE_INLINE Integers larger(const Integers& most, const Integers& numbers) {
+  return by_parts<Integers>([&](size_t i) {
+    const Integers::Part bits = numbers.part[i] & 0x7fffffff;
+    const Integers::Part size = bits > 0x7f800000 ? 0x7f800000 - Integers::Part{} : bits;
+    return size > most.part[i] ? size : most.part[i];
+  });
 }
 
-// The nearest integer; that in the middle becomes even. Where a factor is 0 the number may be anything.
-inline int16_t round_to_even(float number, float factor) {
+// The nearest integers; those in the middle become even. Where a factor is 0 the number may be anything.
+GRAPHOPT_FORCE_INLINE Integers round_to_even(const Floats& numbers, const Floats& factors) {
   constexpr float kMagic = 12582912.0f;  // 1.5 x 2^23
-  const float product = factor == 0.0f ? 0.0f : number * factor;
-  return static_cast<int16_t>((product + kMagic) - kMagic);
+  return by_parts<Integers>([&](size_t i) {
+    const Floats::Part rounded = (numbers.part[i] * factors.part[i] + kMagic) - kMagic;
+    return __builtin_convertvector(rounded, Integers::Part) & (factors.part[i] != Floats::Part{});
+  });
+}
+
+GRAPHOPT_FORCE_INLINE Integers add_squares(const Integers& sum, const Integers& numbers) {
+  return by_parts<Integers>([&](size_t i) { return sum.part[i] + numbers.part[i] * numbers.part[i]; });
+}
+
+// Some numbers as a whole panel, zeros behind them.
+inline const float* pad(const float* numbers, size_t count, float* panel) {
+  if (count == kPanel) return numbers;
+  for (size_t i = 0; i < kPanel; ++i) panel[i] = i < count ? numbers[i] : 0.0f;
+  return panel;
 }
 
 // Vectors side by side: numbers of a pair of tokens, say, for 64 inputs.
 void convert_columns(const IntegersWork& work, size_t begin, size_t width) {
-  float factors[kPanel] = {};
+  alignas(kLine) float factors[kPanel], panel[kPanel];
+  Integers most[kLines] = {};
   for (size_t j = 0; j < work.length; ++j) {
-    const float* row = work.x + j * work.number_stride + begin;
-    for (size_t i = 0; i < width; ++i) factors[i] = larger(factors[i], row[i]);
+    const float* row = pad(work.x + j * work.number_stride + begin, width, panel);
+    for (size_t i = 0; i < kLines; ++i) most[i] = larger(most[i], load_line<Integers>(row + i * kColumns));
   }
+  for (size_t i = 0; i < kLines; ++i) store_line(factors + i * kColumns, most[i]);
   set_scales(factors, work.scales + begin, width);
   const size_t pairs = (work.length + 1) / 2;
   int16_t* to = work.integers + begin * pairs * 2;
   uint64_t totals[kPanel] = {};
   for (size_t segment = 0; segment < pairs; segment += kIntegerSegment) {
     const size_t end = pairs - segment < kIntegerSegment ? pairs : segment + kIntegerSegment;
-    int32_t squares[kPanel] = {};
+    Integers squares[kLines] = {};
     for (size_t pair = segment; pair < end; ++pair, to += 2 * kPanel) {
-      int16_t rows[2][kPanel] = {};
-      for (size_t half = 0; half < 2 && 2 * pair + half < work.length; ++half) {
-        const float* row = work.x + (2 * pair + half) * work.number_stride + begin;
-        for (size_t i = 0; i < width; ++i) rows[half][i] = round_to_even(row[i], factors[i]);
+      Integers rows[2][kLines];
+      for (size_t half = 0; half < 2; ++half) {
+        const bool has_row = 2 * pair + half < work.length;
+        const float* row = has_row ? work.x + (2 * pair + half) * work.number_stride + begin : nullptr;
+        row = pad(row, has_row ? width : 0, panel);
+        for (size_t i = 0; i < kLines; ++i) {
+          rows[half][i] =
+              round_to_even(load_line<Floats>(row + i * kColumns), load_line<Floats>(factors + i * kColumns));
+          squares[i] = add_squares(squares[i], rows[half][i]);
+        }
       }
-      for (size_t i = 0; i < kPanel; ++i) {
-        to[2 * i] = rows[0][i];
-        to[2 * i + 1] = rows[1][i];
-        squares[i] += int32_t{rows[0][i]} * rows[0][i] + int32_t{rows[1][i]} * rows[1][i];
+      for (size_t i = 0; i < kLines; ++i) {
+        store_line(to + 2 * i * kColumns, by_parts<Integers>([&](size_t part) {
+                     return (rows[0][i].part[part] & 0xffff) | rows[1][i].part[part] * 0x10000;
+                   }));
       }
     }
-    for (size_t i = 0; i < kPanel; ++i) totals[i] += static_cast<uint64_t>(squares[i]);
+    for (size_t i = 0; i < kLines; ++i) {
+      int32_t lanes[kColumns];
+      store_line(lanes, squares[i]);
+      for (size_t lane = 0; lane < kColumns; ++lane) totals[i * kColumns + lane] += static_cast<uint64_t>(lanes[lane]);
+    }
   }
   for (size_t i = 0; i < width; ++i) work.squares[begin + i] = totals[i];
 }
 
 // Vectors whose numbers lie side by side.
 void convert_rows(const IntegersWork& work, size_t begin, size_t width) {
-  constexpr size_t kStrip = 64;  // numbers of a vector that are converted together
+  constexpr size_t kStrip = kPanel;  // numbers of a vector that are converted together
   const size_t pairs = (work.length + 1) / 2;
-  float factors[kPanel] = {};
+  float factors[kPanel] = {}, panel[kStrip];
   for (size_t i = 0; i < width; ++i) {
     const float* row = work.x + (begin + i) * work.vector_stride;
-    float lanes[kColumns] = {};
-    size_t j = 0;
-    for (; j + kColumns <= work.length; j += kColumns) {
-      for (size_t lane = 0; lane < kColumns; ++lane) lanes[lane] = larger(lanes[lane], row[j + lane]);
+    Integers most = {};
+    for (size_t j = 0; j < work.length; j += kStrip) {
+      const float* strip = pad(row + j, work.length - j < kStrip ? work.length - j : kStrip, panel);
+      for (size_t line = 0; line < kLines; ++line) most = larger(most, load_line<Integers>(strip + line * kColumns));
     }
-    for (; j < work.length; ++j) lanes[0] = larger(lanes[0], row[j]);
+    float lanes[kColumns];
+    store_line(lanes, most);
     for (size_t lane = 0; lane < kColumns; ++lane) factors[i] = lanes[lane] > factors[i] ? lanes[lane] : factors[i];
   }
   set_scales(factors, work.scales + begin, width);
@@ -86,14 +114,26 @@ void convert_rows(const IntegersWork& work, size_t begin, size_t width) {
   for (size_t first = 0; first < pairs; first += kStrip / 2) {
     const size_t count = pairs - first < kStrip / 2 ? pairs - first : kStrip / 2;
     for (size_t i = 0; i < kPanel; ++i) {
-      int16_t strip[kStrip] = {};
+      int16_t strip[kStrip];
       if (i < width) {
-        const float* row = work.x + (begin + i) * work.vector_stride + 2 * first;
         const size_t numbers = work.length - 2 * first < kStrip ? work.length - 2 * first : kStrip;
-        for (size_t j = 0; j < numbers; ++j) strip[j] = round_to_even(row[j], factors[i]);
-        int32_t squares = 0;
-        for (size_t j = 0; j < kStrip; ++j) squares += int32_t{strip[j]} * strip[j];
-        totals[i] += static_cast<uint64_t>(squares);
+        const float* row = pad(work.x + (begin + i) * work.vector_stride + 2 * first, numbers, panel);
+        const Floats factor = all_lanes(factors[i]);
+        Integers squares = {};
+        for (size_t line = 0; line < kLines; ++line) {
+          const Integers integers = round_to_even(load_line<Floats>(row + line * kColumns), factor);
+          squares = add_squares(squares, integers);
+          int32_t lanes[kColumns];
+          store_line(lanes, integers);
+          for (size_t lane = 0; lane < kColumns; ++lane) {
+            strip[line * kColumns + lane] = static_cast<int16_t>(lanes[lane]);
+          }
+        }
+        int32_t lanes[kColumns];
+        store_line(lanes, squares);
+        for (size_t lane = 0; lane < kColumns; ++lane) totals[i] += static_cast<uint64_t>(lanes[lane]);
+      } else {
+        for (size_t j = 0; j < kStrip; ++j) strip[j] = 0;
       }
       for (size_t pair = 0; pair < count; ++pair) {
         __builtin_memcpy(to + 2 * ((first + pair) * kPanel + i), strip + 2 * pair, 2 * sizeof(int16_t));
