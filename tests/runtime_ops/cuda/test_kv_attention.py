@@ -157,6 +157,12 @@ def test_the_pages_of_a_model(kernels: ctypes.CDLL, storage: str, page: int) -> 
         check(Kernels(kernels), inputs, attributes)
 
 
+def test_a_long_context(kernels: ctypes.CDLL) -> None:
+    """So many pages that each block has more than one for each of its warps: then more is copied ahead."""
+    attributes = attributes_of(storage="float16", policies=[0], kv_heads=121, page=64, scale=0.1)
+    check(Kernels(kernels), drawn(attributes, [1060], 1, 17, group=1, head_size=128), attributes)
+
+
 @pytest.mark.parametrize("page", [64, 128])
 @pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
 def test_many_queries_of_a_head(kernels: ctypes.CDLL, storage: str, page: int) -> None:

@@ -65,18 +65,15 @@ GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Tile& 
 }
 
 // Reads this warp's pages, and leaves the result of each query in its scratch. Copies are under way while the block loads
-// its queries: those of a page below `full`, which the kernels before do not change, while it waits for them.
+// its queries.
 template <typename Pages, typename Load>
 GRAPHOPT_DEVICE void read_pages(const CudaCall& call, const WarpScratch& buffers, Walk walk, const TileQueries& queries,
-                                int64_t full, const Load& load_queries) {
+                                const Load& load_queries) {
   const Layout& layout = call.layout;
   const Reading& reading = *buffers.reading;
   Pages pages(layout, call.state, buffers);
   Tile tile = walk.take<Pages::kSlots>(layout, reading);
-  const bool is_full = !Pages::kSlots && tile.page < full;
-  if (is_full) pages.begin(tile);
-  wait_for_previous();  // that appends tokens
-  if (!is_full) pages.begin(tile);
+  pages.begin(tile);
   load_queries();
   sync_block();
   pages.prepare(call.sink_query != nullptr);
@@ -149,17 +146,16 @@ void attend(AttendRun run) {
   const WarpScratch buffers = shared.buffers(all, warp());
   if (lane() == 0) *buffers.reading = reading_of(run, place, queries);
   sync_warp();
-  const bool listed = makes_lists(place.policy);
-  if (listed) wait_for_previous();  // that makes them
-  const int64_t pages = listed ? run.lists.counts[list_of(run, place, queries)]
-                               : static_cast<int64_t>(buffers.reading->range.pages);
+  wait_for_previous();  // that appends tokens, or makes lists
+  const int64_t pages = makes_lists(place.policy) ? run.lists.counts[list_of(run, place, queries)]
+                                                           : static_cast<int64_t>(buffers.reading->range.pages);
   const int64_t end = static_cast<int64_t>(part + 1) * plan.share;
   Walk walk;
   walk.begin = part * plan.share, walk.index = walk.begin + warp();
   walk.end = static_cast<int32_t>(part + 1 == segment.parts || end > pages ? pages : end);
   if (Pages::kSlots && lane() == 0 && walk.begin < walk.end) buffers.reading->slots = has_slots(layout, *buffers.reading, walk);
   sync_warp();
-  read_pages<Pages>(call, buffers, walk, queries, layout.page_of(call.past[place.row]), [&] {
+  read_pages<Pages>(call, buffers, walk, queries, [&] {
     take_query(call, one, call.query, all.query(false, index));
     if (call.sink_query) take_query(call, one, call.sink_query, all.query(true, index));
   });
@@ -212,6 +208,15 @@ struct PagesOf<Codes<Bits>, Spans> {
   using Pages = CodePages<Bits, Spans>;
 };
 
+// Long contexts read more at a time: of 131072 tokens that takes nine tenths of the time; of 8192 it takes longer, as fewer
+// blocks share a processor.
+using LongPages = HalfPages<2, 8, 128>;
+bool is_long(const AttendRun& run) {
+  const Layout& layout = run.call.layout;
+  return layout.storage == Storage::kFloat16 && layout.size == 128 && layout.page >= kTileTokens &&
+         run.plan.share > kAttendWarps;
+}
+
 template <typename Pages>
 const char* start(const AttendRun& run, void* stream) {
   const unsigned blocks = static_cast<unsigned>(run.plan.units);
@@ -226,7 +231,8 @@ const char* attend_and_merge(const AttendRun& run, void* stream) {
     const char* const failure = run.plan.wide == kPromptTiles ? start_prompt(run, stream) : start_wide(run, stream);
     return failure ? failure : merge_parts(run, stream);
   }
-  const char* const failure = with_storage(run.call.layout.storage, [&](auto holds) {
+  const char* const failure = is_long(run) ? start<LongPages>(run, stream)
+                                           : with_storage(run.call.layout.storage, [&](auto holds) {
     // fewer sums leave registers for more warps
     return run.call.layout.size <= 128 ? start<typename PagesOf<decltype(holds), 2>::Pages>(run, stream)
                                        : start<typename PagesOf<decltype(holds), 4>::Pages>(run, stream);

@@ -12,11 +12,12 @@
 
 namespace graphopt {
 
-template <int Spans>
+// `Size` is the channels of a head where they are known, else 0; a tile has Stages - 1 steps at least.
+template <int Spans, int Stages = 4, int Size = 0>
 struct HalfPages : FloatPlaces {
   static constexpr bool kFinite = false, kSlots = false;
-  static constexpr int kBlocks = Spans == 2 ? 3 : 2, kSums = 16 * Spans, kResults = 8 * Spans;
-  static constexpr int kStages = 4, kColumn = kTileTokens / 2 + 4;  // the 4 spread columns over banks
+  static constexpr int kBlocks = Spans == 2 && Stages == 4 ? 3 : 2, kSums = 16 * Spans, kResults = 8 * Spans;
+  static constexpr int kStages = Stages, kColumn = kTileTokens / 2 + 4;  // the 4 spread columns over banks
   static constexpr float kUnit = 0x1p15f;                           // of weights
   static constexpr size_t kNone = ~size_t{0};
 
@@ -34,7 +35,8 @@ struct HalfPages : FloatPlaces {
   int left = 0, span = 0, line = 0;                  // steps of it, and the channels and tokens of values
   bool of_keys = false;
 
-  static GRAPHOPT_BOTH int key_steps(const Layout& layout) { return static_cast<int>(layout.size / 16); }
+  static GRAPHOPT_BOTH int channels(const Layout& layout) { return Size ? Size : static_cast<int>(layout.size); }
+  static GRAPHOPT_BOTH int key_steps(const Layout& layout) { return channels(layout) / 16; }
   static GRAPHOPT_BOTH size_t bytes(const Layout& layout, bool sinks) {
     const size_t queries = static_cast<size_t>(key_steps(layout)) * kWarp * sizeof(Word2);
     return kStages * 4 * kWarp * sizeof(Word4) + 2 * kQueries * kColumn * sizeof(uint32_t) + (sinks ? 2 : 1) * queries;
@@ -63,8 +65,13 @@ struct HalfPages : FloatPlaces {
     const float* const query = buffers.query(sinks, g / 2);
     Word2* const to = products + (sinks ? key_steps(layout) * kWarp : 0) + lane();
     float most = 0;
-    for (int c = t; c < static_cast<int>(layout.size); c += 4) {
-      most = magnitude_of(query[c]) > most ? magnitude_of(query[c]) : most;
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < 4 * Spans; ++i) {
+      const int c = 16 * i + 4 * t;
+      if (c >= channels(layout)) continue;
+      const Four four = load_four(query + c);
+      GRAPHOPT_UNROLL
+      for (int k = 0; k < 4; ++k) most = magnitude_of(four.number[k]) > most ? magnitude_of(four.number[k]) : most;
     }
     const float unit = power_below(reduce_max<4>(most)), inverse = inverse_of_power(unit) * 0x1p14f;
     for (int step = 0; step < key_steps(layout); ++step) {
@@ -83,18 +90,18 @@ struct HalfPages : FloatPlaces {
   GRAPHOPT_DEVICE size_t first_of(const Tile& tile) const {
     if (!tile.there) return kNone;
     const size_t place = place_of(layout, buffers.reading->head, tile.page);
-    return (place * layout.page + static_cast<size_t>(tile.offset)) * layout.size;
+    return (place * layout.page + static_cast<size_t>(tile.offset)) * static_cast<size_t>(channels(layout));
   }
   GRAPHOPT_DEVICE int tokens() const {
     return layout.page < kTileTokens ? static_cast<int>(layout.page) : kTileTokens;
   }
-  GRAPHOPT_DEVICE int spans() const { return (static_cast<int>(layout.size) + 63) / 64; }
+  GRAPHOPT_DEVICE int spans() const { return (channels(layout) + 63) / 64; }
   // Of 16 tokens; a tile has at least as many steps as are copied ahead.
   GRAPHOPT_DEVICE int fours() const { return tokens() < 32 ? 2 : tokens() / 16; }
-  static_assert(kStages == 4, "the smallest tile has a step of keys and two of values");
+  static_assert(kStages == 4 || (Size == 128 && kStages <= 9), "the smallest tile has 3 steps; of 128 channels and 64 tokens 16");
   // The first keys of what eight lanes copy, from 16 tokens.
   GRAPHOPT_DEVICE const Half* keys_at(size_t first, int sixteen) const {
-    const size_t block = static_cast<size_t>(16 * sixteen) * layout.size;
+    const size_t block = static_cast<size_t>(16 * sixteen * channels(layout));
     return reinterpret_cast<const Half*>(state.keys) + first + block;
   }
   // Where in a fourth of a step this lane finds what it multiplies, in 16 bytes: the same eight lanes copied the keys.
@@ -111,13 +118,13 @@ struct HalfPages : FloatPlaces {
       from = keys_at(copied, lane() / 8) + lane() % 8 * 8;
     } else {
       span = 0, line = lane() / 8 * 4;
-      from = reinterpret_cast<const Half*>(state.values) + copied + static_cast<size_t>(line) * layout.size;
+      from = reinterpret_cast<const Half*>(state.values) + copied + static_cast<size_t>(line * channels(layout));
       from += lane() % 8 * 8;
     }
   }
   // Copies a step, which may be of the next tile.
   GRAPHOPT_DEVICE void copy() {
-    const int size = static_cast<int>(layout.size);
+    const int size = channels(layout);
     Word4* const step = ring + stage % kStages * (4 * kWarp);
     ++stage;
     if (left == 0) turn();
@@ -225,7 +232,7 @@ struct HalfPages : FloatPlaces {
       const Word2 column = load8(columns + g * kColumn + 8 * four + 2 * t);
       GRAPHOPT_UNROLL
       for (int span = 0; span < Spans; ++span) {
-        if (64 * span >= static_cast<int>(layout.size)) break;
+        if (64 * span >= channels(layout)) break;
         Word4 value[4];
         take(place_of_values(t, g), value);
         if (!tile.all) {

@@ -13,6 +13,11 @@ GRAPHOPT_DEVICE void put(float x, Half* to) { *to = half_of(x); }
 GRAPHOPT_DEVICE void put(float x, BFloat16* to) { *to = bfloat16_of(x); }
 GRAPHOPT_DEVICE void put(float x, Float8* to) { *to = to_float8(x); }
 
+template <typename T>
+constexpr bool is_half = false;
+template <>
+constexpr bool is_half<Half> = true;
+
 // New tokens of one page, of one head.
 struct NewTokens {
   const CudaCall& call;
@@ -33,18 +38,55 @@ struct NewTokens {
 
   template <typename Stored>
   GRAPHOPT_DEVICE void store(Numbers<Stored>) const {
-    const size_t size = call.layout.size, count = end - first;
-    const size_t place = call.layout.physical(page) * call.layout.page * size;
+    const unsigned begin = static_cast<unsigned>(first), last = static_cast<unsigned>(end);
+    const size_t place = call.layout.physical(page) * call.layout.page * call.layout.size;
     Stored* const keys = reinterpret_cast<Stored*>(state.keys) + place;
     Stored* const values = reinterpret_cast<Stored*>(state.values) + place;
-    for (size_t i = thread_index().x; i < count * size; i += kAppendThreads) {
+    unsigned eights_begin = begin, eights_end = begin;
+    if constexpr (is_half<Stored>) {
+      const bool aligned = reinterpret_cast<uintptr_t>(call.value) % sizeof(Word4) == 0 && call.layout.size % 8 == 0;
+      if (call.type == GRAPHOPT_FLOAT16 && aligned && (begin + 7) / 8 * 8 < last / 8 * 8) {
+        eights_begin = (begin + 7) / 8 * 8, eights_end = last / 8 * 8;
+        store_eights(eights_begin, eights_end, keys, values);
+      }
+    }
+    store_tokens(begin, eights_begin, keys, values);
+    store_tokens(eights_end, last, keys, values);
+  }
+
+  template <typename Stored>
+  GRAPHOPT_DEVICE void store_tokens(unsigned begin, unsigned last, Stored* keys, Stored* values) const {
+    const unsigned size = static_cast<unsigned>(call.layout.size), count = last - begin;
+    for (unsigned i = thread_index().x; i < count * size; i += kAppendThreads) {
       // neighbouring threads write neighbouring tokens of a channel, which are adjacent in memory
-      const size_t t = first + i % count, c = i / count;
+      const unsigned t = begin + i % count, c = i / count;
       put(key(t, c), keys + (t / 16 * size + c) * 16 + t % 16);
     }
-    for (size_t i = thread_index().x; i < count * size; i += kAppendThreads) {
-      const size_t t = first + i / size, c = i % size;
+    for (unsigned i = thread_index().x; i < count * size; i += kAppendThreads) {
+      const unsigned t = begin + i / size, c = i % size;
       put(value(t, c), values + t * size + c);
+    }
+  }
+
+  // Tokens of float16 by eights, both multiples of 8: eight tokens of a channel are 16 bytes of keys, and eight channels of a
+  // token 16 bytes of values.
+  GRAPHOPT_DEVICE void store_eights(unsigned begin, unsigned last, Half* keys, Half* values) const {
+    const unsigned size = static_cast<unsigned>(call.layout.size), count = (last - begin) / 8 * size;
+    const size_t apart = call.layout.kv_heads * size, from = at(begin);
+    for (unsigned i = thread_index().x; i < count; i += kAppendThreads) {
+      const unsigned eight = i / size, c = i % size, t = begin + 8 * eight;
+      const Half* const given = static_cast<const Half*>(call.key) + from + 8 * eight * apart + c;
+      Word4 word;
+      GRAPHOPT_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        const uint32_t low = given[2 * k * apart].bits, high = given[(2 * k + 1) * apart].bits;
+        word.words[k] = low | high << 16;
+      }
+      store16(keys + (t / 16 * size + c) * 16 + t % 16, word);
+    }
+    for (unsigned i = thread_index().x; i < count; i += kAppendThreads) {
+      const unsigned token = i / (size / 8), c = i % (size / 8) * 8;
+      store16(values + (begin + token) * size + c, load16(static_cast<const Half*>(call.value) + from + token * apart + c));
     }
   }
 

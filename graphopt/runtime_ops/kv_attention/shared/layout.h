@@ -18,7 +18,6 @@ struct Layout : PolicyParameters {
   size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
   size_t value_size = 0;                     // values are the first so many channels of keys; 0: they are stored too
   size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
-  int page_bits = -1;                        // the logarithm of `page` to base 2; -1 where it is no power of two
   size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by come first; and all
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
   int64_t window = 0, sinks = 0, recent = 1;
@@ -44,7 +43,6 @@ struct Layout : PolicyParameters {
       if (uses(policy)) known += decltype(states)::summary_floats(*this);
     });
     summary = known + (compensate ? 2 * size : 0);  // behind them are means of all tokens from the sinks on
-    page_bits = page && !(page & (page - 1)) ? __builtin_ctzll(page) : -1;
   }
   GRAPHOPT_INLINE bool integers() const { return levels > 0; }
   // Queries that a block asks, of those that choose pages in blocks.
@@ -68,10 +66,7 @@ struct Layout : PolicyParameters {
   GRAPHOPT_INLINE size_t slots() const { return integers() ? static_cast<size_t>(sink_pages + recent_pages + 1) : 0; }
   GRAPHOPT_INLINE size_t slot_floats() const { return (latent() ? 1 : 2) * page * size; }
 
-  // Of a position from 0 on. GPUs have no instruction that divides numbers of 64 bits.
-  GRAPHOPT_INLINE int64_t page_of(int64_t position) const {
-    return page_bits < 0 ? position / static_cast<int64_t>(page) : position >> page_bits;
-  }
+  GRAPHOPT_INLINE int64_t page_of(int64_t position) const { return position / static_cast<int64_t>(page); }
   // The first position that the model's own window shows the query at `position`; it never decreases with that.
   GRAPHOPT_INLINE int64_t first_seen(int64_t position) const {
     if (!window || position < window) return 0;
@@ -79,7 +74,7 @@ struct Layout : PolicyParameters {
   }
   // Pages of sink tokens, which stay readable: they are not overwritten when a cache wraps.
   GRAPHOPT_INLINE int64_t fixed_pages() const {
-    return page_of(sinks + static_cast<int64_t>(page) - 1);
+    return (sinks + static_cast<int64_t>(page) - 1) / static_cast<int64_t>(page);
   }
   GRAPHOPT_INLINE size_t physical(int64_t logical) const {
     const int64_t fixed = fixed_pages();

@@ -15,6 +15,9 @@ constexpr size_t round_up(size_t number, size_t to) { return (number + to - 1) /
 // so 8192 columns are 256 blocks, all at once on an H100, which takes two on each of its 132 processors. Twice 132 as the
 // wish made them 512, a second turn: int4 took 19.0 us for a row and 8192 rows of weights, and takes 17.5 (docs/cuda.md).
 constexpr size_t kBlocksWanted = 256, kLeastBlocks = 4, kMostSplits = 16;
+// Of streamed weights two parts of what is nearly a turn are two turns and an addition: 28672 columns, 224 blocks, take 23.7 us
+// where they took 26.4 (docs/cuda.md).
+constexpr size_t kStreamedEnough = 200;
 // Bytes of a row are counted in 32 bits.
 constexpr uint64_t kMostRows = uint64_t{1} << 27;
 
@@ -124,7 +127,10 @@ Plan::Plan(const GraphoptMatMul& call) {
   const unsigned warps = gemm || gemm_sm90 || streamed ? 1 : floats ? kFloatWarps : kSmallMWarps;
   const size_t most = p.blocks / (kLeastBlocks * warps);
   // a second turn of blocks that are alone on a processor would double the time
-  const size_t enough = gemm_sm90 ? kBlocksWanted / 4 + 1 : gemm ? kBlocksWanted / 2 : kBlocksWanted;
+  const size_t enough = gemm_sm90  ? kBlocksWanted / 4 + 1
+                        : gemm     ? kBlocksWanted / 2
+                        : streamed ? kStreamedEnough
+                                   : kBlocksWanted;
   while (in_grid * p.splits < enough && p.splits * 2 <= most && p.splits < kMostSplits) p.splits *= 2;
   if (p.splits > 1) partials_at = take(p.splits * rows * p.columns * sizeof(float));
 }

@@ -1,4 +1,7 @@
-// SplitRotary on a GPU. A thread has a column of x and goes over rows; a number that is turned reads the other of its pair.
+// SplitRotary on a GPU. A thread has neighbouring columns of x and goes over rows; a number that is turned reads the other of
+// its pair.
+#include <initializer_list>
+
 #include "cuda/c_interface.h"
 #include "cuda/device.h"
 #include "cuda/launch.h"
@@ -9,13 +12,24 @@ namespace {
 constexpr unsigned kRotaryThreads = 256;
 constexpr size_t kMostRows = 65535;  // of blocks; each takes every so many tokens
 
-template <typename T>
+// Numbers that a thread loads at a time: 16 bytes, or one.
+template <typename T, unsigned Width>
+struct alignas(Width * sizeof(T)) Numbers {
+  T of[Width];
+};
+
+template <typename T, unsigned Width>
+GRAPHOPT_DEVICE Numbers<T, Width> load(const void* from, size_t index) {
+  return *reinterpret_cast<const Numbers<T, Width>*>(static_cast<const T*>(from) + index);
+}
+
+template <typename T, unsigned Width>
 GRAPHOPT_KERNEL(kRotaryThreads, 1) void split_rotary(GraphoptSplitRotary call) {
   wait_for_previous();
   const auto heads = static_cast<unsigned>(call.heads), kv_heads = static_cast<unsigned>(call.kv_heads);
   const auto size = static_cast<unsigned>(call.size), half = static_cast<unsigned>(call.rotary) / 2;
   const unsigned columns = (heads + 2 * kv_heads) * size;
-  const unsigned column = block_index().x * kRotaryThreads + thread_index().x;
+  const unsigned column = (block_index().x * kRotaryThreads + thread_index().x) * Width;
   if (column >= columns) return;
   const unsigned head = column / size, place = column % size;
   const bool turns = head < heads + kv_heads && place < 2 * half;
@@ -30,25 +44,41 @@ GRAPHOPT_KERNEL(kRotaryThreads, 1) void split_rotary(GraphoptSplitRotary call) {
     width = kv_heads * size;
   }
   for (size_t token = block_index().y; token < static_cast<size_t>(call.tokens); token += block_count().y) {
-    const T* const x = static_cast<const T*>(call.x) + token * columns;
-    T result = x[column];
+    const size_t row = token * columns, factor = token * half + pair;
+    Numbers<T, Width> result = load<T, Width>(call.x, row + column);
     if (turns) {
-      const size_t factor = token * half + pair;
-      const float c = to_float(static_cast<const T*>(call.cos)[factor]), mine = to_float(result);
-      const float s = to_float(static_cast<const T*>(call.sin)[factor]), partner = to_float(x[other]);
-      result = from_float<T>(second ? partner * s + mine * c : mine * c - partner * s);
+      const auto cosines = load<T, Width>(call.cos, factor), sines = load<T, Width>(call.sin, factor);
+      const auto partners = load<T, Width>(call.x, row + other);
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < Width; ++i) {
+        const float c = to_float(cosines.of[i]), s = to_float(sines.of[i]);
+        const float mine = to_float(result.of[i]), partner = to_float(partners.of[i]);
+        result.of[i] = from_float<T>(second ? partner * s + mine * c : mine * c - partner * s);
+      }
     }
-    to[token * width + (column - first)] = result;
+    *reinterpret_cast<Numbers<T, Width>*>(to + token * width + (column - first)) = result;
   }
 }
 
-template <typename T>
+template <typename T, unsigned Width>
 const char* start(const GraphoptSplitRotary& call, void* stream) {
   const unsigned columns = static_cast<unsigned>((call.heads + 2 * call.kv_heads) * call.size);
   const auto tokens = static_cast<size_t>(call.tokens);
-  const Index3 grid{(columns + kRotaryThreads - 1) / kRotaryThreads,
+  const Index3 grid{(columns + kRotaryThreads * Width - 1) / (kRotaryThreads * Width),
                     static_cast<unsigned>(tokens < kMostRows ? tokens : kMostRows), 1};
-  return launch_early(split_rotary<T>, grid, kRotaryThreads, 0, stream, call);
+  return launch_early(split_rotary<T, Width>, grid, kRotaryThreads, 0, stream, call);
+}
+
+// Of pairs that are neighbours a thread would have both; their numbers are taken one by one.
+template <typename T>
+const char* start(const GraphoptSplitRotary& call, void* stream) {
+  constexpr unsigned kWidth = 16 / sizeof(T);
+  bool is_wide = !call.interleaved && call.size % kWidth == 0 && call.rotary % (2 * kWidth) == 0;
+  for (const void* tensor : {call.x, call.cos, call.sin, static_cast<const void*>(call.queries),
+                             static_cast<const void*>(call.keys), static_cast<const void*>(call.values)}) {
+    is_wide = is_wide && reinterpret_cast<uintptr_t>(tensor) % 16 == 0;
+  }
+  return is_wide ? start<T, kWidth>(call, stream) : start<T, 1>(call, stream);
 }
 
 }  // namespace
