@@ -281,6 +281,11 @@ def test_what_is_chosen_of_many_pages(kernels: ctypes.CDLL, mass: float) -> None
         check(Kernels(kernels), inputs, attributes)
 
 
+def test_more_pages_than_registers_of_a_block_hold(kernels: ctypes.CDLL) -> None:
+    attributes = attributes_of(policies=[2], kv_heads=1, budget=20, recent=30)
+    check(Kernels(kernels), drawn(attributes, [16 * 4110], 1, 4111, group=1), attributes)
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     drawn=any_calls(

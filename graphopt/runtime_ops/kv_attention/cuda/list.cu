@@ -6,6 +6,7 @@ namespace graphopt {
 namespace {
 
 constexpr unsigned kMostListThreads = 256;
+constexpr int kHeldRanks = 16;  // of a thread
 
 // Sums over the threads of a block, always in the same order; all threads have the result.
 class BlockSum {
@@ -67,12 +68,30 @@ struct Lister {
     return sum_of([&](int64_t i) { return static_cast<int32_t>(rank_of(scores[i]) >= least); });
   }
 
-  // The highest rank that `wanted` are equal to or above, or any on the way to it of which exactly so many are.
+  // The highest rank that `wanted` are equal to or above, or any on the way to it of which exactly so many are. Scores that
+  // fit are asked for once, and stay in registers.
   GRAPHOPT_DEVICE int32_t threshold(int32_t wanted) const {
+    const int64_t threads = thread_count(), own = thread_index().x;
+    if (count > kHeldRanks * threads) return search(wanted, [&](int32_t least) { return ranked(least); });
+    int32_t held[kHeldRanks];
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < kHeldRanks; ++i) {
+      const int64_t index = own + i * threads;
+      held[i] = index < count ? rank_of(scores[index]) : INT32_MIN;  // below every rank that is asked about
+    }
+    return search(wanted, [&](int32_t least) {
+      int32_t found = 0;
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < kHeldRanks; ++i) found += held[i] >= least;
+      return sum(found);
+    });
+  }
+  template <typename Ranked>
+  GRAPHOPT_DEVICE int32_t search(int32_t wanted, const Ranked& ranked_from) const {
     int64_t low = INT32_MIN, high = INT32_MAX;
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
-      const int32_t found = ranked(static_cast<int32_t>(middle));
+      const int32_t found = ranked_from(static_cast<int32_t>(middle));
       if (found == wanted) return static_cast<int32_t>(middle);
       if (found > wanted) low = middle;
       else high = middle - 1;

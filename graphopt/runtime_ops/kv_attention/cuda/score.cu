@@ -7,7 +7,7 @@ namespace {
 
 constexpr unsigned kScoreThreads = 256;
 constexpr int kPageLanes = 8;      // that score a page
-constexpr int kScoredPages = 256;  // of a block
+constexpr int kScoredPages = 64;  // of a block: two turns of its lanes, so that many blocks share what is read
 constexpr int kHeadsTogether = 8;
 
 // The channels that count: those of the largest sums of |q| over the query heads, where NaN counts as infinite;
