@@ -1,6 +1,8 @@
 // The new tokens of one page as the threads of a block write them: into pages of floats, slots, summaries and means.
 #pragma once
 
+#include <type_traits>
+
 #include "kv_attention/cuda/append.h"
 #include "kv_attention/shared/float8.h"
 
@@ -12,11 +14,6 @@ GRAPHOPT_DEVICE void put(float x, float* to) { *to = x; }
 GRAPHOPT_DEVICE void put(float x, Half* to) { *to = half_of(x); }
 GRAPHOPT_DEVICE void put(float x, BFloat16* to) { *to = bfloat16_of(x); }
 GRAPHOPT_DEVICE void put(float x, Float8* to) { *to = to_float8(x); }
-
-template <typename T>
-constexpr bool is_half = false;
-template <>
-constexpr bool is_half<Half> = true;
 
 // New tokens of one page, of one head.
 struct NewTokens {
@@ -43,7 +40,7 @@ struct NewTokens {
     Stored* const keys = reinterpret_cast<Stored*>(state.keys) + place;
     Stored* const values = reinterpret_cast<Stored*>(state.values) + place;
     unsigned eights_begin = begin, eights_end = begin;
-    if constexpr (is_half<Stored>) {
+    if constexpr (std::is_same_v<Stored, Half>) {
       const bool aligned = reinterpret_cast<uintptr_t>(call.value) % sizeof(Word4) == 0 && call.layout.size % 8 == 0;
       if (call.type == GRAPHOPT_FLOAT16 && aligned && (begin + 7) / 8 * 8 < last / 8 * 8) {
         eights_begin = (begin + 7) / 8 * 8, eights_end = last / 8 * 8;

@@ -12,15 +12,15 @@ namespace {
 constexpr unsigned kRotaryThreads = 256;
 constexpr size_t kMostRows = 65535;  // of blocks; each takes every so many tokens
 
-// Numbers that a thread loads at a time: 16 bytes, or one.
+// Numbers that a thread loads at a time: 16 bytes of them, or one.
 template <typename T, unsigned Width>
-struct alignas(Width * sizeof(T)) Numbers {
+struct alignas(Width * sizeof(T)) Piece {
   T of[Width];
 };
 
 template <typename T, unsigned Width>
-GRAPHOPT_DEVICE Numbers<T, Width> load(const void* from, size_t index) {
-  return *reinterpret_cast<const Numbers<T, Width>*>(static_cast<const T*>(from) + index);
+GRAPHOPT_DEVICE Piece<T, Width> load(const void* from, size_t index) {
+  return *reinterpret_cast<const Piece<T, Width>*>(static_cast<const T*>(from) + index);
 }
 
 template <typename T, unsigned Width>
@@ -45,7 +45,7 @@ GRAPHOPT_KERNEL(kRotaryThreads, 1) void split_rotary(GraphoptSplitRotary call) {
   }
   for (size_t token = block_index().y; token < static_cast<size_t>(call.tokens); token += block_count().y) {
     const size_t row = token * columns, factor = token * half + pair;
-    Numbers<T, Width> result = load<T, Width>(call.x, row + column);
+    Piece<T, Width> result = load<T, Width>(call.x, row + column);
     if (turns) {
       const auto cosines = load<T, Width>(call.cos, factor), sines = load<T, Width>(call.sin, factor);
       const auto partners = load<T, Width>(call.x, row + other);
@@ -56,7 +56,7 @@ GRAPHOPT_KERNEL(kRotaryThreads, 1) void split_rotary(GraphoptSplitRotary call) {
         result.of[i] = from_float<T>(second ? partner * s + mine * c : mine * c - partner * s);
       }
     }
-    *reinterpret_cast<Numbers<T, Width>*>(to + token * width + (column - first)) = result;
+    *reinterpret_cast<Piece<T, Width>*>(to + token * width + (column - first)) = result;
   }
 }
 
