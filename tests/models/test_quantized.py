@@ -13,17 +13,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from graphopt.analysis.structure.cost import weight_totals
 from graphopt.analysis.structure.products import linear_nodes
 from graphopt.artifact.artifact import MODEL
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
+from graphopt.graph.diagnostics import Rule
 from graphopt.graph.weights import Transpose, WeightTensor, weight_of
 from graphopt.graph.weights.safetensors_files import tensors_of_folder
 from graphopt.models.export import export
 from graphopt.models.loading import load
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.keep_codes import NOT_OF_FILE, NOT_USED
-from graphopt.passes.lower.compact_scales import FLOAT8_SCALES
+from graphopt.passes.lower.compact_scales import FLOAT8_SCALES, NESTED_SCALES
 from graphopt.passes.recipe import Recipe
 from graphopt.quantization.checkpoints.importer import IMPORTERS, coded_matrices, decoded_weights
 from graphopt.runtime_ops import declare, port
@@ -55,12 +57,9 @@ SIGNED = ("gptq-2", "gptq-3", "gptq-4", "gptq-8", "autoround", "compressed-4", "
 TOLERANCE = 1e-5
 # A scale for each row and block of columns takes 32 bits for 128 weights of 8 bits, where theirs is one for 128 rows.
 # Zero points of matrices take 16 bits, where theirs take 3.
-# Scales that are codes of 8 bits with a scale of their own, and no floats of 8 bits, take 32 bits.
 LARGER = {
     "fp8-block": 1.032,
     "gptq-3-points": 1.033,
-    "nf4-nested": 1.055,
-    "fp4-nested": 1.055,
 }
 IDS = np.random.default_rng(7).integers(0, 96, (2, 12))
 
@@ -306,9 +305,18 @@ def test_a_checkpoint_is_optimized_at_its_own_codes(
     assert len(orders) == 4
 
 
-def test_scales_of_nvfp4_stay_floats_of_8_bits(exported: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "rule", "kind"),
+    [
+        ("modelopt-nvfp4", FLOAT8_SCALES, ir.DataType.FLOAT8E4M3FN),
+        ("nf4-nested", NESTED_SCALES, ir.DataType.UINT8),
+    ],
+)
+def test_scales_in_two_levels_stay_bytes(
+    case: str, rule: Rule, kind: ir.DataType, exported: Path, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
     """Also where products are merged that have a number over their scales each; and widened they are what they were."""
-    folder, _ = checkpoint("modelopt-nvfp4")
+    folder, _ = checkpoint(case)
     model = with_weights(exported, folder)
     for name, options in (
         ("canonicalize", {}),
@@ -318,11 +326,12 @@ def test_scales_of_nvfp4_stay_floats_of_8_bits(exported: Path, checkpoint: Check
     ):
         run_pass(model, name, **options)
     declare(model)
-    before = logits(save(model, tmp_path))
+    before, parameters = logits(save(model, tmp_path)), weight_totals(model).parameters
     report = run_pass(model, "compact_scales")
-    assert FLOAT8_SCALES.code in {change.what.code for change in report.changes}
+    assert weight_totals(model).parameters == parameters
+    assert rule.code in {change.what.code for change in report.changes}
     kinds = {value.const_value.dtype for name, value in model.graph.initializers.items() if name.endswith(".levels")}
-    assert kinds == {ir.DataType.FLOAT8E4M3FN}
+    assert kinds == {kind}
     declare(model)
     assert np.array_equal(logits(save(model, tmp_path)), before)
     report = run_pass(model, "widen_scales")

@@ -47,6 +47,17 @@ def constant_results(graph: ir.Graph) -> list[ConstantResult]:
     return results
 
 
+def is_constant(node: ir.Node, depth: int = 8) -> bool:
+    """Return whether a node computes of constants alone, through so many nodes at most."""
+    if node.domain or node.op_type in _STAY or not depth:
+        return False
+    sources = [(value, value.producer()) for value in node.inputs if value is not None]
+    return all(
+        value.is_initializer() or (producer is not None and is_constant(producer, depth - 1))
+        for value, producer in sources
+    )
+
+
 def _is_constant(value: ir.Value | None, constant_nodes: set[ir.Node]) -> bool:
     if value is None or value.is_initializer():
         return True

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel
 
+from graphopt.analysis.structure.constant_parts import is_constant
 from graphopt.analysis.structure.decoded_weights import holds_cast_codes, scales_cast_codes
 from graphopt.analysis.structure.products import expert_count, reads_packed
 from graphopt.graph.weights import source_of
@@ -96,12 +97,16 @@ def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
-    """Return the node that reads ``value``, in one of the roles: its numbers in another type, scaled, or rows of it."""
+    """Return the node that reads ``value`` in one of the roles: its numbers in another type, scaled, or rows of it.
+
+    Or what nodes make of it and of other constants.
+    """
     for use in value.uses():
         port = port_at(*use)
         if port is not None and port.role in roles:
             return use.node
-        if (use.node.op_type in ("Gather", "Cast") and use.idx == 0) or use.node.op_type == "Mul":
+        is_scaled = (use.node.op_type in ("Gather", "Cast") and use.idx == 0) or use.node.op_type == "Mul"
+        if is_scaled or is_constant(use.node):
             reader = reader_of(use.node.outputs[0], roles)
             if reader is not None:
                 return reader

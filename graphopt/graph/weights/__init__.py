@@ -24,6 +24,7 @@ from graphopt.graph.weights.expression import (
     Bundle,
     Expression,
     Node,
+    Origin,
     Part,
     Region,
     Shape,
@@ -32,7 +33,7 @@ from graphopt.graph.weights.expression import (
 )
 from graphopt.graph.weights.finite import check_finite
 from graphopt.graph.weights.initializers import new_weight, own_input, rewrite, weight_of
-from graphopt.graph.weights.leaves import Inline, MappedTensor, StoredBytes
+from graphopt.graph.weights.leaves import Inline, MappedTensor, StoredBytes, origins_of
 from graphopt.graph.weights.rearrangement import Concat, Reshape, Slice, Transpose, stack
 from graphopt.graph.weights.same_shape import SameShape
 from graphopt.graph.weights.tensor import WeightTensor, expression_of, map_on_demand, source_of
@@ -49,6 +50,7 @@ __all__ = [
     "Inline",
     "MappedTensor",
     "Node",
+    "Origin",
     "Part",
     "Region",
     "Reshape",
@@ -68,6 +70,7 @@ __all__ = [
     "map_on_demand",
     "new_weight",
     "nodes_below",
+    "origins_of",
     "own_input",
     "rewrite",
     "source_of",

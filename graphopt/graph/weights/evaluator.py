@@ -8,6 +8,7 @@ follows from the expression alone: any number of workers gives the same bytes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import threading
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 from graphopt.errors import GraphoptError
 from graphopt.graph.weights.disk import require_space
 from graphopt.graph.weights.expression import Bundle, Expression, Node, nodes_below
-from graphopt.graph.weights.leaves import Inline, StoredBytes
+from graphopt.graph.weights.leaves import Inline, StoredBytes, origins_of
 from graphopt.graph.weights.store import Store, StoreEntry
 from graphopt.graph.weights.tensor import WeightTensor
 from graphopt.util.processors import processors
@@ -229,6 +230,8 @@ class Evaluator:
         weights = computed_weights(model)
         results = self.values([tensor.expression for _, tensor in weights], on_tensor)
         for (value, tensor), result in zip(weights, results, strict=True):
+            origins = origins_of(tensor.expression)
+            result = dataclasses.replace(result, origins=origins) if origins else result
             value.const_value = result.tensor(tensor.name)
 
     def values(self, expressions: Sequence[Expression], on_tensor: OnTensor | None = None) -> list[StoredBytes]:

@@ -119,6 +119,11 @@ class Expression(Node, ABC):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Origin(Expression):
+    """Numbers that were made of fewer bytes: what is stored of them remembers it, so that it can be stored so again."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Bundle(Node, ABC):
     """Several tensors that are computed together, such as codes and scales. Each is taken out by :class:`Part`."""
 

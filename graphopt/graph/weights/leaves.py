@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights.expression import Array, Expression, Region, Shape
+from graphopt.graph.weights.expression import Array, Expression, Node, Origin, Region, Shape, nodes_below
 
 
 class MappedTensor(ir.ExternalTensor):
@@ -67,6 +67,7 @@ class StoredBytes(_Leaf):
         dims: its dimensions.
         known_digest: the digest of the expression whose value the file holds, where it is known. Without it the digest
             is that of the stored bytes, which is the same as of an :class:`Inline` array of these.
+        origins: what its expression had below it of the kind, in order, where the file holds the value of one.
     """
 
     path: str
@@ -74,6 +75,12 @@ class StoredBytes(_Leaf):
     kind: ir.DataType
     dims: Shape
     known_digest: str | None = None
+    origins: tuple[Origin, ...] = ()
+
+    @property
+    def children(self) -> tuple[Node, ...]:
+        """None: it is read, whatever it was made of."""
+        return ()
 
     @property
     def dtype(self) -> ir.DataType:
@@ -156,6 +163,15 @@ def write_array(array: Array, dtype: ir.DataType, stream: BinaryIO) -> None:
         stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     else:
         stream.write(ir.Tensor(np.ascontiguousarray(array), dtype=dtype).tobytes())
+
+
+def origins_of(expression: Expression) -> tuple[Origin, ...]:
+    """Return the origins of numbers that an expression is made of, in the order of its fields, each once."""
+    origins: dict[Origin, None] = {}
+    for node in nodes_below(expression):
+        nodes = node.origins if isinstance(node, StoredBytes) else (node,)
+        origins |= dict.fromkeys(origin for origin in nodes if isinstance(origin, Origin))
+    return tuple(origins)
 
 
 def _cut(array: Array, region: Region) -> Array:

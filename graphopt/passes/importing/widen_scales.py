@@ -12,7 +12,7 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import bypass, shared_constant
 from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass
-from graphopt.passes.common.leveled_scales import FLOAT8, join_levels, leveled_scales
+from graphopt.passes.common.leveled_scales import EXACT, join_levels, leveled_scales
 from graphopt.passes.common.scale_levels import UnpackedLevels
 from graphopt.runtime_ops import port, schema_of
 
@@ -30,7 +30,7 @@ class WidenScales(Pass):
 
         W = DequantizeLinear(codes, Cast(scales; to float32))               scales: float16
         y = MatMulTable(x, codes, levels, ...; span, low)                   levels: uint8 [tiles, bytes]
-        y = MatMulTable(x, codes, Cast(Mul(Cast(levels), steps)), ...)      levels: float8
+        y = MatMulTable(x, codes, Cast(Mul(Cast(levels), steps)), ...)      levels: float8; or codes of nested scales
 
     after::
 
@@ -48,7 +48,7 @@ class WidenScales(Pass):
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether scales are stored in float16 and read in float32, or in two levels."""
         del recipe
-        return bool(widened_scales(graph) or leveled_nodes(graph) or leveled_scales(graph, FLOAT8))
+        return bool(widened_scales(graph) or leveled_nodes(graph) or leveled_scales(graph, EXACT))
 
     def requires(self, model: ir.Model) -> None:
         """Demand nothing: the opset is raised later."""
@@ -57,7 +57,7 @@ class WidenScales(Pass):
         """Put a constant in the place of every such ``Cast``."""
         graph = model.graph
         _widen_levels(graph, context.ledger)
-        for scales, cast in join_levels(graph, FLOAT8).items():
+        for scales, cast in join_levels(graph, EXACT).items():
             context.ledger.changed(scales, FLOAT32_SCALES(scales=scales.name), [cast])
         made_of: dict[str, WeightTensor] = {}
         for cast, weight in widened_scales(graph).items():

@@ -14,7 +14,8 @@ from graphopt.graph.editing import name_output, shared_constant
 from graphopt.graph.weights import Cast, Expression, Part, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass
 from graphopt.passes.common.float8_scales import Float8Scales, float8_scales
-from graphopt.passes.common.leveled_scales import FLOAT8, leveled_scales, read_levels
+from graphopt.passes.common.leveled_scales import EXACT, leveled_scales, read_levels
+from graphopt.passes.common.nested_levels import NestedLevels, nested_levels
 from graphopt.passes.common.scale_levels import PackedLevels, packed_levels
 from graphopt.runtime_ops import port, schema_of
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 FLOAT16_SCALES = Rule("compact_scales.stored", "{scales} in float16: {saved} bytes less")
 FLOAT8_SCALES = Rule("compact_scales.float8", "{scales} in floats of 8 bits under a step: {saved} bytes less")
+NESTED_SCALES = Rule("compact_scales.nested", "{scales} in codes of 8 bits, {run} under a step: {saved} bytes less")
 LEVELS = Rule("compact_scales.levels", "{scales} as {form}: {saved} bytes less")
 NOT_HALF = Rule("compact_scales.not-half", "float16 does not hold all of its numbers")
 
@@ -45,6 +47,7 @@ class CompactScales(Pass):
         W = DequantizeLinear(codes, Cast(scales'; to float32))              scales': float16
         y = MatMulTable(x, codes, scales', table, minimums', ...; span, low)      scales': uint8 [tiles, bytes]
         y = MatMulTable(x, codes, Cast(Mul(Cast(levels), steps)), ...)            levels: float8, steps: float64
+        y = MatMulTable(x, codes, Cast(Transpose(Reshape(Add(Mul(Gather(table, Cast(levels)), steps), offsets)))), ...)
 
     ``DequantizeLinear`` makes float32 of float32 scales only, but ``quantize_weights`` rounds scales to float16 where
     float16 has their range, so the numbers stay what they are. onnxruntime folds the ``Cast`` when it loads the model,
@@ -60,6 +63,10 @@ class CompactScales(Pass):
     loads the model; the product is made in float64, so that it is rounded once, as where the checkpoint was read.
     Steps are [1, 1, 1], and of matrices that were merged [tiles, 1, 16], one for each column.
 
+    Scales of bitsandbytes that are quantized again are codes of 8 bits in a table of 256 numbers, which is multiplied
+    by a number for 256 codes and shifted by another. Codes, in rows as in the checkpoint, and both numbers are stored:
+    float32 [runs, 1], where a run is as long as blocks of all merged matrices allow.
+
     Every recipe that stores codes gets this step at its end. The step ``widen_scales`` undoes it when an artifact is
     optimized again.
     """
@@ -72,7 +79,7 @@ class CompactScales(Pass):
     def is_needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether the recipe makes codes, or scales were compact as the graph came in."""
         return "codes" in recipe.phases or bool(
-            widened_scales(graph) or leveled_nodes(graph) or leveled_scales(graph, FLOAT8)
+            widened_scales(graph) or leveled_nodes(graph) or leveled_scales(graph, EXACT)
         )
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
@@ -81,7 +88,7 @@ class CompactScales(Pass):
         if context.target != "ort-cuda":
             _store_levels(graph, ledger)
         order = {node: position for position, node in enumerate(graph)}
-        _store_float8(graph, ledger, order)
+        _store_bytes(graph, ledger, order)
         made_of: dict[str, WeightTensor] = {}
         for scales in scale_values(graph):
             if scales.dtype != _WIDE or scales.const_value is None:
@@ -137,9 +144,9 @@ def _store_levels(graph: ir.Graph, ledger: Ledger) -> None:
         node.attributes.add(ir.AttrInt64("low", levels[0].low))
 
 
-def _store_float8(graph: ir.Graph, ledger: Ledger, order: Mapping[ir.Node, int]) -> None:
-    """Make scales that nodes with packed codes read of floats of 8 bits and a step, where their numbers are such."""
-    forms: dict[str, Float8Scales | None] = {}
+def _store_bytes(graph: ir.Graph, ledger: Ledger, order: Mapping[ir.Node, int]) -> None:
+    """Make scales that nodes with packed codes read of bytes and steps, where their numbers are such products."""
+    forms: dict[str, Float8Scales | NestedLevels | None] = {}
     for scales in dict.fromkeys(port(node, "scales") for node in graph if reads_packed(node)):
         if scales is None or not scales.is_initializer() or scales.const_value is None:
             continue
@@ -148,13 +155,18 @@ def _store_float8(graph: ir.Graph, ledger: Ledger, order: Mapping[ir.Node, int])
             continue
         source = expression_of(scales.const_value)
         if source.digest not in forms:
-            forms[source.digest] = float8_scales(source)
+            forms[source.digest] = nested_levels(source) or float8_scales(source)
         form = forms[source.digest]
         savings = 0 if form is None else source.nbytes - sum(Part(form, name).nbytes for name in form.parts)
         if form is None or savings <= 0:
             continue
+        fact = (
+            NESTED_SCALES(scales=scales.name, run=form.run, saved=savings)
+            if isinstance(form, NestedLevels)
+            else FLOAT8_SCALES(scales=scales.name, saved=savings)
+        )
         for node in read_levels(graph, scales, form, order):
-            ledger.changed(node, FLOAT8_SCALES(scales=scales.name, saved=savings), [use.node for use in uses])
+            ledger.changed(node, fact, [use.node for use in uses])
 
 
 def _numbers_of(node: ir.Node) -> list[ir.Value] | None:

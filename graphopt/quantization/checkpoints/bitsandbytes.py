@@ -25,47 +25,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights import Array, Expression, Inline, Region, Reshape, Scale, StoredBytes
+from graphopt.graph.weights import Inline, Reshape, Scale, StoredBytes
 from graphopt.numerics.formats import FORMATS
 from graphopt.quantization.checkpoints.importer import Importer, Layer
 from graphopt.quantization.matrix_codes import CodedMatrix, UnpackedBits
+from graphopt.quantization.nested_scales import NestedScales
 
 if TYPE_CHECKING:
-    from graphopt.graph.weights import Shape
+    from graphopt.graph.weights import Expression
 
 _STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class NestedScales(Expression):
-    """Scales that are codes of 8 bits themselves: table[codes[i]] scales[i // block] + offset, float32 [count]."""
-
-    codes: Expression
-    table: Expression
-    scales: Expression
-    block: int
-    offset: float
-
-    @property
-    def dtype(self) -> ir.DataType:
-        """float32."""
-        return ir.DataType.FLOAT
-
-    @property
-    def shape(self) -> Shape:
-        """As the codes."""
-        return self.codes.shape
-
-    @property
-    def whole(self) -> frozenset[int]:
-        """None: any part can be read by itself."""
-        return frozenset()
-
-    def evaluate(self, region: Region) -> Array:
-        """Decode the codes in the region."""
-        numbers = self.table.numpy()[self.codes.evaluate(region)]
-        scales = self.scales.numpy()[np.arange(region[0].start, region[0].stop) // self.block]
-        return np.asarray(numbers * scales + np.float32(self.offset), np.float32)
 
 
 def matrix_of(layer: Layer) -> Expression:
@@ -87,9 +56,8 @@ def matrix_of(layer: Layer) -> Expression:
     scales = layer.of_shape(".weight.absmax", (rows * groups,))
     if scales.dtype == ir.DataType.UINT8:
         block_scales, table = layer.part(".weight.nested_absmax"), layer.of_shape(".weight.nested_quant_map", (256,))
-        scales = NestedScales(
-            scales, table, block_scales, int(state["nested_blocksize"]), float(state["nested_offset"])
-        )
+        offset = Inline.from_array(np.array([state["nested_offset"]], np.float32))
+        scales = NestedScales(scales, table, block_scales, int(state["nested_blocksize"]), offset)
     values = tuple(float(value) for value in layer.of_shape(".weight.quant_map", (16,)).numpy())
     is_nf4 = np.array_equal(FORMATS["nf4"].operands["table"], np.array(values, np.float32))
     return CodedMatrix(

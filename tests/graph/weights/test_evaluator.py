@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -16,7 +17,21 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.weights import Cast, Inline, Scale, WeightTensor, expression_of, rewrite
+from graphopt.graph.weights import (
+    Cast,
+    Concat,
+    Inline,
+    Origin,
+    Region,
+    SameShape,
+    Scale,
+    StoredBytes,
+    Transpose,
+    WeightTensor,
+    expression_of,
+    origins_of,
+    rewrite,
+)
 from graphopt.graph.weights import evaluator as evaluate
 from graphopt.graph.weights.data_file import save_model
 from graphopt.graph.weights.evaluator import Evaluator, group_expressions, run_tasks, workers
@@ -112,6 +127,32 @@ def test_what_is_kept_is_found_again_under_the_digest_of_what_it_keeps(tmp_path:
     assert Counted.counts[name] == 2  # once for what is kept; the cast asks for it without keeping it
     assert store.find(counted) is not None
     assert value.digest == scaled.digest
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Marked(Origin, SameShape):
+    """Numbers whose making is remembered."""
+
+    def evaluate(self, region: Region) -> np.ndarray:
+        return self.source.evaluate(region)
+
+
+def test_what_is_stored_remembers_the_origins_of_its_numbers(tmp_path: Path) -> None:
+    """In the order of its fields, through one store behind another, and its digest is what it would be without."""
+    origins = [Marked(Inline.from_array(np.full((2, 3), number, np.float32))) for number in range(2)]
+    model = residual_model()
+    weight = next(value for value in model.graph.initializers.values() if value.dtype == ir.DataType.FLOAT)
+    weight.const_value = WeightTensor(Transpose(Concat(tuple(reversed(origins)), 0), (1, 0)))
+    evaluator = Evaluator(Store(tmp_path / "store"))
+    for _ in range(2):
+        before = expression_of(weight.const_value)
+        evaluator.settle(model)
+        stored = expression_of(weight.const_value)
+        assert isinstance(stored, StoredBytes)
+        assert stored.digest == before.digest
+        assert not stored.children
+        assert origins_of(stored) == tuple(reversed(origins))
+        weight.const_value = WeightTensor(Transpose(stored, (1, 0)))
 
 
 def test_a_file_that_was_cut_off_is_not_a_value(tmp_path: Path) -> None:
