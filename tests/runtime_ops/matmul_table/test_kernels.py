@@ -123,6 +123,20 @@ def test_groups_that_are_ragged_long_or_the_whole_column(
             check(kernel, {**case, "activations": activations})
 
 
+@pytest.mark.parametrize(
+    ("group", "activations", "count", "largest"),
+    pairwise([32, 64, 96, 512], INTEGERS, [1, 2, 3, 6, 7, 17, 36, 37], [15, 16, 17, 31]),
+)
+def test_groups_of_32_rows_or_of_several_such(
+    kernel: Kernel, group: int, activations: str, count: int, largest: int
+) -> None:
+    """AVX2 sums 32 rows up in 16 bits where bytes are 16 at most: nearly all are the largest, and a row of x is 127."""
+    case = {**case_of(2 * group, 37, group, 4, leading=(count,)), "activations": activations}
+    case["table"] = np.array([0, 1, *[largest] * 14], np.float32)
+    case["x"][0] = 1
+    check(kernel, case)
+
+
 @pytest.mark.parametrize("activations", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("name", [*TABLES, *OTHER_TABLES])
 def test_every_kind_of_table(kernel: Kernel, name: str, activations: str) -> None:

@@ -46,7 +46,8 @@ struct Scaling {
   // Plain: known to the compiler that there are no zero points.
   GRAPHOPT_FORCE_INLINE ColumnScales of(size_t tile) const {
     if constexpr (Plain) return {segment.scales[tile], {}, false, false};
-    return {segment.scales[tile], segment.zero_points[tile], true, block.minimums};
+    // part by part, see load_line
+    return {load_line<Floats>(segment.scales + tile), load_line<Floats>(segment.zero_points + tile), true, block.minimums};
   }
   GRAPHOPT_FORCE_INLINE void add_integers(const Floats& sum, size_t tile, size_t row, Floats* total) const {
     const float sum_of_x = Plain ? 0 : rounded.sums[at + row];
@@ -108,13 +109,16 @@ template <typename Kind, size_t Width, bool Plain>
 GRAPHOPT_FORCE_INLINE void multiply_run(const Scaling<Plain>& scaling, const uint32_t* words, size_t first,
                                         Floats* totals) {
   constexpr size_t kSides = sides_at_once(Width), kLines = kRunUnits<Kind> * Kind::kLines;
-  const auto with_row = [&](size_t row, const Integers (&sums)[kSides]) __attribute__((always_inline)) {
-    const int32_t start = scaling.rounded.starts[0][scaling.at + row];
+  // Pointers of their own: what is reached through references is read again for each row.
+  const int32_t* const starts = scaling.rounded.starts[0] + scaling.at;
+  const float *const scales = scaling.rounded.scales + scaling.at, *const sums_of_x = scaling.rounded.sums + scaling.at;
+  Floats* const total = totals + first;
+  const auto with_row = [=](size_t row, const Integers (&sums)[kSides]) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (size_t side = 0; side < kSides; ++side) {
-      const auto sum = by_parts<Integers>([&](size_t i) { return sums[side].part[i] + start; });
-      Floats* const total = totals + 2 * row + first + side;
-      scaling.add_integers(to_floats(sum), first + side, row, total);
+      const auto sum = by_parts<Integers>([&](size_t i) { return sums[side].part[i] + starts[row]; });
+      Floats* const to = total + 2 * row + side;
+      *to = add_scaled(*to, to_floats(sum), scaling.of(first + side), scales[row], Plain ? 0 : sums_of_x[row]);
     }
     asm volatile("" : : : "memory");  // see settle
   };
@@ -184,8 +188,11 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
   const bool integers = std::is_same_v<typename Kind::Sum, Integers>;
   const float inverse_step = integers ? static_cast<float>(1 / weights.table.step) : 1.0f;
   Block block;
-  if (!Wide && !has_second) __builtin_memset(&block, 0, sizeof block);
-  SegmentsOfBlock here = {};
+  SegmentsOfBlock here;
+  if (!Wide && !has_second) {  // the second side is multiplied all the same
+    __builtin_memset(&block, 0, sizeof block);
+    __builtin_memset(static_cast<void*>(&here), 0, sizeof here);
+  }
   here.sides = has_second ? 2 : 1;
   here.unit = fill.shifted ? 1.0f : fill.unit;
   for (Segment segment = segments.first(); segment.index < segments.count;) {

@@ -16,13 +16,20 @@ struct Segment {
 class Segments {
  public:
   explicit Segments(const Weights& weights)
-      : count(weights.segments()), groups(weights.groups()), rows_(weights.rows), group_(weights.group) {}
+      : count(weights.segments()),
+        groups(weights.groups()),
+        rows_(weights.rows),
+        group_(weights.group),
+        is_group_(group_ <= Weights::kSegment && rows_ % group_ == 0) {}
 
   const size_t count, groups;
 
   Segment first() const { return from(0, 0, 0, true); }
 
   Segment after(const Segment& segment) const {
+    if (is_group_) {
+      return {segment.index + 1, segment.group + 1, segment.row + group_, segment.unit + segment.units, segment.units, true};
+    }
     const size_t end = end_of(segment.row, segment.group);
     const bool ends_group = end == end_of_group(segment.group);
     return from(segment.index + 1, segment.group + ends_group, end, ends_group);
@@ -39,6 +46,7 @@ class Segments {
   }
 
   const size_t rows_, group_;
+  const bool is_group_;  // whether each segment is a whole group, so that all have the same sizes
 };
 
 template <typename WithSegment>

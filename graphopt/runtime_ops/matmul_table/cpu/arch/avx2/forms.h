@@ -1,10 +1,20 @@
 // Which tables AVX2 multiplies in a way of its own; AVX-VNNI is given the same words of x.
 #pragma once
 
+#include "arch/line.h"
 #include "matmul_table/cpu/kernels.h"
 
 namespace graphopt {
 namespace {
+
+alignas(32) constexpr int16_t kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+// Ones that are read where they are used: in a register they would take that of a product through all lines.
+GRAPHOPT_FORCE_INLINE const int16_t* ones_near() {
+  const int16_t* ones = kOnes;
+  asm volatile("" : "+r"(ones));
+  return ones;
+}
 
 // Whether `AsMinifloats` multiplies the table: eight products of the lower half of its magnitudes fit 16 bits, and four
 // of the upper one.
@@ -27,6 +37,16 @@ constexpr bool kSumsRuns = Bits >= 3 && Bits <= 5;
 inline bool sums_runs(const Weights& weights) {
   return weights.bits >= 3 && weights.bits <= 5 && !weights.table.is_trellis && !weights.table.wide &&
          weights.table.most <= 32 && !is_minifloat(weights.table, weights.bits);
+}
+
+// Rows that are summed up in 16 bits where bytes are 16 at most.
+constexpr size_t kRowsOfRun = 32;
+
+// Whether groups of codes of 4 bits are whole runs and have nothing but scales.
+inline bool has_groups_of_runs(const Weights& weights) {
+  return weights.bits == 4 && sums_runs(weights) && weights.table.most <= 16 && weights.group % kRowsOfRun == 0 &&
+         weights.group <= Weights::kSegment && weights.rows % weights.group == 0 && !weights.levels.bytes &&
+         !weights.has_zero_points();
 }
 
 // What words hold of integers: where `sums_bytes` is false, products of bytes are summed up only where two fit 16 bits.

@@ -17,10 +17,12 @@ constexpr size_t kGemvRows = 1;
 
 // The same for rows of integers; of `kSmallM` in one panel.
 // More panels than `kRunPanels` are faster by a block, whose codes are looked up once; of short groups more than one, as
-// sums of a block need not leave the registers before they are scaled.
-constexpr size_t kSmallM = 2, kRunPanels = 3, kShortGroup = 64;
+// sums of a block need not leave the registers before they are scaled. Neither need those of groups of whole runs; of
+// groups of one, `kPanelsOfShortRuns` are faster than a block.
+constexpr size_t kSmallM = 2, kRunPanels = 3, kShortGroup = 64, kPanelsOfShortRuns = 6;
 inline size_t small_m_rows(const Weights& weights) {
   if (!sums_runs(weights)) return kSmallM;
+  if (has_groups_of_runs(weights)) return (weights.group == kRowsOfRun ? kPanelsOfShortRuns : kRunPanels) * kPanel;
   return weights.group > kShortGroup ? kRunPanels * kPanel : kPanel;
 }
 

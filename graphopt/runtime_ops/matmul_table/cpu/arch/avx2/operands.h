@@ -207,38 +207,53 @@ class AsMinifloats {
 };
 
 
-// Bytes of 32 at most: the sums of a unit have 16 bits, see Int8Runs, so those of six rows fit registers.
+// Bytes of 32 at most: the sums of a unit have 16 bits, see Int8Runs, so those of six rows fit registers. Of 16 at most
+// the sums of two units have, see has_groups_of_runs.
 template <int Bits, typename Operand>
 class AsRuns : public Operand {
  public:
-  using Operand::Operand;
   static constexpr bool kMultipliesUnits = true, kHasPanels = true;
+  static constexpr size_t kUnitsOfRun = Bits == 4 ? kRowsOfRun / 16 : 1;
+  static bool sums_groups(const Weights& weights) { return has_groups_of_runs(weights); }
+
+  using Operand::Operand;
 
   template <size_t Width>
   GRAPHOPT_FORCE_INLINE void multiply_unit(Integers (&sums)[1][Width][1], const uint8_t* unit,
                                            const uint32_t* word) const {
+    multiply_units<1>(sums, unit, word);
+  }
+
+  template <size_t Units, size_t Width>
+  GRAPHOPT_FORCE_INLINE void multiply_units(Integers (&sums)[1][Width][1], const uint8_t* unit,
+                                            const uint32_t* word) const {
     __m256i runs[Width][2];  // not lines: the compiler would copy them through memory
-    for_each_line([&](auto j) __attribute__((always_inline)) {
-      constexpr size_t J = decltype(j)::value;
-      const Bytes values = (*this)(codes_of_line<Bits, AsRuns::kExact, J>(unit)).plane[0];
-      const __m256i left = reinterpret_cast<__m256i>(values.part[0]), right = reinterpret_cast<__m256i>(values.part[1]);
+#pragma GCC unroll 2
+    for (size_t of_run = 0; of_run < Units; ++of_run, unit += 32 * Bits, word += kUnitLines * Width) {
+      for_each_line([&](auto j) __attribute__((always_inline)) {
+        constexpr size_t J = decltype(j)::value;
+        const Bytes values = (*this)(codes_of_line<Bits, AsRuns::kExact, J>(unit)).plane[0];
+        const __m256i left = reinterpret_cast<__m256i>(values.part[0]), right = reinterpret_cast<__m256i>(values.part[1]);
 #pragma GCC unroll 8
-      for (size_t row = 0; row < Width; ++row) {
-        const __m256i x = _mm256_set1_epi32(static_cast<int>(word[J * Width + row]));
-        __m256i of_left = _mm256_maddubs_epi16(left, x), of_right = _mm256_maddubs_epi16(right, x);
-        if constexpr (J > 0) {
-          of_left = _mm256_add_epi16(runs[row][0], of_left), of_right = _mm256_add_epi16(runs[row][1], of_right);
+        for (size_t row = 0; row < Width; ++row) {
+          const __m256i x = _mm256_set1_epi32(static_cast<int>(word[J * Width + row]));
+          __m256i of_left = _mm256_maddubs_epi16(left, x), of_right = _mm256_maddubs_epi16(right, x);
+          if (J > 0 || of_run > 0) {
+            of_left = _mm256_add_epi16(runs[row][0], of_left), of_right = _mm256_add_epi16(runs[row][1], of_right);
+          }
+          asm("" : "+x"(of_left), "+x"(of_right));  // see settle
+          runs[row][0] = of_left, runs[row][1] = of_right;
         }
-        asm("" : "+x"(of_left), "+x"(of_right));  // see settle
-        runs[row][0] = of_left, runs[row][1] = of_right;
-      }
-    });
+      });
+    }
+    const int16_t* const ones = ones_near();
 #pragma GCC unroll 8
     for (size_t row = 0; row < Width; ++row) {
       Integers& sum = sums[0][row][0];
 #pragma GCC unroll 2
       for (size_t i = 0; i < 2; ++i) {
-        sum.part[i] += reinterpret_cast<Integers::Part>(_mm256_madd_epi16(runs[row][i], _mm256_set1_epi16(1)));
+        const __m256i one = _mm256_load_si256(reinterpret_cast<const __m256i*>(ones));
+        sum.part[i] += reinterpret_cast<Integers::Part>(_mm256_madd_epi16(runs[row][i], one));
       }
     }
   }

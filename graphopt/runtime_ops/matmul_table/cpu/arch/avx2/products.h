@@ -1,5 +1,6 @@
 #pragma once
 
+#include "matmul_table/cpu/arch/avx2/forms.h"
 #include "matmul_table/cpu/products.h"
 
 namespace graphopt {
@@ -83,12 +84,14 @@ struct Int8Runs {
         }
       }
     }
+    const int16_t* const ones = ones_near();
 #pragma GCC unroll 12
     for (size_t row = 0; row < Width; ++row) {
       Sum of_run[kSides];
 #pragma GCC unroll 4
       for (size_t i = 0; i < 2 * kSides; ++i) {
-        const __m256i pairs = _mm256_madd_epi16(runs[row][i / 2][i % 2], _mm256_set1_epi16(1));
+        const __m256i one = _mm256_load_si256(reinterpret_cast<const __m256i*>(ones));
+        const __m256i pairs = _mm256_madd_epi16(runs[row][i / 2][i % 2], one);
         of_run[i / 2].part[i % 2] = reinterpret_cast<Sum::Part>(pairs);
       }
       with_row(row, of_run);
