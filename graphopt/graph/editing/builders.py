@@ -62,7 +62,7 @@ class Inserter:
     """
 
     def __init__(self, graph: ir.Graph, before: ir.Node, stem: str) -> None:
-        self.graph, self._before, self._stem = graph, before, stem
+        self.graph, self.before, self._stem = graph, before, stem
         self.nodes: list[ir.Node] = []
 
     def op(
@@ -93,7 +93,7 @@ class Inserter:
                 value.shape = ir.Shape(list(dims))
             if dtype is not None:
                 value.dtype = dtype
-        self.graph.insert_before(self._before, node)
+        self.graph.insert_before(self.before, node)
         self.nodes.append(node)
         return node
 

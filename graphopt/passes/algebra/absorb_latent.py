@@ -13,6 +13,7 @@ from graphopt.graph.weights import Reshape, Slice, Transpose, WeightTensor, expr
 from graphopt.passes.base import Pass
 from graphopt.passes.common.masks import MaskEvaluator, drop_guard
 from graphopt.passes.common.nodes import attentions
+from graphopt.passes.common.sinks import SCORES, scale_by_sinks, sinks_of
 
 if TYPE_CHECKING:
     from graphopt.graph.weights import Expression
@@ -90,6 +91,9 @@ class AbsorbLatent(Pass):
     of the sizes of keys and values: more in attention itself, 3.4 times for DeepSeek-V3. One graph serves prefills and
     decode steps all the same: a chunk behind a past saves its expansion, and only a long prefill without past pays.
 
+    Logits that join the softmax without a value (:mod:`graphopt.passes.common.sinks`) are a factor of each head, which
+    goes in front of V_h.
+
     The weight that made keys and values becomes two constants, [heads, size of p, rank] and [heads, rank, size of v].
     The latent is found by what reads it: a product with a constant whose columns are, head by head, keys and values.
     """
@@ -133,7 +137,10 @@ def _absorb(graph: ir.Graph, node: ir.Node, evaluator: MaskEvaluator, ledger: Le
         return NO_LATENT()
     if inputs[_PAST_KEY] is not None:
         return OWN_CACHE()
-    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+    sinks = sinks_of(node)
+    if sinks is not None and sinks[0].const_value is None:
+        return SCORES_READ()
+    if sinks is None and any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return SCORES_READ()
     latent_part, rotary = keys
     size = _last_or_none(query)
@@ -175,12 +182,23 @@ def _rewrite(graph: ir.Graph, node: ir.Node, latent_part: _Part, rotary: _Part |
     attributes = dict(node.attributes)
     attributes["scale"] = ir.AttrFloat32("scale", node.attributes.get_float("scale", 0.0) or size**-0.5)
     attention = ir.node(
-        "Attention", [*row, *key, latent, *([] if mask is None else [mask])], attributes, name=node.name
+        "Attention",
+        [*row, *key, latent, *([] if mask is None else [mask])],
+        attributes,
+        num_outputs=len(node.outputs),
+        name=node.name,
     )
     graph.insert_before(node, attention)
     insert.nodes.append(attention)
     y, old = attention.outputs[0], node.outputs[0]
     y.name, y.type, y.shape = f"{node.name}.latent_output", old.type, ir.Shape([*dims[:3], rank])
+    for number, (new, output) in enumerate(zip(attention.outputs[1:], node.outputs[1:], strict=True), 1):
+        new.name, new.type, new.shape = f"{node.name}.latent_output{number}", output.type, output.shape
+    sinks = sinks_of(node)
+    if sinks is not None:  # one factor for all numbers of a head, before or behind what makes them of the latent
+        logits, scaling = sinks
+        y, old = scale_by_sinks(insert, y, attention.outputs[SCORES], logits), scaling.outputs[0]
+        node = scaling
     output = insert.op("MatMul", [y, down], [*dims[:3], values.width], old.dtype, "output_of_latent")
     replace(node, insert.nodes, {old: output})
     return attention

@@ -7,7 +7,7 @@
 What the arithmetic means is found out by running it: the part of the graph that computes the mask is cut out and
 evaluated on random batches, lengths, pasts and paddings, and compared with the definition (query i of the new tokens
 sees key j iff j <= past + i and j is no padding; in an encoder, iff j is no padding). Exporters may change their node
-chains; the meaning stays.
+chains; the meaning stays. Where a trained indexer chooses keys, known ones stand in their place (:mod:`.choices`).
 
 onnxruntime's ``Attention`` gives zeros for a query that sees no key, which is what the guard around it spells out.
 """
@@ -27,6 +27,7 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import bypass
 from graphopt.ort.runner import part_of
+from graphopt.passes.common.choices import KEPT_STEP, chosen_indices, part_with_known_choices
 from graphopt.passes.common.nodes import scalar
 from graphopt.tasks.ports import Array
 
@@ -66,6 +67,11 @@ class _Instance:
     """[batch, 1, new tokens, keys]: which key each query may see by order alone."""
     padding: Bools
     """[batch, 1, 1, keys]: which key is a real token."""
+
+    @property
+    def keys(self) -> int:
+        """How many there are, padding too."""
+        return int(self.causal.shape[-1])
 
     def seen(self, meaning: str) -> Bools:
         """[batch, 1, new tokens, keys]: which key each query sees if a mask means one of :data:`_MEANINGS`."""
@@ -138,10 +144,10 @@ class MaskEvaluator:
         except InputError as error:
             return NOT_FED(error=error.what)
         try:
-            part = part_of(self.model, value)
+            part = self._part(value)
         except ValueError as error:
             return NOT_CUT_OUT(error=str(error))
-        if any(node.op_type in ("Attention", "MatMul") for node in part.graph):
+        if part is None or any(node.op_type in ("Attention", "MatMul") for node in part.graph):
             return FROM_ACTIVATIONS()
         lengths = sorted(_numbers(part.graph))
         if lengths and lengths[-1] > _LONGEST:
@@ -164,8 +170,43 @@ class MaskEvaluator:
             return NOT_RUN(error=str(error).splitlines()[0])
         return [(_instance(call), outputs[0]) for call, outputs in zip(calls, results, strict=True)]
 
+    def _part(self, value: ir.Value) -> ir.Model | None:
+        """Return what computes ``value``; what a ``TopK`` chooses is every second position in it."""
+        indices = chosen_indices(value)
+        return part_with_known_choices(self.model, value, indices) if indices else part_of(self.model, value)
+
+    def is_choice(self, mask: ir.Value) -> bool | Fact:
+        """Return whether ``mask`` means causal, not padding, and what an indexer chose, or why it cannot be run."""
+        results = self.run(mask)
+        if isinstance(results, Fact):
+            return results
+        return all(
+            _is_equal(
+                _visible(array), instance.seen("causal and padding") & (np.arange(instance.keys) % KEPT_STEP == 0)
+            )
+            for instance, array in results
+        )
+
+    def hides_unseen(self, mask: ir.Value, *, is_shown: bool) -> bool | Fact:
+        """Return whether a mask [batch, length, keys] hides what is not causal, and padding, or why it cannot be run.
+
+        Args:
+            mask: boolean, or a number that is added to scores.
+            is_shown: whether it is true where a score counts.
+        """
+        results = self.run(mask)
+        if isinstance(results, Fact):
+            return results
+        return all(
+            _is_equal(_visible(array) == is_shown, instance.seen("causal and padding")[:, 0])
+            and (array.dtype == np.bool_ or not array[_visible(array)].any())
+            for instance, array in results
+        )
+
     def meaning(self, mask: ir.Value) -> str | Fact:
         """Return what ``mask`` means, one of :data:`_MEANINGS`, or why it is none of them."""
+        if chosen_indices(mask):
+            return FROM_ACTIVATIONS()
         results = self.run(mask)
         if isinstance(results, Fact):
             return results
@@ -189,6 +230,8 @@ class MaskEvaluator:
             mask: the mask.
             is_causal: whether ``Attention`` itself hides the keys behind each query.
         """
+        if chosen_indices(mask):
+            return FROM_ACTIVATIONS()
         results = self.run(mask)
         if isinstance(results, Fact):
             return results

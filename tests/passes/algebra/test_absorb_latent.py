@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.compile.pipeline import optimize
+from graphopt.graph.editing import Inserter
 from graphopt.graph.weights import new_weight
+from graphopt.passes.common.sinks import MASKED_SCORES, scale_by_sinks, sinks_of
 from graphopt.passes.recipe import Recipe
 from tests.graphs import canonical, relative, run_pass, session
 from tests.passes.cache.test_page_kv import logits_by_calls
@@ -86,6 +88,49 @@ def test_any_split_of_columns_is_found(data: st.DataObject) -> None:
     assert relative(before, _run(model, feeds)) < FLOAT32
     # what is left are products of the few new tokens
     assert Counter(node.op_type for node in model.graph)["MatMul"] == 2
+
+
+def test_sinks_are_a_factor_in_front_of_what_makes_values() -> None:
+    """As Hunyuan 4 has them; scores that anything else reads keep attention as it is."""
+    model = _with_sinks()
+    random = np.random.default_rng(0)
+    shapes = {"q": (2, 3, 3, 6), "c": (2, 1, 5, 4), "r": (2, 1, 5, 4)}
+    feeds = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    before = _run(model, feeds)
+    report = run_pass(model, "absorb_latent")
+    assert [change.what.code for change in report.changes] == ["absorb_latent.absorbed"]
+    assert relative(before, _run(model, feeds)) < FLOAT32
+    (attention,) = [node for node in model.graph if node.op_type == "Attention"]
+    assert sinks_of(attention) is not None  # which pages and blocks take as they are
+    model = _with_sinks()
+    scores = next(node for node in model.graph if node.op_type == "Attention").outputs[3]
+    model.graph.outputs.append(scores)
+    assert [skip.reason.code for skip in run_pass(model, "absorb_latent").skips] == ["absorb_latent.scores-read"]
+
+
+def _with_sinks() -> ir.Model:
+    """Return attention of 3 heads with logits that join its softmax."""
+    model = _attention(3, 4, 2, 2, 4, is_first=False, together=True, values_first=False)
+    old = next(node for node in model.graph if node.op_type == "Attention")
+    y, last = old.outputs[0], ir.node("Identity", [old.outputs[0]], name="last")
+    model.graph.append(last)
+    attributes = {"scale": 0.3, "qk_matmul_output_mode": MASKED_SCORES}
+    attention = ir.node("Attention", old.inputs, attributes, num_outputs=4, name="attention")
+    for value, width in zip(attention.outputs, (2, None, None, "keys"), strict=True):
+        value.name, value.dtype, value.shape = f"made.{width}.{value.index()}", y.dtype, None
+        if width is not None:
+            value.shape = ir.Shape(["batch", 3, "length", width])
+    model.graph.insert_before(last, attention)
+    insert = Inserter(model.graph, last, "sinks")
+    logits = new_weight(model.graph, "logits", ir.tensor(np.array([0.5, -1, 2], np.float32).reshape(1, 3, 1, 1)))
+    scaled = scale_by_sinks(insert, attention.outputs[0], attention.outputs[3], logits)
+    last.replace_input_with(0, scaled)
+    model.graph.outputs.clear()
+    model.graph.remove(old)
+    y.name = "old"
+    last.outputs[0].name, last.outputs[0].dtype, last.outputs[0].shape = "y", y.dtype, y.shape
+    model.graph.outputs.append(last.outputs[0])
+    return model
 
 
 def _run(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:

@@ -149,6 +149,15 @@ def test_what_pages_of_latents_cannot_have(make_artifact: MakeArtifact) -> None:
     assert run_pass(model, "sparse_kv", policy="streaming", sinks=4, recent=16, page=16).changes
 
 
+def test_what_an_indexer_chooses_is_left_to_blocks(make_artifact: MakeArtifact) -> None:
+    model = canonical(make_artifact("glm_moe_dsa"))
+    run_pass(model, "absorb_latent")
+    nodes = [node.op_type for node in model.graph]
+    report = run_pass(model, "page_kv")
+    assert {skip.reason.code for skip in report.skips} == {"page_kv.chooses"}
+    assert [node.op_type for node in model.graph] == nodes
+
+
 def test_rows_that_are_no_multiple_of_16_stay(make_artifact: MakeArtifact) -> None:
     model = canonical(make_artifact("deepseek_v3"))
     run_pass(model, "absorb_latent")
@@ -161,7 +170,7 @@ def test_rows_that_are_no_multiple_of_16_stay(make_artifact: MakeArtifact) -> No
             node.inputs[0].shape = ir.Shape([*list(node.inputs[0].shape)[:3], 40])
     report = run_pass(model, "page_kv", page=16)
     assert [str(skip.reason) for skip in report.skips] == [
-        "its latent has 32 of 40 numbers, and KVAttention takes multiples of 16 up to 1024"
+        "its latent has 32 of 40 numbers, and KVAttention takes multiples of 16 up to 1280"
     ]
 
 

@@ -21,13 +21,14 @@ from graphopt.artifact.artifact import verify_files
 from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
+from graphopt.graph.editing import Inserter
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
 from graphopt.ort.session import open_session
 from graphopt.passes.interface.serve import Serve
 from graphopt.passes.interface.serve.shared_blocks import wide_feedback
 from graphopt.passes.recipe import Recipe
-from graphopt.runtime_ops import DOMAIN, library_path
+from graphopt.runtime_ops import DOMAIN, library_path, port
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import run_pass
@@ -285,14 +286,25 @@ def test_options_that_make_no_sense_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_next", "mamba", "rwkv", "deepseek_v3", "granitemoehybrid", "gpt_oss", "gemma3n", "gemma4", "llama4"],
+    [
+        "qwen3_next",
+        "mamba",
+        "rwkv",
+        "deepseek_v3",
+        "glm_moe_dsa",
+        "granitemoehybrid",
+        "gpt_oss",
+        "gemma3n",
+        "gemma4",
+        "llama4",
+    ],
 )
 def test_states_of_requests_give_the_texts_of_requests_alone(
     family: str, make_artifact: MakeArtifact, tmp_path: Path
 ) -> None:
-    """Recurrences and tails of convolutions, with and without attention, two of a kind in a layer; a latent."""
+    """Recurrences and tails of convolutions, with and without attention, two of a kind in a layer; a latent, chosen."""
     source, folder = make_artifact(family), tmp_path / family
-    steps = [{"step": "absorb_latent"}] if family == "deepseek_v3" else []
+    steps = [{"step": "absorb_latent"}] if family in ("deepseek_v3", "glm_moe_dsa") else []
     made = optimize(source, recipe(*steps, {"step": "serve", "memory": "1MB", "block": 32}), folder)
     assert BLOCK_TABLE in [value.name for value in ir.load(folder / "model.onnx").graph.inputs]
     check = made.manifest.check("logits", after="serve")
@@ -318,3 +330,87 @@ def test_a_recurrence_that_something_else_reads_is_not_shared(make_artifact: Mak
     assert [skip.reason.code for skip in report.skips] == ["serve.state-reader"]
     assert "past_key_values.0.conv_state belongs to one request, and Identity reader" in str(report.skips[0].reason)
     assert [value.name for value in model.graph.inputs] == inputs
+
+
+def indexed(artifact: Path) -> ir.Model:
+    """Return a model of two layers whose latents are absorbed; the second shares what the first one chooses."""
+    model = ir.load(artifact / "model.onnx")
+    for step in ("canonicalize", "absorb_latent"):
+        run_pass(model, step)
+    return model
+
+
+def test_keys_of_an_indexer_lie_behind_the_latent(make_artifact: MakeArtifact) -> None:
+    model = indexed(make_artifact("glm_moe_dsa"))
+    report = run_pass(model, "serve", block=32)
+    assert not report.skips
+    shapes = {str(value.name): list(value.shape or ()) for value in model.graph.inputs if "past_key" in str(value.name)}
+    # latents of 32 numbers, 16 rotated ones, keys of 32: a row of the second layer is as wide, and has zeros there
+    assert {name: shape[1:] for name, shape in shapes.items()} == {
+        f"past_key_values.{layer}.{part}": [32, 1, 40] for layer in (0, 1) for part in ("key", "value")
+    }
+    attentions = [node for node in model.graph if node.op_type == "PagedAttention"]
+    assert len({port(node, "choice") for node in attentions}) == 1
+    assert [node.attributes.get_int("chooses") for node in attentions] == [1, 1]
+    told = [str(change.what) for change in report.changes if change.what.code == "serve.shares"]
+    assert all("; a token reads 6 of all, which an indexer chooses" in text for text in told)
+    assert [" KV heads of 48 numbers are stored as 1 of 80" in text for text in told] == [False, True]
+
+
+def test_what_an_indexer_chooses_stays_where_blocks_are_too_short(make_artifact: MakeArtifact) -> None:
+    """Nothing is rewritten: attention that reads all would be another function."""
+    model = indexed(make_artifact("glm_moe_dsa"))
+    nodes = [node.op_type for node in model.graph]
+    report = run_pass(model, "serve", block=16)
+    assert "a block of latents has 32 tokens or more, not 16" in str(report.skips[0].reason)
+    assert [node.op_type for node in model.graph] == nodes
+
+
+def hide_first(model: ir.Model) -> None:
+    """Let the mask of scores show one position of all."""
+    node = next(node for node in model.graph if node.op_type == "Where" and node.name.endswith("indexer.Where"))
+    mask = node.inputs[0]
+    assert mask is not None
+    insert = Inserter(model.graph, node, "odd")
+    first = insert.op(
+        "Slice", [mask, insert.integers([0]), insert.integers([1]), insert.integers([2])], None, mask.dtype
+    )
+    node.replace_input_with(0, first)
+
+
+def show_all(model: ir.Model) -> None:
+    """Let attention read what is causal, and what is chosen beside it."""
+    node = next(node for node in model.graph if node.op_type == "And" and node.name.endswith("self_attn.And"))
+    node.op_type = "Or"
+
+
+def turn_keys(model: ir.Model) -> None:
+    """Let scores be read through a softmax over positions."""
+    node = next(node for node in model.graph if node.op_type == "Relu" and node.name.endswith("indexer.Relu"))
+    node.op_type = "Softmax"
+
+
+def fix_count(model: ir.Model) -> None:
+    """Let as many tokens be chosen as the call has."""
+    node = next(node for node in model.graph if node.op_type == "Min")
+    node.replace_input_with(1, node.inputs[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (hide_first, "indexer.TopK chooses among more or less than what is causal and no padding"),
+        (show_all, "means something else than causal, not padding, and among what the indexer of"),
+        (turn_keys, "Softmax model.layers.0.self_attn.indexer.Relu between the keys of an indexer and its choice"),
+        (fix_count, "how many tokens model.layers.0.self_attn.indexer.TopK chooses is no constant"),
+    ],
+)
+def test_choices_that_mean_something_else_stay(
+    change: Callable[[ir.Model], None], message: str, make_artifact: MakeArtifact
+) -> None:
+    model = indexed(make_artifact("glm_moe_dsa"))
+    change(model)
+    nodes = [node.op_type for node in model.graph]
+    report = run_pass(model, "serve", block=32)
+    assert message in " ".join(str(skip.reason) for skip in report.skips)
+    assert [node.op_type for node in model.graph] == nodes

@@ -91,8 +91,8 @@ def test_queries_of_float16() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"value_size": 8}, "a multiple of 16 up to 1024, not 8"),
-        ({"value_size": 2048}, "a multiple of 16 up to 1024, not 2048"),
+        ({"value_size": 8}, "a multiple of 16 up to 1280, not 8"),
+        ({"value_size": 2048}, "a multiple of 16 up to 1280, not 2048"),
         ({"value_size": 16, "policies": (2,)}, "policies are dense or streaming"),
         ({"value_size": 16, "policies": (1,), "compensate": 1}, "compensate is 0"),
     ],
@@ -106,7 +106,7 @@ def test_what_latents_cannot_have(options: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"value_size": 8}, "value_size must be a multiple of 16 up to 1024, it is 8"),
+        ({"value_size": 8}, "value_size must be a multiple of 16 up to 1280, it is 8"),
         ({"value_size": 32, "policies": [2]}, "policies are dense or streaming"),
         ({"value_size": 32, "compensate": 1}, "compensate must be 0"),
         ({"value_size": 64}, "value_size is 64, and a head of key has 48 numbers"),

@@ -34,6 +34,15 @@ def latents(numbers: np.ndarray, storage: str) -> dict[str, np.ndarray]:
     return {"keys": keys, "values": values, "key_scales": none, "value_scales": none}
 
 
+def choices(random: np.random.Generator, positions: list[int], most: int) -> np.ndarray:
+    """Return positions that tokens at ``positions`` read, int32 [T, most]: from one to all that there are."""
+    chosen = np.full((len(positions), most), -1, np.int32)
+    for row, position in zip(chosen, positions, strict=True):
+        count = random.integers(1, min(most, position + 1) + 1)
+        row[:count] = np.sort(random.permutation(position + 1)[:count])
+    return chosen
+
+
 @st.composite
 def honest(
     draw: st.DrawFn, storages: tuple[str, ...] = tuple(STORAGES), fed: tuple[type, ...] = (np.float32, np.float16)
@@ -98,4 +107,9 @@ def honest(
         attributes["key_feedback"] = 1
         # numbers on and below the diagonal are not read
         inputs["feedback"] = random.uniform(-0.5, 0.5, (kv_heads, size, size)).astype(np.float16)
+    if value_size and not attributes["window"] and draw(st.booleans()):
+        attributes["chooses"] = 1
+        positions = [p + i for p, n in zip(past, new, strict=True) for i in range(n)]
+        chosen = choices(random, positions, draw(st.sampled_from([1, 5, 40, 150])))
+        inputs |= {"feedback": np.zeros(0, np.float16), "choice": chosen.reshape(*lead, -1)}
     return Case("PagedAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes)

@@ -19,8 +19,17 @@ from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.paged_attention.spec.op import reference
 from tests.native import INSTRUCTIONS, needs_library, skip_without
 from tests.runtime_ops.hostile import Case, Tensor
-from tests.runtime_ops.paged_attention.honest import honest, pools
-from tests.runtime_ops.paged_attention.test_op import LIES, SIZES, arrays, requests, spoil
+from tests.runtime_ops.paged_attention.honest import choices, honest, latents, pools
+from tests.runtime_ops.paged_attention.test_op import (
+    CHOICES,
+    LATENT,
+    LIES,
+    SIZES,
+    arrays,
+    latent_requests,
+    requests,
+    spoil,
+)
 from tests.runtime_ops.test_registry import node_of
 
 pytestmark = needs_library
@@ -231,3 +240,45 @@ def test_a_lie_is_an_error_that_names_the_node(lie: dict[str, Any], message: str
     inputs |= {name: np.array(numbers, np.int32) for name, numbers in lie.items()}
     with pytest.raises(Exception, match="ai.graphopt node 'node': (starts|past|request|block [57] is written)"):
         by_kernel(Case("PagedAttention", {n: Tensor(a, "fed") for n, a in inputs.items()}, dict(SIZES)))
+
+
+@pytest.mark.parametrize("wrong", CHOICES, ids=str)
+def test_wrong_choices_are_errors_that_name_the_token(wrong: list[int]) -> None:
+    inputs = latent_requests()
+    by_kernel(case_of(inputs, **LATENT, chooses=1))
+    inputs["choice"][0] = wrong
+    with pytest.raises(Exception, match="token 0 must choose positions that rise from 0 to 14 at most, one at least"):
+        by_kernel(case_of(inputs, **LATENT, chooses=1))
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
+def test_what_is_chosen_of_a_long_text_is_gathered(storage: str) -> None:
+    """More positions than a run of the kernel has, in blocks of any order, for a prompt and for one token."""
+    random, past = np.random.default_rng(0), [3000, 40 * 64 - 1]
+    order = random.permutation(60)
+    table = np.full((2, 48), -1, np.int32)
+    table[0], table[1, :12] = order[:48], order[48:]
+    table[1, 12:39] = table[0, 12:39]  # full blocks of both
+    table[1, 39] = 60
+    positions = [*range(3000, 3005), past[1]]
+    inputs = {
+        "query": random.standard_normal((6, 4 * 48), np.float32),
+        "key": random.standard_normal((6, 48), np.float32),
+        "value": np.zeros(0, np.float32),
+        "starts": np.array([0, 5, 6], np.int32),
+        "past": np.array(past, np.int32),
+        "block_table": table,
+        "sink_logits": random.standard_normal(4, np.float32),
+        **latents(random.standard_normal((61, 1, 64, 48)), storage),
+        "feedback": np.zeros(0, np.float16),
+        "choice": choices(random, positions, 2400),
+    }
+    case = case_of(inputs, **{**LATENT, "storage": storage, "value_size": 32, "scale": 48**-0.5}, chooses=1)
+    y, *after = reference(*arrays(case), **case.attributes)
+    found, *stored = by_kernel(case)
+    for expected, made in zip(after, stored, strict=True):
+        np.testing.assert_array_equal(expected, made)
+    np.testing.assert_allclose(found, y, atol=FLOAT32)
+    alone = inputs | {name: inputs[name][5:] for name in ("query", "key", "choice")}
+    alone |= {"starts": np.array([0, 1], np.int32), "past": inputs["past"][1:], "block_table": table[1:]}
+    np.testing.assert_array_equal(by_kernel(case_of(alone, **case.attributes))[0], found[5:])

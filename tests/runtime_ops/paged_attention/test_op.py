@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphopt.errors import InputError
 from graphopt.runtime_ops.paged_attention.spec.layout import (
     STORAGES,
     head_size,
     pack,
+    pack_latents,
     restore_tokens,
     store_tokens,
     unpack,
+    unpack_latents,
     width,
 )
 from graphopt.runtime_ops.paged_attention.spec.op import PAGED_ATTENTION, reference
 from tests.runtime_ops.hostile import Case, Tensor
-from tests.runtime_ops.paged_attention.honest import honest, pools
+from tests.runtime_ops.paged_attention.honest import honest, latents, pools
 from tests.runtime_ops.test_registry import run_body
 
 Arrays = dict[str, np.ndarray]
@@ -177,7 +180,7 @@ def test_numbers_that_are_not_finite_reach_those_that_read_them(odd: float) -> N
     assert not np.isnan(by_body(inputs, window=3)[0]).any()
 
 
-@pytest.mark.parametrize("name", ["version1", "version1_latent", "version1_int6"])
+@pytest.mark.parametrize("name", ["version1", "version1_latent", "version1_int6", "version1_choice"])
 def test_frozen_vectors_keep_their_meaning(name: str) -> None:
     """Never regenerate the files: a change that they do not survive is a new version of the operator."""
     file = files("graphopt.runtime_ops").joinpath("paged_attention", "vectors", f"{name}.json")
@@ -241,3 +244,61 @@ def test_cost() -> None:
     assert cost.operations == 4 * 5 * 32 * 12
     # query and y, new keys and values given and stored, 12 tokens of 2 requests
     assert cost.bytes == 4 * (2 * 160 + 4 * 80 + 2 * 2 * 12 * 16) + 4 * 5
+
+
+def latent_requests() -> Arrays:
+    """Two requests over blocks of 32 latents of 32 numbers, of which values are 16; 2 query heads."""
+    inputs, random = requests([3, 2], [14, 37], [[5, -1], [0, 7]]), np.random.default_rng(1)
+    inputs |= latents(random.standard_normal((8, 1, 32, 32)), "float32")
+    inputs |= {"value": np.zeros(0, np.float32), "feedback": np.zeros(0, np.float16)}
+    chosen = [[0, 3, 14, -1], [15, -1, -1, -1], [1, 2, 9, 16], [37, -1, -1, -1], [0, 31, 32, 38]]
+    return inputs | {"choice": np.array(chosen, np.int32)}
+
+
+LATENT: dict[str, Any] = {**SIZES, "kv_heads": 1, "value_size": 16}
+
+
+def test_a_token_reads_what_it_chooses_and_nothing_else() -> None:
+    """All positions that a token sees are what it reads without a choice; others may hold anything."""
+    inputs = latent_requests()
+    positions = [14, 15, 16, 37, 38]
+    dense = {name: array for name, array in inputs.items() if name not in ("feedback", "choice")}
+    everything = np.array([[*range(p + 1), *[-1] * (38 - p)] for p in positions], np.int32)
+    y, *after = reference(*dense.values(), **LATENT)
+    found, *stored = reference(*{**inputs, "choice": everything}.values(), **LATENT, chooses=1)
+    np.testing.assert_allclose(found, y, rtol=1e-12)
+    np.testing.assert_array_equal(stored[0], after[0])
+    y, *_ = reference(*inputs.values(), **LATENT, chooses=1)
+    held = unpack_latents(inputs["keys"], inputs["values"], "float32").copy()
+    held[5, 0, [4, 5, 8]] = np.nan  # positions that no token of request 0 chooses
+    held[0, 0, 30] = np.nan  # and none of request 1
+    keys, values = pack_latents(held, "float32")
+    spoiled = {**inputs, "keys": keys, "values": values}
+    np.testing.assert_array_equal(reference(*spoiled.values(), **LATENT, chooses=1)[0], y)
+    # sums of 32 products of normal numbers in float32, of at most 4 weights
+    np.testing.assert_allclose(by_body(spoiled, **LATENT, chooses=1)[0], y, atol=1e-5)
+
+
+CHOICES: list[list[int]] = [[3, 3, 14, -1], [3, 0, -1, -1], [0, 15, -1, -1], [-1, -1, -1, -1], [-2, 3, -1, -1]]
+"""What the token at position 14 may not choose."""
+CHOICES += [[0, -1, 3, -1]]
+
+
+@pytest.mark.parametrize("wrong", CHOICES, ids=str)
+def test_wrong_choices_are_errors_of_reference_and_body(wrong: list[int]) -> None:
+    inputs = latent_requests()
+    by_body(inputs, **LATENT, chooses=1)
+    inputs["choice"][0] = wrong
+    with pytest.raises(ValueError, match="token 0 chooses positions that rise from 0 to 14 at most"):
+        reference(*inputs.values(), **LATENT, chooses=1)
+    with pytest.raises(Exception, match="Gather"):
+        by_body(inputs, **LATENT, chooses=1)
+
+
+def test_a_choice_is_one_of_latents_without_a_window() -> None:
+    inputs = latent_requests()
+    for other in ({"window": 5}, {"value_size": 0}):
+        with pytest.raises(ValueError, match="chooses is 0, or 1 with a value_size and no window"):
+            reference(*inputs.values(), **{**LATENT, **other}, chooses=1)
+        with pytest.raises(InputError, match="chooses is 0, or 1 with a value_size and no window"):
+            by_body(inputs, **{**LATENT, **other}, chooses=1)

@@ -10,11 +10,13 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import CachePort, past_port
 from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.passes.common.choices import Choice, choice_of, chosen_indices
+from graphopt.passes.common.masks import Window
 from graphopt.passes.common.sinks import SCORES, sinks_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT, MOST_OF_FLOATS
 
 if TYPE_CHECKING:
-    from graphopt.passes.common.masks import MaskEvaluator, Window
+    from graphopt.passes.common.masks import MaskEvaluator
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _VALID = range(7)
 
@@ -33,6 +35,12 @@ ROW_SIZE = Rule(
     "page_kv.row-size",
     "its latent has {rank} of {size} numbers, and KVAttention takes multiples of 16 up to {most}",
 )
+SEVERAL_CHOICES = Rule("page_kv.several-choices", "its mask {mask} shows what {count} nodes choose, and not one")
+OTHER_CHOICE = Rule(
+    "page_kv.other-choice",
+    "its mask {mask} means something else than causal, not padding, and among what the indexer of {node} chose",
+)
+OTHER_SCORES = Rule("page_kv.other-scores", "{node} chooses among more or less than what is causal and no padding")
 NOT_FLOAT32 = Rule("page_kv.not-float32", "it does not compute in float32")
 NOT_CAUSAL = Rule("page_kv.not-causal", "it is not causal")
 MASK_NOT_UNDERSTOOD = Rule("page_kv.mask-not-understood", "its mask {mask} is not understood: {why}")
@@ -54,6 +62,7 @@ class Meaning:
         sinks: logits that join the softmax, float32 [1, query heads, 1, 1]; ``None`` without.
         latent: what it reads where values are a part of keys.
         source: the node whose keys and values it reads, see :func:`source_of`; ``None`` where it has its own.
+        choice: what a trained indexer chooses of the positions that it could see; ``None`` where it sees all.
     """
 
     number: int
@@ -66,11 +75,17 @@ class Meaning:
     sinks: ir.Value | None = None
     latent: Latent | None = None
     source: ir.Node | None = None
+    choice: Choice | None = None
+
+    @property
+    def index_size(self) -> int:
+        """Numbers of the key of an indexer that a row of its cache has behind a latent; 0 without."""
+        return 0 if self.choice is None or self.choice.layer != self.number else self.choice.size
 
     @property
     def stored_size(self) -> int:
         """Numbers of a query, key or value with the zeros behind it that its cache wants."""
-        return -(-self.head_size // LANES) * LANES
+        return -(-(self.head_size + self.index_size) // LANES) * LANES
 
     @property
     def value_size(self) -> int:
@@ -191,7 +206,8 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
 
 def _meaning_of_latent(node: ir.Node, latent: Latent, evaluator: MaskEvaluator) -> Meaning | Fact:
     query, mask = node.inputs[_QUERY], node.inputs[_MASK] if len(node.inputs) > _MASK else None
-    if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+    sinks = sinks_of(node)
+    if sinks is None and any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return SCORES_READ()
     if any(
         use.node is not node and use.node.op_type != "Shape" and use.node is not _row_of(node)
@@ -210,14 +226,39 @@ def _meaning_of_latent(node: ir.Node, latent: Latent, evaluator: MaskEvaluator) 
         return ROW_SIZE(size=size, rank=latent.rank, most=MOST_LATENT)
     if any(value is not None and value.dtype != ir.DataType.FLOAT for value in (query, *latent.parts)):
         return NOT_FLOAT32()
-    window = _window(node, mask, evaluator)
+    choice = None if mask is None else _choice(mask, evaluator)
+    window = Window(0) if isinstance(choice, Choice) else choice or _window(node, mask, evaluator)
     if isinstance(window, Fact):
         return window
     scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
     softcap = node.attributes.get_float("softcap", 0.0)
     port = past_port(latent.pasts[0])
     assert port is not None
-    return Meaning(port.layer, queries[0], 1, size, scale, softcap, window, latent=latent)
+    known_choice = choice if isinstance(choice, Choice) else None
+    logits = None if sinks is None else sinks[0]
+    meaning = Meaning(port.layer, queries[0], 1, size, scale, softcap, window, logits, latent, choice=known_choice)
+    if meaning.index_size % LANES or meaning.stored_size > MOST_LATENT:
+        return ROW_SIZE(size=meaning.stored_size, rank=latent.rank, most=MOST_LATENT)
+    return meaning
+
+
+def _choice(mask: ir.Value, evaluator: MaskEvaluator) -> Choice | Fact | None:
+    """Return what an indexer chooses that a mask shows, or why that is not known; ``None`` for a mask of positions."""
+    indices = chosen_indices(mask)
+    if not indices:
+        return None
+    if len(indices) > 1:
+        return SEVERAL_CHOICES(mask=mask.name, count=len(indices))
+    choice = choice_of(evaluator.model.graph, indices[0])
+    if isinstance(choice, Fact):
+        return choice
+    means_choice = evaluator.is_choice(mask)
+    if means_choice is not True:
+        return OTHER_CHOICE(mask=mask.name, node=choice.top.name) if means_choice is False else means_choice
+    hides = evaluator.hides_unseen(choice.mask, is_shown=choice.is_shown)
+    if hides is not True:
+        return OTHER_SCORES(node=choice.top.name) if hides is False else hides
+    return choice
 
 
 def _row_of(node: ir.Node) -> ir.Node | None:

@@ -10,7 +10,15 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, kv_nodes
-from graphopt.analysis.structure.ports import ATTENTION_MASK, NEW_LENGTH, PAST_LENGTH, past_port, token_port
+from graphopt.analysis.structure.ports import (
+    ATTENTION_MASK,
+    INDEXER,
+    NEW_LENGTH,
+    PAST_LENGTH,
+    past_port,
+    present_port,
+    token_port,
+)
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, inherit, remove
 from graphopt.passes.common.masks import MaskEvaluator, drop_guard
@@ -19,15 +27,18 @@ from graphopt.passes.common.paging.attention import HEAD_SIZE, Latent, Meaning, 
 from graphopt.passes.common.paging.rows import as_rows, read_rows
 from graphopt.passes.common.paging.states import connect
 from graphopt.passes.common.paging.token_masks import mask_by_lengths, masked_recurrences, why_not_by_lengths
-from graphopt.passes.common.paging.wider_heads import widen
+from graphopt.passes.common.paging.wider_heads import pad_heads, widen
 from graphopt.passes.common.sinks import by_head, no_sinks, sinks_of
 from graphopt.runtime_ops import OPERATORS, bodies_aside, port
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, MOST_CHANNELS, STREAMING, KVAttributes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
+    from graphopt.passes.common.choices import Choice
     from graphopt.passes.context import Context, Ledger
+
+    WhyNotChosen = Callable[[Mapping[ir.Node, PagedLayer], Mapping[ir.Node, Choice]], Fact | None]
 
 Page = Literal[16, 32, 64, 128]
 
@@ -48,16 +59,34 @@ LENGTHS = Rule("page_kv.lengths", "lengths per row say what is padding: past_len
 NO_ATTENTION = Rule("page_kv.no-attention", "it has no standard Attention; canonicalize lifts what exporters spell out")
 ONE_KIND = Rule("page_kv.one-kind", "{node} has to stay, and a graph has one kind of cache")
 LEFT_OUT = Rule("page_kv.left-out", "it was left out when the other layers got caches in pages")
+CHOOSES = Rule(
+    "page_kv.chooses",
+    "a trained indexer chooses the tokens that it reads, which pages do not know; blocks of the step serve do",
+)
 READ_TOO = Rule("page_kv.read-too", "{op} {node} reads {input} too, which a graph with a cache in pages does not have")
 
 
-def page_attention(model: ir.Model, context: Context, page: int) -> None:
-    """Rewrite all standard attention over caches to ``KVAttention`` on dense float32 pages, or say why not."""
+def page_attention(
+    model: ir.Model, context: Context, page: int, why_not_chosen: WhyNotChosen | None = None
+) -> dict[ir.Node, Choice]:
+    """Rewrite all standard attention over caches to ``KVAttention`` on dense float32 pages, or say why not.
+
+    Args:
+        model: to be rewritten.
+        context: of the pass.
+        page: tokens of a page.
+        why_not_chosen: says, of the layers as they would be and of what trained indexers choose for some of them, why
+            the caller cannot let these read no more than that; ``None`` where it can. Without it they stay.
+
+    Returns:
+        Of each ``KVAttention`` of which an indexer chooses the positions, by what it does. Where there are any, the
+        caller drops nodes and ports that nothing reads, keys of indexers and ``attention_mask`` among them.
+    """
     graph, nodes, ledger = model.graph, attentions(model), context.ledger
+    if not nodes and not kv_nodes(graph):
+        ledger.skipped("graph", NO_ATTENTION())
     if not nodes:
-        if not kv_nodes(graph):
-            ledger.skipped("graph", NO_ATTENTION())
-        return
+        return {}
     evaluator = MaskEvaluator(model, context)
     meanings = {node: meaning_of(node, evaluator) for node in nodes}
     refusals = {
@@ -65,6 +94,9 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
         for node, meaning in meanings.items()
         if isinstance(meaning, Fact) or (context.target == "ort-cuda" and meaning.head_size > MOST_CHANNELS)
     }
+    layers = {node: meaning for node, meaning in meanings.items() if isinstance(meaning, Meaning)}
+    choices = {node: meaning.choice for node, meaning in layers.items() if meaning.choice is not None}
+    refusals = refusals or _choices_that_stay(layers, choices, page, why_not_chosen)
     recurrences = masked_recurrences(graph)
     reason: Fact | None = None
     if refusals:
@@ -79,21 +111,41 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
     if reason is not None:
         for node in nodes:
             ledger.skipped(node, refusals.get(node, reason))
-        return
+        return {}
     lengths = [ir.val(name, ir.DataType.INT64, [_rows(graph)]) for name in (PAST_LENGTH, NEW_LENGTH)]
     graph.inputs.extend(lengths)
     mask_by_lengths(graph, recurrences, _tokens(graph), lengths[1], ledger)
     attention_of: dict[ir.Node, ir.Node] = {}
-    layers = {node: meaning for node, meaning in meanings.items() if isinstance(meaning, Meaning)}
+    for node in choices:  # what makes the mask stays, as the caller makes scores of it, and does not go with the node
+        node.replace_input_with(_MASK, None)
     for node, meaning in _with_own_numbers(layers):
         source = None if meaning.source is None else attention_of[meaning.source]
         attention_of[node] = _rewrite(graph, node, meaning, source, lengths, page, ledger)
+    if choices:
+        describe(model)
+        return {attention_of[node]: choice for node, choice in choices.items()}
     with bodies_aside(model):
         RemoveUnusedNodesPass()(model)
     for value in [value for value in graph.inputs if value.name == ATTENTION_MASK]:
         graph.inputs.remove(value)
         ledger.report_change(ATTENTION_MASK, LENGTHS())
     describe(model)
+    return {}
+
+
+def _choices_that_stay(
+    layers: Mapping[ir.Node, Meaning],
+    choices: Mapping[ir.Node, Choice],
+    page: int,
+    why_not_chosen: WhyNotChosen | None,
+) -> dict[ir.Node, Fact]:
+    """Return why layers of which an indexer chooses the positions stay, each; none where the caller takes them."""
+    if not choices:
+        return {}
+    refusal: Fact | None = CHOOSES()
+    if why_not_chosen is not None:
+        refusal = why_not_chosen({node: _layer(meaning, page) for node, meaning in layers.items()}, choices)
+    return {} if refusal is None else dict.fromkeys(choices, refusal)
 
 
 def why_masks_stay(model: ir.Model, context: Context) -> Fact | None:
@@ -139,22 +191,8 @@ def _rewrite(
     if source is not None:
         rows += [new for new in source.inputs[_KEY:_MASK] if new is not None]
     if latent is not None:
-        rows = [*_latent_rows(graph, node, latent), placeholder]
-    layer = PagedLayer(
-        number=meaning.number,
-        head_size=meaning.stored_size,
-        attributes=KVAttributes(
-            meaning.kv_heads,
-            meaning.scale,
-            softcap=meaning.softcap,
-            window=meaning.window.tokens,
-            chunks=int(meaning.window.is_chunk),
-            page=page,
-            policies=(STREAMING,) if meaning.window.tokens else (DENSE,),
-            recent=max(1, meaning.window.tokens),
-            value_size=meaning.value_size,
-        ),
-    )
+        rows = [*_latent_rows(graph, node, latent, meaning), placeholder]
+    layer = _layer(meaning, page)
     inputs = dict(zip(("query", "key", "value", "past", "new"), (*rows, *lengths), strict=True))
     y_behind, sources = node.outputs[0], [node]
     inputs |= {"sink_logits": placeholder, "sink_query": placeholder}
@@ -174,7 +212,7 @@ def _rewrite(
     for present in node.outputs[1:3] if latent is None else latent.presents:
         if present.is_graph_output():
             graph.outputs.remove(present)
-    if meaning.stored_size != meaning.head_size:
+    if meaning.stored_size != meaning.head_size and latent is None:
         y = widen(graph, attention, replace(layer, head_size=meaning.head_size), layer)
     read_rows(graph, old, y, attention)
     if y_behind is not node.outputs[0] and sources[-1].graph is not None:
@@ -188,21 +226,48 @@ def _rewrite(
     figures = {"sinks": meaning.sinks is not None, "source": None if source is None else source.name}
     tokens, is_chunk = meaning.window
     sizes = {"window": 0 if is_chunk else tokens, "chunk": tokens if is_chunk else None}
-    if meaning.stored_size != meaning.head_size:
+    if meaning.stored_size != meaning.head_size and not meaning.index_size:
         sizes |= {"size": meaning.head_size, "stored": meaning.stored_size}
     ledger.changed(attention, OWNS_CACHE(page=page, **sizes, **figures), sources)
     return attention
 
 
-def _latent_rows(graph: ir.Graph, node: ir.Node, latent: Latent) -> list[ir.Value]:
-    """Return queries [batch, length, heads x size], and the new rows of the cache [batch, length, size]."""
+def _layer(meaning: Meaning, page: int) -> PagedLayer:
+    """Return the layer that computes what attention means."""
+    return PagedLayer(
+        number=meaning.number,
+        head_size=meaning.stored_size,
+        attributes=KVAttributes(
+            meaning.kv_heads,
+            meaning.scale,
+            softcap=meaning.softcap,
+            window=meaning.window.tokens,
+            chunks=int(meaning.window.is_chunk),
+            page=page,
+            policies=(STREAMING,) if meaning.window.tokens else (DENSE,),
+            recent=max(1, meaning.window.tokens),
+            value_size=meaning.value_size,
+        ),
+    )
+
+
+def _latent_rows(graph: ir.Graph, node: ir.Node, latent: Latent, meaning: Meaning) -> list[ir.Value]:
+    """Return queries [batch, length, heads x size], and the new rows of the cache [batch, length, size].
+
+    The key of an indexer stands behind those that attention reads, where queries have zeros.
+    """
     query = node.inputs[0]
     assert query is not None
     queries, *parts = (as_rows(graph, value, node) for value in (query, *latent.parts))
+    insert = Inserter(graph, node, node.name or "attention")
+    if meaning.index_size:
+        assert meaning.choice is not None
+        parts.append(meaning.choice.new)
+        heads = meaning.query_heads
+        queries = pad_heads(insert, queries, (heads, meaning.head_size), (heads, meaning.stored_size), "query_of_row")
     if len(parts) > 1:
         dims = [None] * 2 if parts[0].shape is None else list(parts[0].shape)[:2]
         widths = [int(str(part.shape[-1])) for part in parts if part.shape is not None]
-        insert = Inserter(graph, node, node.name or "attention")
         parts = [insert.op("Concat", parts, [*dims, sum(widths)], parts[0].dtype, "row", axis=-1)]
     return [queries, *parts]
 
@@ -237,6 +302,12 @@ def _batch_from_tokens(graph: ir.Graph) -> None:
                 node.replace_input_with(0, tokens)
 
 
+def is_of_indexer(value: ir.Value) -> bool:
+    """Return whether an input or output of a graph has keys of an indexer."""
+    port = past_port(value) or present_port(value)
+    return port is not None and port.part == INDEXER
+
+
 def _other_reader(graph: ir.Graph, recurrences: Collection[ir.Node]) -> Fact | None:
     """Return what else reads the inputs that are to go than caches and masks of attention, and masks of recurrences."""
     going = {
@@ -248,7 +319,8 @@ def _other_reader(graph: ir.Graph, recurrences: Collection[ir.Node]) -> Fact | N
         node: latent for node in graph if node.op_type == "Attention" and (latent := latent_of(node)) is not None
     }
     presents = {present for latent in latents.values() for present in latent.presents}
-    waiting, reached = [value.producer() for value in graph.outputs if value not in presents], set[ir.Node]()
+    outputs = [value for value in graph.outputs if value not in presents and not is_of_indexer(value)]
+    waiting, reached = [value.producer() for value in outputs], set[ir.Node]()
     while waiting:
         node = waiting.pop()
         if node is None or node in reached:

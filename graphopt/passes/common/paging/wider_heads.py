@@ -39,8 +39,10 @@ def widen(graph: ir.Graph, node: ir.Node, old: PagedLayer, new: PagedLayer) -> i
     """
     query, y = port(node, "query"), node.outputs[0]
     assert query is not None
+    is_latent = bool(new.attributes.value_size)
     group = _width(query) // (old.head_size * old.attributes.kv_heads)
-    heads = dict.fromkeys(("key", "value"), (old.attributes.kv_heads, new.attributes.kv_heads))
+    stored_inputs = ("key",) if is_latent else ("key", "value")
+    heads = dict.fromkeys(stored_inputs, (old.attributes.kv_heads, new.attributes.kv_heads))
     heads["query"] = group * old.attributes.kv_heads, group * new.attributes.kv_heads
     insert = Inserter(graph, node, node.name or "attention")
     for index, value in enumerate(node.inputs):
@@ -49,7 +51,7 @@ def widen(graph: ir.Graph, node: ir.Node, old: PagedLayer, new: PagedLayer) -> i
             continue
         before, after = (heads[name][0], old.head_size), (heads[name][1], new.head_size)
         if _width(value) != math.prod(after):
-            node.replace_input_with(index, _pad(insert, value, before, after, name))
+            node.replace_input_with(index, pad_heads(insert, value, before, after, name))
     logits = port(node, "sink_logits")
     extra_heads = heads["query"][1] - heads["query"][0]
     if extra_heads and logits is not None and logits.shape is not None and logits.shape[0] != 0:
@@ -57,11 +59,23 @@ def widen(graph: ir.Graph, node: ir.Node, old: PagedLayer, new: PagedLayer) -> i
             "Pad", [logits, insert.integers([0, extra_heads])], [heads["query"][1]], logits.dtype, "sink_logits.wide"
         )
         node.replace_input_with(list(node.inputs).index(logits), wide)
+    if is_latent:  # whose values are the first numbers of keys
+        return y
     return _cut(graph, node, y, (heads["query"][0], old.head_size), (heads["query"][1], new.head_size))
 
 
-def _pad(insert: Inserter, value: ir.Value, before: tuple[int, int], after: tuple[int, int], name: str) -> ir.Value:
-    """Return rows [batch, tokens, heads x size] with zeros behind each head, and behind all heads."""
+def pad_heads(
+    insert: Inserter, value: ir.Value, before: tuple[int, int], after: tuple[int, int], name: str
+) -> ir.Value:
+    """Return rows [batch, tokens, heads x size] with zeros behind each head, and behind all heads.
+
+    Args:
+        insert: where to compute it.
+        value: the rows.
+        before: heads and size of ``value``.
+        after: heads and size of what is returned.
+        name: what the nodes are called by.
+    """
     assert value.shape is not None
     rows = list(value.shape)[:2]
     heads = insert.op(

@@ -24,10 +24,11 @@ WIDER_BLOCKS = Rule(
 def equal_layers(layers: Mapping[ir.Node, PagedLayer]) -> dict[ir.Node, PagedLayer]:
     """Return the layers with as many KV heads, of as many numbers, as the widest of them.
 
-    A latent has one head, of which values are a part, and heads with policies of their own are counted: graphs with
-    such layers stay as they are.
+    Latents get zeros behind their rows. Heads with policies of their own are counted, and a latent has one head, of
+    which values are a part: graphs with the former, or with both latents and heads, stay as they are.
     """
-    if any(layer.attributes.value_size or len(layer.attributes.policies) > 1 for layer in layers.values()):
+    are_latents = {bool(layer.attributes.value_size) for layer in layers.values()}
+    if len(are_latents) > 1 or any(len(layer.attributes.policies) > 1 for layer in layers.values()):
         return dict(layers)
     heads = max((layer.attributes.kv_heads for layer in layers.values()), default=0)
     size = max((layer.head_size for layer in layers.values()), default=0)

@@ -47,11 +47,12 @@ class PackedTokens:
         self.table = ir.val(BLOCK_TABLE, ir.DataType.INT32, [_BATCH, "blocks_of_request"])
         _state_one_row(graph, tokens)
         self._make = make = Inserter(graph, graph[0], "tokens")
+        self._in_use: ir.Value | None = None
         self._front = make.integers([0])
         tokens.replace_all_uses_with(make.op("Unsqueeze", [self._ids, self._front], [1, _TOKENS], tokens.dtype, "row"))
         positions = next((value for value in graph.inputs if value.name == POSITION_IDS), None)
         if positions is not None:
-            row = make.op("Unsqueeze", [self._positions, self._front], [1, _TOKENS], _INT64, "at")
+            row = make.op("Unsqueeze", [self.positions, self._front], [1, _TOKENS], _INT64, "at")
             positions.replace_all_uses_with(row)
             graph.inputs.remove(positions)
         graph.inputs.remove(tokens)
@@ -59,8 +60,8 @@ class PackedTokens:
         self._ids.name = INPUT_IDS
         graph.inputs.extend([self.starts, self.past, self.table])
 
-    @property
-    def _positions(self) -> ir.Value:
+    @cached_property
+    def positions(self) -> ir.Value:
         """[tokens]: the position of each."""
         before = self._op("Gather", [self._wide_past, self._request], [_TOKENS], "before")
         return self._op("Add", [before, self._inside], [_TOKENS], "position")
@@ -140,6 +141,38 @@ class PackedTokens:
         """int64 [tokens]: where each token stands among the batch x longest columns of all requests."""
         begin = self._op("Mul", [self._request, self._longest], [_TOKENS], "begin")
         return self._op("Add", [begin, self._inside], [_TOKENS], "columns")
+
+    @cached_property
+    def row_positions(self) -> ir.Value:
+        """int64 [batch, longest]: the position of each column of a request, as if all were new tokens."""
+        before = self._op("Unsqueeze", [self._wide_past, self._make.integers([1])], [_BATCH, 1], "past.column")
+        return self._op("Add", [before, self._steps], [_BATCH, _LONGEST], "row_positions")
+
+    @cached_property
+    def index_pairs(self) -> ir.Value:
+        """int64 [tokens, 2]: the request of each token, and its position."""
+        axis, dims = self._make.integers([1]), ir.Shape([_TOKENS, 1])
+        parts = [
+            self._op("Unsqueeze", [part, axis], dims, f"place.{number}")
+            for number, part in enumerate((self._request, self.positions))
+        ]
+        return self._op("Concat", parts, [_TOKENS, 2], "index_pairs", axis=1)
+
+    def blocks_in_use(self, block: int) -> ir.Value:
+        """Return the blocks of so many tokens that requests have, int64 [batch, those of the longest], and 0 behind."""
+        if self._in_use is None:
+            table = self._op("Cast", [self.table], [_BATCH, None], f"{BLOCK_TABLE}.wide", to=_INT64)
+            news = self._op("Squeeze", [self._lengths, self._make.integers([1])], [_BATCH], "news")
+            total = self._op("Add", [self._wide_past, news], [_BATCH], "total")
+            largest = self._op("ReduceMax", [total], [1], "total.most", keepdims=1)
+            up = self._op("Add", [largest, self._make.integers([block - 1])], [1], "total.up")
+            count = self._op("Div", [up, self._make.integers([block])], [1], "blocks.count")
+            bounds = self._make.integers([0]), count, self._make.integers([1])
+            entries = self._op("Slice", [table, *bounds], [_BATCH, "blocks_in_use"], "blocks.found")
+            self._in_use = self._op(
+                "Max", [entries, self._make.integers(0)], [_BATCH, "blocks_in_use"], "blocks.in_use"
+            )
+        return self._in_use
 
     def _range(self, end: ir.Value, size: str, name: str) -> ir.Value:
         zero, step = self._make.integers(0), self._make.integers(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
@@ -17,8 +18,9 @@ from graphopt.graph.editing import Inserter, name_output, shared_constant
 from graphopt.passes.base import Pass
 from graphopt.passes.common.lm_head_path import nodes_of_product, path_to_lm_head
 from graphopt.passes.common.nodes import attentions
-from graphopt.passes.common.paging.paged_attention import page_attention, why_masks_stay
+from graphopt.passes.common.paging.paged_attention import is_of_indexer, page_attention, why_masks_stay
 from graphopt.passes.common.paging.wider_heads import widen
+from graphopt.passes.interface.serve.chosen_tokens import ChosenTokens, why_not_chosen
 from graphopt.passes.interface.serve.equal_heads import WIDER_BLOCKS, equal_layers
 from graphopt.passes.interface.serve.packed_tokens import END, PackedTokens
 from graphopt.passes.interface.serve.request_states import (
@@ -27,13 +29,14 @@ from graphopt.passes.interface.serve.request_states import (
     number_states,
     recurrent_nodes,
 )
-from graphopt.passes.interface.serve.shared_blocks import block_bytes, share_blocks, why_not_shared
+from graphopt.passes.interface.serve.shared_blocks import block_bytes, share_blocks, why_not_shared, why_not_stored
 from graphopt.runtime_ops import bodies_aside
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.passes.common.choices import Choice
     from graphopt.passes.context import Context
 
 _PAGE = 64
@@ -45,9 +48,14 @@ SHARES = Rule(
     "its cache lies in blocks of {block} tokens, of {blocks} that requests share",
     widened="; {widened}",
     rounded="; {rounded}",
+    chosen="; a token reads {chosen} of all, which an indexer chooses by keys behind those of attention",
 )
 LAST_OF_EACH = Rule("serve.last-of-each", "logits of the last token of each request")
 TOKEN_SCALES = Rule("serve.rounded", "each token is stored as {storage} with scales of its own")
+LATER_KEYS = Rule(
+    "serve.later-keys",
+    "{node} chooses what it reads by keys that no layer up to it stores behind those of attention",
+)
 NO_BLOCKS = Rule("serve.no-blocks", "a block of all layers takes {block} bytes, and the memory for caches is {memory}")
 OTHER_STORAGE = Rule(
     "serve.other-storage",
@@ -105,8 +113,20 @@ class Serve(Pass):
     A latent (``absorb_latent``) is one row of a token, of which values are a part, and is stored once: half of a
     block's tokens lie among the keys and half among the values, which engines give the same bytes.
 
+    The key of a trained indexer stands behind the latent of its token, where queries have zeros. Its scores are made by
+    the nodes that the model has for them, of the keys that the blocks hold and the new ones, for each request as a row
+    padded to the longest, and attention reads the tokens of the best::
+
+        scores = f(K [batch, positions, size], Gather(x, rows) [batch, longest, ...])      f: as it was
+        best   = TopK(Where(j <= p + i, scores, -inf))                                     p: past, i: of the new ones
+        y, key, value = PagedAttention(..., best [1, tokens, k])
+
+    Layers that share a choice have it from the layer with the indexer. What a mask means is found out by running it:
+    causal, not padding, and among the tokens that are chosen.
+
     An engine gives all layers blocks of one shape. Where layers differ in the number or the size of their heads (Gemma
-    4), queries, keys and values of the narrow ones get zeros behind them, and their output is cut.
+    4), queries, keys and values of the narrow ones get zeros behind them, and their output is cut. Narrow latents get
+    zeros behind their rows.
 
     A model without attention gets blocks that hold nothing, since an engine counts tokens by blocks.
 
@@ -130,19 +150,19 @@ class Serve(Pass):
             ledger.skipped("graph", recurrent)
             return
         has_attention = bool(attentions(model) or kv_nodes(graph))
-        if has_attention:
-            page_attention(model, context, _PAGE)
+        path = path_to_lm_head(graph, next(value for value in graph.outputs if value.name == LOGITS))
+        refuse = partial(self._why_not_chosen, path)
+        choices = page_attention(model, context, _PAGE, refuse) if has_attention else {}
         layers = {node: layer_of(node) for node in kv_nodes(graph)}
         if has_attention and not layers:
             return
-        path = path_to_lm_head(graph, next(value for value in graph.outputs if value.name == LOGITS))
         stored_layers = equal_layers(layers)
         refusals = {
             node: refusal
             for node, layer in stored_layers.items()
             if (refusal := why_not_shared(node, layer, self.block)) is not None
         }
-        size = 0 if refusals else sum(block_bytes(layer, self.block) for layer in stored_layers.values())
+        size = 0 if refusals else self._bytes_of_block(stored_layers)
         blocks = self.memory // size if size else _EMPTY_BLOCKS
         reason = self._why_not(path, refusals, size) or _why_not_alike(layers)
         if reason is None and not layers:
@@ -155,11 +175,13 @@ class Serve(Pass):
             return
         assert not isinstance(path, Fact)
         tokens = PackedTokens(graph)
+        chosen_tokens = ChosenTokens(graph, tokens, self.block)
         for node, layer in stored_layers.items():
             rounding = _rounding(layer)
             widening = _widen_layer(graph, node, layers[node], layer)
-            attention = share_blocks(graph, node, layer, tokens, self.block)
-            fact = SHARES(block=self.block, blocks=blocks, widened=widening, rounded=rounding)
+            choose, count = _way_to_choose(chosen_tokens, choices.get(node), node, layers[node])
+            attention = share_blocks(graph, node, layer, tokens, self.block, choose)
+            fact = SHARES(block=self.block, blocks=blocks, widened=widening, rounded=rounding, chosen=count)
             ledger.changed(attention, fact, [node])
             if rounding is not None:
                 ledger.report.effect = "lossy"
@@ -169,12 +191,26 @@ class Serve(Pass):
             add_empty_blocks(graph, self.block, ledger)
         _last_of_each(graph, path, tokens.starts)
         ledger.changed(path[-1], LAST_OF_EACH(), [path[-1]])
-        with bodies_aside(model):
-            RemoveUnusedNodesPass()(model)
-        for value in [value for value in graph.inputs if value.name in (ATTENTION_MASK, PAST_LENGTH, NEW_LENGTH)]:
-            graph.inputs.remove(value)
+        _drop_unread(model)
         describe(model)
         model.metadata_props[POOL] = json.dumps({"block_size": self.block, "num_blocks": int(blocks)})
+
+    def _bytes_of_block(self, layers: Mapping[ir.Node, PagedLayer]) -> int:
+        """Return the bytes of a block of all layers."""
+        return sum(block_bytes(layer, self.block) for layer in layers.values())
+
+    def _why_not_chosen(
+        self, path: Sequence[ir.Node] | Fact, layers: Mapping[ir.Node, PagedLayer], choices: Mapping[ir.Node, Choice]
+    ) -> Fact | None:
+        """Return why blocks cannot store layers of which some read what an indexer chooses, before these change."""
+        wide_layers = equal_layers(layers)
+        facts = [why_not_stored(layer, self.block) for layer in wide_layers.values()]
+        sources: set[ir.Node] = set()
+        for node, choice in choices.items():
+            sources |= {choice.top} if layers[node].number == choice.layer else set()
+            facts.append(why_not_chosen(choice) if choice.top in sources else LATER_KEYS(node=choice.top.name))
+        refusal = next((fact for fact in facts if fact is not None), None)
+        return refusal or self._why_not(path, {}, self._bytes_of_block(wide_layers))
 
     def _why_not(self, path: Sequence[ir.Node] | Fact, refusals: Mapping[ir.Node, Fact], size: int) -> Fact | None:
         """Return what keeps a graph as it is whose block of all layers takes ``size`` bytes."""
@@ -183,6 +219,29 @@ class Serve(Pass):
         if isinstance(path, Fact):
             return NO_LAST_LOGITS(why=path)
         return NO_BLOCKS(block=size, memory=int(self.memory)) if size > self.memory else None
+
+
+def _way_to_choose(
+    chosen_tokens: ChosenTokens, choice: Choice | None, node: ir.Node, layer: PagedLayer
+) -> tuple[Callable[[Sequence[ir.Value]], ir.Value] | None, int | None]:
+    """Return what makes the positions that a layer reads, of its blocks, and how many; ``None`` where it reads all."""
+    if choice is None:
+        return None, None
+    # the key of an indexer is the end of a row of its layer; others share what that one chose
+    first = layer.head_size - choice.size if choice.layer == layer.number else 0
+    return partial(chosen_tokens.choose, choice, node, first), choice.count
+
+
+def _drop_unread(model: ir.Model) -> None:
+    """Drop nodes that nothing reads, and the ports that one row of blocks, lengths and tokens takes the place of."""
+    graph = model.graph
+    for value in [value for value in graph.outputs if is_of_indexer(value)]:
+        graph.outputs.remove(value)
+    with bodies_aside(model):
+        RemoveUnusedNodesPass()(model)
+    unread = (ATTENTION_MASK, PAST_LENGTH, NEW_LENGTH)
+    for value in [value for value in graph.inputs if value.name in unread or is_of_indexer(value)]:
+        graph.inputs.remove(value)
 
 
 def _rounding(layer: PagedLayer) -> Fact | None:

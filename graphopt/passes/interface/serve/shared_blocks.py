@@ -17,6 +17,8 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING
 from graphopt.runtime_ops.paged_attention.spec.layout import latent_width, width
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from graphopt.analysis.structure.paged_caches import PagedLayer
     from graphopt.passes.interface.serve.packed_tokens import PackedTokens
 
@@ -40,6 +42,12 @@ def why_not_shared(node: ir.Node, layer: PagedLayer, block: int) -> Fact | None:
         return READS_LESS()
     if sinks is not None and sinks.shape is not None and len(sinks.shape) > 1:
         return READS_LESS()
+    return why_not_stored(layer, block)
+
+
+def why_not_stored(layer: PagedLayer, block: int) -> Fact | None:
+    """Return why blocks of so many tokens cannot store a layer; ``None`` where they can."""
+    kv = layer.attributes
     if kv.clip < 1:
         return STORED_AS(why="tokens are rounded one by one, and their codes are not clipped: leave clip out")
     if kv.value_storage:
@@ -69,8 +77,24 @@ def _width(layer: PagedLayer, block: int) -> int:
     return width(layer.head_size, layer.attributes.storage)
 
 
-def share_blocks(graph: ir.Graph, node: ir.Node, layer: PagedLayer, tokens: PackedTokens, block: int) -> ir.Node:
-    """Put ``PagedAttention`` where ``KVAttention`` stands, and its blocks where the pages are ports."""
+def share_blocks(
+    graph: ir.Graph,
+    node: ir.Node,
+    layer: PagedLayer,
+    tokens: PackedTokens,
+    block: int,
+    choose: Callable[[Sequence[ir.Value]], ir.Value] | None = None,
+) -> ir.Node:
+    """Put ``PagedAttention`` where ``KVAttention`` stands, and its blocks where the pages are ports.
+
+    Args:
+        graph: of the node.
+        node: the ``KVAttention``.
+        layer: as it is to be stored.
+        tokens: of the graph.
+        block: tokens of a block.
+        choose: makes, of the blocks of keys and values, the positions that tokens read; ``None`` where they read all.
+    """
     kv = layer.attributes
     names = ("kv_heads", "window", "scale", "softcap", "storage")
     attributes = {name: getattr(kv, name) for name in names}
@@ -87,6 +111,10 @@ def share_blocks(graph: ir.Graph, node: ir.Node, layer: PagedLayer, tokens: Pack
     inputs |= {state: pools.get(part, no_scales) for part, state in states.items()}
     if kv.key_feedback:
         inputs["feedback"] = wide_feedback(graph, node, layer)
+    if choose is not None:
+        no_feedback = shared_constant(graph, "serve.no_feedback", np.zeros(0, np.float16))
+        inputs |= {"feedback": no_feedback, "choice": choose([pools[part] for part in GROWING])}
+        attributes["chooses"] = 1
     attention = OPERATORS["PagedAttention"].node(inputs, attributes, name=node.name)
     attention.metadata_props.update(node.metadata_props)
     for state in STATES:

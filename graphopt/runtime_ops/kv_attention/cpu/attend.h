@@ -160,6 +160,46 @@ struct Reader : Lookahead {
     read(logical, alike, lines, layout.page, &run, &values, channels);
   }
 
+  // Reads a page of chosen tokens, whose latents are put side by side first: wherever they lie, [lines, size, 16].
+  void read_chosen(int64_t logical) const {
+    const Member member = queries.member(0);
+    const size_t token = call.token(member.row, member.column), before = static_cast<size_t>(logical) * layout.page;
+    const int32_t* const positions = call.chosen + token * call.most_chosen + before;
+    const size_t left = call.chosen_counts[token] - before, count = left < layout.page ? left : layout.page;
+    buffers.seen[0] = {};
+    buffers.seen[0].end[0] = static_cast<int>(count);
+    with_any_storage(layout.storage, [&](auto holds) {
+      if constexpr (!is_codes(holds)) {
+        using Number = typename decltype(holds)::Number;
+        if constexpr (!is_scaled<Number>) gather_latents<Number>(positions, count);
+      }
+    });
+    read_latent(logical, true, (count + kColumns - 1) / kColumns, static_cast<const float*>(buffers.keys), 0);
+  }
+
+  template <typename Number>
+  void gather_latents(const int32_t* positions, size_t count) const {
+    const size_t size = layout.size, of_run = call.run_tokens(), lines = (count + kColumns - 1) / kColumns;
+    for (size_t c = 0; c < size; ++c) {  // what stands behind the last token is not seen, and must be a number
+      store_line(buffers.keys + ((lines - 1) * size + c) * kColumns, all_lanes(0.f));
+    }
+    for (size_t t = 0, end = 0; t < count; t = end) {
+      // tokens of one line of a run are read together
+      const auto first = static_cast<size_t>(positions[t]);
+      while (end < count && static_cast<size_t>(positions[end]) / kColumns == first / kColumns) ++end;
+      const TokenRun run(call, call.place(queries.row, queries.head, first / of_run));
+      const Number* const line = reinterpret_cast<const Number*>(run.keys) + first % of_run / kColumns * size * kColumns;
+      for (size_t c = 0; c < size; ++c) {
+        alignas(kLine) float numbers[kColumns];
+        store_line(numbers, load_numbers(line, c * kColumns));
+        for (size_t i = t; i < end; ++i) {
+          buffers.keys[(i / kColumns * size + c) * kColumns + i % kColumns] =
+              numbers[static_cast<size_t>(positions[i]) % kColumns];
+        }
+      }
+    }
+  }
+
   // `next` is the page that is read then.
   void read_page(PageEntry entry, PageEntry next) const {
     const int64_t logical = entry >> 1;
@@ -261,6 +301,14 @@ constexpr size_t kLookedUp = 2;  // pages ahead
 
 // Readers of different heads, and otherwise of the same pages, take turns.
 inline void read_pages(const Attention& call, const Reader* readers, size_t count, size_t first, size_t end) {
+  if (call.layout.chooses) {
+    for (size_t index = first; index < end; ++index) {
+      for (const Reader* reader = readers; reader != readers + count; ++reader) {
+        reader->read_chosen(reader->queries.entry(index) >> 1);
+      }
+    }
+    return;
+  }
   for (const Reader* reader = readers; first < end && reader != readers + count; ++reader) {
     reader->ask_for(reader->queries.entry(first));
   }

@@ -31,6 +31,9 @@ struct Attention {
   const float *query = nullptr, *key = nullptr, *value = nullptr;
   const float *sink_logits = nullptr, *sink_query = nullptr;  // null if absent
   const Half* feedback = nullptr;                             // [kv_heads, size, size]; null if absent
+  const int32_t* chosen = nullptr;  // [tokens, most_chosen], the positions that each reads, where the layout chooses
+  size_t most_chosen = 0;
+  const size_t* chosen_counts = nullptr;                      // [tokens], how many of them each reads
   const int64_t *past = nullptr, *fresh = nullptr;            // tokens stored, and tokens of this call, of each row
   State state = {};
   float* y = nullptr;

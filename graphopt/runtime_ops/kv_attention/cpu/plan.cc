@@ -23,6 +23,7 @@ namespace {
 // How many columns from this one on read pages together: those of a whole block, where they choose pages in blocks.
 size_t columns_together(const Attention& call, Queries* queries) {
   const Layout& layout = call.layout;
+  if (layout.chooses) return 1;
   const Policy policy = call.policies[queries->head];
   const size_t left = call.end_column(queries->row) - queries->first_column;
   queries->has_list = makes_lists(policy);
@@ -43,6 +44,11 @@ void find_pages(const Attention& call, Queries* queries) {
   const int64_t last = call.position(queries->row, queries->end_column - 1);
   const Policy policy = call.policies[queries->head];
   queries->whole = reads_all(policy);
+  if (layout.chooses) {  // pages are of so many chosen tokens, one behind the other
+    const size_t count = call.chosen_counts[call.token(queries->row, queries->first_column)];
+    queries->pages = (count + layout.page - 1) / layout.page;
+    return;
+  }
   if (queries->has_list) {
     queries->pages = chooses_in_blocks(policy) ? static_cast<size_t>(layout.page_of(last)) + 1
                                                : longest_list(policy, layout, last);

@@ -33,7 +33,7 @@ struct AttendScratch {
     take(&scores, rows * layout.page), take(&sink_scores, rows * layout.page);
     take(&factors, rows), take(&seen, rows);
     const size_t decoded = layout.page * layout.size;
-    take(&keys, layout.integers() || layout.scales_tokens() ? decoded : 0);
+    take(&keys, layout.integers() || layout.scales_tokens() || layout.chooses ? decoded : 0);
     take(&values, (layout.integers() && !kMultiplyCodes) || layout.scales_tokens() || layout.latent() ? decoded : 0);
     return bytes;
   }

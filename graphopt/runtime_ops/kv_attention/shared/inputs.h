@@ -12,7 +12,7 @@ enum KVInput : size_t {
   kQuery, kKey, kValue, kPast, kNew, kSinkLogits, kSinkQuery, kKeys, kValues, kScales, kRecent, kSummaries, kKVInputs
 };
 constexpr size_t kKeyFeedback = kKVInputs;  // behind them, of nodes with the attribute key_feedback
-constexpr int64_t kMostSize = 256, kMostOfFloats = 512, kMostLatent = 1024;  // channels of a head
+constexpr int64_t kMostSize = 256, kMostOfFloats = 512, kMostLatent = 1280;  // channels of a head
 constexpr size_t kStates = 5;  // keys to summaries; output 1 + i is the updated input kKeys + i
 
 // The types of a node's tensors, from that of queries, keys and values, and that of pages.

@@ -35,7 +35,7 @@ FLOATS = {name: parameter.dtype for name, parameter in STORAGE_OF.items() if par
 LEVELS = {name: parameter.levels for name, parameter in STORAGE_OF.items() if parameter.levels is not None}
 """The largest code of a storage of integers."""
 
-MOST_CHANNELS, MOST_OF_FLOATS, MOST_LATENT = 256, 512, 1024
+MOST_CHANNELS, MOST_OF_FLOATS, MOST_LATENT = 256, 512, 1280
 """Numbers of a head, at most; of one in pages of floats that no policy chooses; of a row of which values are a part."""
 
 LANES = 16

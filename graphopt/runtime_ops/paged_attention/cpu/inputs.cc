@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <iterator>
 #include <new>
 
@@ -70,6 +71,11 @@ OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, in
     return node.error("its attribute key_feedback must be 0 or 1, and 0 for floats; it is %lld for %s",
                       print(layout.key_feedback), storage);
   }
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "chooses", &layout.chooses));
+  if (layout.chooses != 0 && !(layout.chooses == 1 && layout.latent() && !layout.window)) {
+    return node.error("its attribute chooses must be 0, or 1 with a value_size and no window; it is %lld",
+                      print(layout.chooses));
+  }
   layout.window = std::min(layout.window, kMostTokens);
   layout.kv_heads = static_cast<size_t>(heads);
   policies.reset(new (std::nothrow) Policy[layout.kv_heads]());
@@ -84,8 +90,9 @@ OrtStatus* PagedGiven::read(const Node& node, const PagedAttributes& attributes,
   size_t tokens = 0;
   GRAPHOPT_RETURN_IF_ERROR(check_pools(node, call));
   GRAPHOPT_RETURN_IF_ERROR(check_tokens(node, call, &tokens));
-  if (call->layout.key_feedback) GRAPHOPT_RETURN_IF_ERROR(feedback.read_feedback(node, context, kPagedInputs, call));
+  if (call->layout.key_feedback) GRAPHOPT_RETURN_IF_ERROR(feedback.read_feedback(node, context, kPagedFeedback, call));
   GRAPHOPT_RETURN_IF_ERROR(check_lengths(node, call, tokens));
+  if (call->layout.chooses) GRAPHOPT_RETURN_IF_ERROR(read_chosen(node, context, call, tokens));
   return check_blocks(node, *call, tokens);
 }
 
@@ -189,6 +196,44 @@ OrtStatus* PagedGiven::check_lengths(const Node& node, Attention* call, size_t t
     lengths[row] = stored[row], lengths[call->rows + row] = int64_t{begins[row + 1]} - begins[row];
   }
   call->past = lengths.get(), call->fresh = lengths.get() + call->rows;
+  return nullptr;
+}
+
+OrtStatus* PagedGiven::read_chosen(const Node& node, OrtKernelContext* context, Attention* call, size_t tokens) {
+  const OrtValue *empty = nullptr, *value = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, kPagedFeedback, &empty));
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, kPagedChosen, &value));
+  if (!empty || !value) return node.error("feedback and choice must be given, as its attribute chooses is 1");
+  GRAPHOPT_RETURN_IF_ERROR(feedback.read(node, empty, "feedback"));
+  GRAPHOPT_RETURN_IF_ERROR(chosen.read(node, value, "choice"));
+  if (feedback.rank != 1 || feedback.shape[0]) {
+    return node.error("feedback must have the shape [0] where tokens are chosen; it is %s", Text(feedback).characters);
+  }
+  const Given& query = tensors[kPagedQuery];
+  const size_t leading = (query.rank - 1) * sizeof *query.shape;
+  if (chosen.rank != query.rank || std::memcmp(chosen.shape, query.shape, leading)) {
+    return node.error("choice must have the leading dimensions of query %s; it is %s", Text(query).characters,
+                      Text(chosen).characters);
+  }
+  counts.reset(new (std::nothrow) size_t[tokens + 1]);
+  if (!counts) return node.error("no memory for what %zu tokens choose", tokens);
+  const auto most = static_cast<size_t>(chosen.shape[chosen.rank - 1]);
+  const auto* const all = static_cast<const int32_t*>(chosen.data);
+  for (size_t row = 0; row < call->rows; ++row) {
+    for (size_t column = 0; column < call->end_column(row); ++column) {
+      const size_t token = call->token(row, column);
+      const int32_t *const begin = all + token * most, *const end = std::find(begin, begin + most, -1);
+      const bool rises = std::adjacent_find(begin, end, std::greater_equal<int32_t>()) == end;
+      const bool ends = std::all_of(end, begin + most, [](int32_t position) { return position == -1; });
+      if (begin == end || !rises || !ends || *begin < 0 || end[-1] > call->position(row, column)) {
+        return node.error("token %zu must choose positions that rise from 0 to %lld at most, one at least, and -1 behind "
+                          "them",
+                          token, print(call->position(row, column)));
+      }
+      counts[token] = static_cast<size_t>(end - begin);
+    }
+  }
+  call->chosen = all, call->most_chosen = most, call->chosen_counts = counts.get();
   return nullptr;
 }
 

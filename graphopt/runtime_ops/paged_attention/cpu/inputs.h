@@ -12,6 +12,7 @@ enum PagedInput : size_t {
   kPagedQuery, kPagedKey, kPagedValue, kStarts, kPagedPast, kTable, kPagedLogits, kKeyBlocks, kValueBlocks, kKeyScales,
   kValueScales, kPagedInputs
 };
+constexpr size_t kPagedFeedback = kPagedInputs, kPagedChosen = kPagedInputs + 1;  // of nodes that an attribute says
 constexpr size_t kPools = 4;  // output 1 + i is the updated input kKeyBlocks + i
 
 // The attributes of a node.
@@ -26,6 +27,8 @@ struct PagedGiven {
   static const char* const kNames[kPagedInputs];
   Given tensors[kPagedInputs];
   Given feedback;                      // of nodes with the attribute key_feedback
+  Given chosen;                        // of nodes with the attribute chooses
+  std::unique_ptr<size_t[]> counts;    // positions that each token chooses
   std::unique_ptr<int64_t[]> lengths;  // past, then new tokens of each request
   Given y;                             // the output as it will be: only its type and its shape
 
@@ -36,6 +39,7 @@ struct PagedGiven {
   OrtStatus* check_pools(const Node& node, Attention* call) const;
   OrtStatus* check_tokens(const Node& node, Attention* call, size_t* tokens);
   OrtStatus* check_lengths(const Node& node, Attention* call, size_t tokens);
+  OrtStatus* read_chosen(const Node& node, OrtKernelContext* context, Attention* call, size_t tokens);
   OrtStatus* check_blocks(const Node& node, const Attention& call, size_t tokens) const;
 };
 

@@ -17,11 +17,12 @@ namespace {
 template <int Activations>
 struct Kernel {
   static constexpr const char* kName = "PagedAttention";
-  static constexpr size_t kInputs = kPagedInputs + 1, kOptionalInputs = 1, kOutputs = 1 + kPools;
+  static constexpr size_t kInputs = kPagedInputs + 2, kOptionalInputs = 2, kOutputs = 1 + kPools;
   static int input_type(size_t index, int blocks) {
     if (index <= kPagedValue) return Activations;
     if (index <= kTable) return kInt32;
-    if (index == kPagedInputs) return kFloat16;  // feedback
+    if (index == kPagedFeedback) return kFloat16;
+    if (index == kPagedChosen) return kInt32;
     return index == kKeyBlocks || index == kValueBlocks ? blocks : static_cast<int>(kFloat);
   }
   static int output_type(size_t index, int blocks) {

@@ -58,7 +58,9 @@ def overload(**attributes: Any) -> str:
     parts = [f"value_size={value_size}"] if value_size else [] if is_float else [str(storage)]
     if attributes.get("key_feedback", 0) and is_float:
         raise ValueError(f"PagedAttention: key_feedback is 0, or 1 for integers; it is 1 for {storage!r}")
-    parts += [f"{name}=1" for name in ("chunks", "key_feedback") if attributes.get(name, 0)]
+    if attributes.get("chooses", 0) and (not value_size or attributes.get("window", 0)):
+        raise ValueError("PagedAttention: chooses is 0, or 1 with a value_size and no window")
+    parts += [f"{name}=1" for name in ("chunks", "key_feedback", "chooses") if attributes.get(name, 0)]
     return ",".join(parts)
 
 
@@ -76,8 +78,9 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     name, value_size = overload(**attributes), attributes.get("value_size", 0)
     storage = attributes["storage"] if STORAGES[attributes["storage"]].levels is not None else ""
     is_chunked = bool(attributes.get("chunks", 0))
-    ports = [port for port in SCHEMA.inputs if not port.is_trailing or attributes.get("key_feedback", 0)]
-    schema = replace(SCHEMA, inputs=tuple(ports))
+    trailing = 2 if attributes.get("chooses", 0) else 1 if attributes.get("key_feedback", 0) else 0
+    required_count = sum(not port.is_trailing for port in SCHEMA.inputs)
+    schema = replace(SCHEMA, inputs=SCHEMA.inputs[: required_count + trailing])
     return build_body(schema, name, opset, lambda op, inputs: _write(op, storage, value_size, is_chunked, inputs))
 
 
@@ -88,8 +91,7 @@ def _write(
     heads = op.Reshape(_of_node(op, "kv_heads"), [1])
     page = op.Shape(inputs["keys"], start=1, end=2)
     query, key, value = (op.Cast(inputs[name], to=_FLOAT) for name in ("query", "key", "value"))
-    count = op.Div(op.Size(key), op.Max(op.Squeeze(op.Shape(key, start=-1), [0]), 1))
-    count = op.Reshape(count, [1])
+    count = op.Reshape(op.Div(op.Size(key), op.Max(op.Squeeze(op.Shape(key, start=-1), [0]), 1)), [1])
     key = op.Reshape(key, op.Concat(count, heads, [-1], axis=0))
     size = op.Shape(key, start=2, end=3)
     first, ends = op.Slice(starts, [0], [-1]), op.Slice(starts, [1], [2**62])
@@ -99,6 +101,10 @@ def _write(
     row, column, block, slot, is_shared = _slots_of(op, first, ends, past, table, count, page)
     refusal = _refusal(op, storage, value_size, inputs["keys"], starts, past, table, lengths, total, count, is_shared)
     block = op.Add(block, refusal)
+    choice = inputs.get("choice")
+    if choice is not None:
+        choice = op.Reshape(op.Cast(choice, to=_INT64), op.Concat(count, op.Shape(choice, start=-1), axis=0))
+        block = op.Add(block, _refusal_of_chosen(op, choice, op.Add(op.Gather(past, row), column)))
     pools, scales = (inputs["keys"], inputs["values"]), (inputs["key_scales"], inputs["value_scales"])
     if value_size:
         keys, values = append_latents(op, pools, key, block, slot)
@@ -128,6 +134,9 @@ def _write(
         V = pages_of(op, storage, values, value_scales, safe)
     query_positions = op.Reshape(op.Add(op.Unsqueeze(past, [1]), step), [0, -1, 1])  # B, S, 1
     is_read = _is_read(op, query_positions, _range(op, op.Shape(K, start=2, end=3)), is_chunked)
+    if choice is not None:
+        are_chosen = _are_chosen(op, choice, op.Shape(K, start=2, end=3))
+        is_read = op.And(is_read, op.Gather(are_chosen, token_indices))
     y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), inputs["sink_logits"], heads)
     y = op.Transpose(y, perm=[0, 3, 1, 2, 4])
     tensor = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
@@ -165,6 +174,29 @@ def _is_read(op: OpBuilder, query_positions: ir.Value, key_positions: ir.Value, 
     reach = op.Add(op.Mod(query_positions, window), 1) if is_chunked else no_chunks
     is_near = op.Greater(key_positions, op.Sub(query_positions, reach))
     return op.And(op.LessOrEqual(key_positions, query_positions), is_near)
+
+
+def _are_chosen(op: OpBuilder, choice: ir.Value, length: ir.Value) -> ir.Value:
+    """Return which of so many positions each token chooses, bool [T, L], for choice [T, K]."""
+    indices = op.Where(op.Less(choice, 0), length, op.Min(choice, length))
+    zeros = op.Expand(0.0, op.Concat(op.Shape(choice, start=0, end=1), op.Add(length, 1), axis=0))
+    marks = op.ScatterElements(zeros, indices, op.Expand(1.0, op.Shape(choice)), axis=1)
+    return op.Cast(op.Slice(marks, [0], length, [1]), to=_BOOL)
+
+
+def _refusal_of_chosen(op: OpBuilder, choice: ir.Value, positions: ir.Value) -> ir.Value:
+    """Return 0, int64 [1]; a Gather fails if what tokens at positions [T] choose, [T, K], does not fit them."""
+    values, next_values = op.Slice(choice, [0], [-1], [1]), op.Slice(choice, [1], [2**62], [1])
+    is_real, falls = op.GreaterOrEqual(next_values, 0), op.Or(op.LessOrEqual(next_values, values), op.Less(values, 0))
+    counts = op.ReduceSum(op.Cast(op.GreaterOrEqual(choice, 0), to=_INT64), [1], keepdims=0)
+    wrong = [
+        op.Or(op.Less(choice, -1), op.Greater(choice, op.Unsqueeze(positions, [1]))),
+        op.And(is_real, falls),
+        op.Less(counts, 1),
+    ]
+    flat = op.Concat(*(op.Reshape(condition, [-1]) for condition in wrong), axis=0)
+    error_count = op.ReduceSum(op.Cast(flat, to=_INT64), keepdims=1)
+    return op.Gather([0], op.Min(error_count, 1))
 
 
 def _attend(

@@ -1,10 +1,10 @@
 """``ai.graphopt::PagedAttention``, version 1: attention of many requests, whose tokens stand one behind the other.
 
 B requests, T new tokens of all of them, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
-D head size (a multiple of 16, up to 512, or to 1024 with a ``value_size``; for codes up to 256, of 32 for int4, of 64
+D head size (a multiple of 16, up to 512, or to 1280 with a ``value_size``; for codes up to 256, of 32 for int4, of 64
 for int6), N blocks of P tokens each (16, 32, 64 or 128), C columns of the block table.
 
-Inputs, all but the last required:
+Inputs, all but the last two required:
     query: float or float16 [..., Hq D]; the leading dimensions together are the T tokens.
     key, value: the type of query, [..., Hk D], the same tokens; value is [0] with a ``value_size``.
     starts: int32 [B + 1]: the new tokens of request b are starts[b] .. starts[b + 1] - 1. starts[0] = 0, starts[B] = T.
@@ -16,7 +16,9 @@ Inputs, all but the last required:
         and 3 D / 4 for int6. What lies where within a block says :mod:`.layout`, and not this shape: heads one
         behind the other, keys [P/16, W, 16]. With a ``value_size`` W = D / 2, and both hold half of a block's tokens.
     key_scales, value_scales: float [N, P, Hk], of blocks of integers; [0] for floats.
-    feedback: float16 [Hk, D, D], of nodes with ``key_feedback``, which alone have it.
+    feedback: float16 [Hk, D, D], of nodes with ``key_feedback``; [0] of those with ``chooses``, and others lack it.
+    choice: int32 [..., K], of nodes with ``chooses``, which alone have it: the positions that a token reads, rising and
+        at most its own, and -1 behind them. The leading dimensions are those of query.
 
 Attributes:
     kv_heads: int, Hk.
@@ -30,6 +32,8 @@ Attributes:
         which is stored as floats, in blocks of 32 tokens or more.
     key_feedback: int, 0 or 1, of blocks of integers; absent: 0. With 1 the channels of a new key are rounded one after
         the other, and what one is rounded by changes those behind it by ``feedback``, as in ``KVAttention``.
+    chooses: int, 0 or 1, of latents without a window; absent: 0. With 1 a token reads what ``choice`` says and no other
+        (DeepSeek-V3.2, DeepSeek-AI 2025, section 2.1).
 
 Outputs:
     y: the type and the shape of query; [..., Hq V] with a ``value_size``.
@@ -37,13 +41,15 @@ Outputs:
         the inputs lie.
 
 The new tokens of all requests are stored first, rounded to the storage; then each query at position p reads the
-positions <= p (> p - window) of its request: y = softmax(scale q . k, softcapped, and the sink logit) V. A key that is
-read and not finite makes y NaN, a value that is read its channel; of integers all its channels. Requests may share
-blocks that they read (a common prefix), but a block with a new token belongs to one request.
+positions <= p (> p - window) of its request, or those that it chooses: y = softmax(scale q . k, softcapped, and the
+sink logit) V. A key that is read and not finite makes y NaN, a value that is read its channel; of integers all its
+channels. Requests may share blocks that they read (a common prefix), but a block with a new token belongs to one
+request.
 
 It is an error if D or P is another size; if `starts` does not begin with 0, falls, or does not end with T; if a number
 of tokens is negative; if a request needs more than C P tokens; if a block that it needs is not one of the N; if a block
-is to get new tokens of two requests, or stands twice where one request writes.
+is to get new tokens of two requests, or stands twice where one request writes; if a token chooses no position, or the
+positions that it chooses do not rise, or one is not from 0 to its own.
 
 This is the PagedAttention of vLLM (Kwon et al. 2023) as onnxruntime-genai's Engine hands it to a graph.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
 
 
-def reference(
+def reference(  # noqa: PLR0913, the attributes of the node
     *inputs: Array,
     kv_heads: int,
     window: int,
@@ -35,6 +36,7 @@ def reference(
     value_size: int = 0,
     chunks: int = 0,
     key_feedback: int = 0,
+    chooses: int = 0,
 ) -> tuple[Array, ...]:
     """Return y, float64 in the shape of `query`, and the blocks and scales after the call.
 
@@ -50,19 +52,14 @@ def reference(
         value_size: 0 where values are stored.
         chunks: 1 where the window is a chunk.
         key_feedback: 1 where the last input is ``feedback``.
+        chooses: 1 where the last inputs are an empty ``feedback`` and ``choice``.
 
     Raises:
         ValueError: shapes or numbers do not fit one another; nothing is computed then.
     """
-    if kv_heads < 1 or window < 0:
-        raise ValueError(f"PagedAttention: kv_heads is at least 1 and window at least 0, not {kv_heads} and {window}")
-    if chunks not in (0, 1) or (chunks and not window):
-        raise ValueError(f"PagedAttention: chunks is 0, or 1 with a window above 0; they are {chunks} and {window}")
-    if storage not in STORAGES:
-        raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
-    if key_feedback not in (0, 1) or (key_feedback and STORAGES[storage].levels is None):
-        raise ValueError(f"PagedAttention: key_feedback is 0, or 1 for integers; it is {key_feedback} for {storage}")
-    inputs, feedback = (inputs[:-1], inputs[-1]) if key_feedback else (inputs, None)
+    _check_reach(kv_heads, window, chunks)
+    _check_kinds(storage, window, value_size=value_size, key_feedback=key_feedback, chooses=chooses)
+    inputs, feedback, choice = _without_trailing(inputs, key_feedback=key_feedback, chooses=chooses)
     query, key, value, starts, past, block_table, sink_logits, keys, values, key_scales, value_scales = inputs
     _check_pools(keys, values, (key_scales, value_scales), kv_heads, storage, value_size)
     size = 2 * keys.shape[3] if value_size else head_size(keys.shape[3], storage)
@@ -76,11 +73,15 @@ def reference(
         )
     q = query.reshape(tokens, kv_heads, -1, size).astype(np.float64)
     blocks, slots = _slots(starts, past, block_table, keys).T
+    if choice is not None:
+        choice = _rows_of_chosen(choice, query, starts, past)
     if value_size:
         latents = unpack_latents(keys, values, storage).copy()
         latents[blocks, :, slots] = store_tokens(key.reshape(tokens, kv_heads, size), storage)[0]
         K = restore_tokens(latents, None, storage)
-        y = _attend_all(q, K, K[..., :value_size], inputs, scale=scale, reach=(window, chunks), softcap=softcap)
+        y = _attend_all(
+            q, K, K[..., :value_size], inputs, scale=scale, reach=(window, chunks), softcap=softcap, choice=choice
+        )
         return y.reshape(*query.shape[:-1], -1), *pack_latents(latents, storage), key_scales, value_scales
     after, scales, numbers = [], [], []
     for pool, given, new, are_keys in ((keys, key_scales, key, True), (values, value_scales, value, False)):
@@ -108,6 +109,7 @@ def _attend_all(
     scale: float,
     reach: tuple[int, int],
     softcap: float,
+    choice: Array | None = None,
 ) -> Doubles:
     """Return y [T, Hk, G, V] for q [T, Hk, G, D] over blocks of keys [N, Hk, P, D] and values [N, Hk, P, V]."""
     _, _, _, starts, past, block_table, sink_logits, *_ = inputs
@@ -118,7 +120,9 @@ def _attend_all(
         pages = block_table[row, : -(-(before + len(span)) // page)]
         K, V = (token[pages].swapaxes(1, 2).reshape(-1, kv_heads, token.shape[-1]) for token in (keys, values))
         for position, token in enumerate(span, start=before):
-            visible = slice(int(first_seen(position, *reach)), position + 1)
+            visible: slice | Array = slice(int(first_seen(position, *reach)), position + 1)
+            if choice is not None:
+                visible = choice[token][choice[token] >= 0]
             y[token] = _attend(q[token], K[visible], V[visible], sink_logits, float(np.float32(scale)), softcap)
     return y
 
@@ -157,6 +161,59 @@ def _slots(starts: Array, past: Array, table: Array, keys: Array) -> npt.NDArray
     if len({*new_blocks}) < len(new_blocks):
         raise ValueError("PagedAttention: a block is written for two requests, or twice for one")
     return np.array(slots, np.int64).reshape(-1, 2)
+
+
+def _check_reach(kv_heads: int, window: int, chunks: int) -> None:
+    if kv_heads < 1 or window < 0:
+        raise ValueError(f"PagedAttention: kv_heads is at least 1 and window at least 0, not {kv_heads} and {window}")
+    if chunks not in (0, 1) or (chunks and not window):
+        raise ValueError(f"PagedAttention: chunks is 0, or 1 with a window above 0; they are {chunks} and {window}")
+
+
+def _check_kinds(storage: str, window: int, *, value_size: int, key_feedback: int, chooses: int) -> None:
+    if storage not in STORAGES:
+        raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
+    if key_feedback not in (0, 1) or (key_feedback and STORAGES[storage].levels is None):
+        raise ValueError(f"PagedAttention: key_feedback is 0, or 1 for integers; it is {key_feedback} for {storage}")
+    if chooses not in (0, 1) or (chooses and (not value_size or window)):
+        raise ValueError(
+            f"PagedAttention: chooses is 0, or 1 with a value_size and no window; it is {chooses} with {value_size} "
+            f"and {window}"
+        )
+
+
+def _without_trailing(
+    inputs: tuple[Array, ...], *, key_feedback: int, chooses: int
+) -> tuple[tuple[Array, ...], Array | None, Array | None]:
+    """Return the inputs that all nodes have, ``feedback``, and ``choice``; ``None`` where the node has none."""
+    if not chooses:
+        return (inputs[:-1], inputs[-1], None) if key_feedback else (inputs, None, None)
+    *required_inputs, empty, choice = inputs
+    if empty.shape != (0,):
+        raise ValueError(f"PagedAttention: feedback is [0] where tokens are chosen, not {list(empty.shape)}")
+    return tuple(required_inputs), None, choice
+
+
+def _rows_of_chosen(choice: Array, query: Array, starts: Array, past: Array) -> Array:
+    """Return the positions that tokens read as [T, K].
+
+    Raises:
+        ValueError: they do not rise, or are not from 0 to that of their token, or there are none.
+    """
+    if choice.ndim != query.ndim or choice.shape[:-1] != query.shape[:-1]:
+        raise ValueError(f"PagedAttention: choice is {list(query.shape[:-1])} and K, not {list(choice.shape)}")
+    positions = [before + i for row, before in enumerate(past.tolist()) for i in range(starts[row + 1] - starts[row])]
+    rows: Array = choice.reshape(len(positions), -1)
+    for token, (numbers, position) in enumerate(zip(rows.tolist(), positions, strict=True)):
+        count = next((index for index, number in enumerate(numbers) if number == -1), len(numbers))
+        rises = all(a < b for a, b in pairwise(numbers[:count]))
+        is_in_range = all(0 <= number <= position for number in numbers[:count])
+        if not count or not rises or not is_in_range or any(number != -1 for number in numbers[count:]):
+            raise ValueError(
+                f"PagedAttention: token {token} chooses positions that rise from 0 to {position} at most, one at "
+                f"least, and -1 behind them; it chooses {numbers}"
+            )
+    return rows
 
 
 def _check_pools(

@@ -14,6 +14,9 @@ from graphopt.runtime_ops.schema import Cost, Port, Role, Schema
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+CHOICE = Port("choice", Role.INDICES, (ir.DataType.INT32,), is_trailing=True)
+"""The positions that each token reads; nodes without ``chooses`` end before it, others have an empty ``feedback``."""
+
 _BLOCKS = tuple(dict.fromkeys(ir.DataType.from_numpy(storage.dtype) for storage in STORAGES.values()))
 
 POOLS = (
@@ -51,6 +54,7 @@ SCHEMA = Schema(
         SINK_LOGITS,
         *POOLS,
         FEEDBACK,
+        CHOICE,
     ),
     outputs=outputs_of(POOLS),
     attributes={
@@ -58,7 +62,7 @@ SCHEMA = Schema(
         **dict.fromkeys(("scale", "softcap"), ir.AttributeType.FLOAT),
         "storage": ir.AttributeType.STRING,
     },
-    optional=dict.fromkeys(("value_size", "chunks", "key_feedback"), ir.AttributeType.INT),
+    optional=dict.fromkeys(("value_size", "chunks", "key_feedback", "chooses"), ir.AttributeType.INT),
     shapes=shapes_of(POOLS),
     cost=cost,
 )
