@@ -53,7 +53,7 @@ class Unpack(Pass):
     the same tensors.
 
     Codes, scales and zero points are the same numbers in another layout; scales in two levels (``level_scales``) become
-    one constant. The step ``lower`` makes the same product
+    one constant, and digits of base 3 codes. The step ``lower`` makes the same product
     of them again, to the last bit. graphopt adds this step itself where a packed model is optimized once more by a
     recipe that has work with codes.
     """

@@ -9,7 +9,17 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.weights import Array, Expression, Region, Shape
-from graphopt.runtime_ops.matmul_table.spec.packing import TILE, UNIT, pack, tile, unpack, untile
+from graphopt.graph.weights.expression import widen
+from graphopt.runtime_ops.matmul_table.spec.packing import (
+    DIGIT_BYTES,
+    TILE,
+    UNIT,
+    pack,
+    pack_digits,
+    tile,
+    unpack,
+    untile,
+)
 
 if TYPE_CHECKING:
     from graphopt.numerics.formats import Format
@@ -36,6 +46,37 @@ class PackCodes(Expression):
     def evaluate(self, region: Region) -> Array:
         """Pack all codes."""
         return pack(self.source.numpy(), self.bits)[region]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DigitCodes(Expression):
+    """Packed codes of 2 bits, none of them 3, as digits of base 3: uint8 [..., tiles, units, 52]."""
+
+    source: Expression
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """Bytes."""
+        return ir.DataType.UINT8
+
+    @property
+    def shape(self) -> Shape:
+        """Units have fewer bytes."""
+        return (*self.source.shape[:-1], DIGIT_BYTES)
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """Units, and what the packed codes want whole."""
+        return self.source.whole | {len(self.shape) - 1}
+
+    def evaluate(self, region: Region) -> Array:
+        """Pack units in the region once more.
+
+        Raises:
+            ValueError: a code is 3.
+        """
+        units = widen(region, len(region) - 1, self.source.shape[-1])
+        return pack_digits(self.source.evaluate(units))[..., region[-1]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

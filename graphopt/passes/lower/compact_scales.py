@@ -1,4 +1,4 @@
-"""Scales are stored in fewer bytes where that loses nothing: in float16, or in two levels that kernels read."""
+"""Scales, and codes of three values, are stored in fewer bytes where that loses nothing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from graphopt.passes.common.float8_scales import Float8Scales, float8_scales
 from graphopt.passes.common.leveled_scales import EXACT, leveled_scales, read_levels
 from graphopt.passes.common.nested_levels import NestedLevels, nested_levels
 from graphopt.passes.common.scale_levels import PackedLevels, packed_levels
+from graphopt.passes.common.table_layout import DigitCodes
 from graphopt.runtime_ops import port, schema_of
 
 if TYPE_CHECKING:
@@ -29,13 +30,15 @@ FLOAT16_SCALES = Rule("compact_scales.stored", "{scales} in float16: {saved} byt
 FLOAT8_SCALES = Rule("compact_scales.float8", "{scales} in floats of 8 bits under a step: {saved} bytes less")
 NESTED_SCALES = Rule("compact_scales.nested", "{scales} in codes of 8 bits, {run} under a step: {saved} bytes less")
 LEVELS = Rule("compact_scales.levels", "{scales} as {form}: {saved} bytes less")
+DIGITS = Rule("compact_scales.digits", "{codes} as digits of base 3, five in a byte: {saved} bytes less")
 NOT_HALF = Rule("compact_scales.not-half", "float16 does not hold all of its numbers")
 
+_TWO_BITS = 64  # bytes of a unit
 _HALF, _WIDE = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
 class CompactScales(Pass):
-    """Store scales, and minimums of packed codes, in fewer bytes.
+    """Store scales and minimums of packed codes, and codes of three values, in fewer bytes.
 
     before::
 
@@ -47,6 +50,7 @@ class CompactScales(Pass):
         W = DequantizeLinear(codes, Cast(scales'; to float32))              scales': float16
         y = MatMulTable(x, codes, scales', table, minimums', ...; span, low)      scales': uint8 [tiles, bytes]
         y = MatMulTable(x, codes, Cast(Mul(Cast(levels), steps)), ...)            levels: float8, steps: float64
+        y = MatMulTable(x, digits, scales, table, ...; base)                      digits: uint8 [tiles, units, 52]
         y = MatMulTable(x, codes, Cast(Transpose(Reshape(Add(Mul(Gather(table, Cast(levels)), steps), offsets)))), ...)
 
     ``DequantizeLinear`` makes float32 of float32 scales only, but ``quantize_weights`` rounds scales to float16 where
@@ -66,6 +70,10 @@ class CompactScales(Pass):
     Scales of bitsandbytes that are quantized again are codes of 8 bits in a table of 256 numbers, which is multiplied
     by a number for 256 codes and shifted by another. Codes, in rows as in the checkpoint, and both numbers are stored:
     float32 [runs, 1], where a run is as long as blocks of all merged matrices allow.
+
+    Codes of a table of three numbers (BitNet b1.58, llama.cpp's TQ1_0 and TQ2_0) become digits of base 3, five in a
+    byte: 1.625 bits for a weight instead of 2. Kernels for CPUs take them apart in the first call, when they copy codes
+    into large pages anyway, so what runs behind it is the same. Kernels for GPUs read codes of 2 bits.
 
     Every recipe that stores codes gets this step at its end. The step ``widen_scales`` undoes it when an artifact is
     optimized again.
@@ -87,6 +95,7 @@ class CompactScales(Pass):
         graph, ledger = model.graph, context.ledger
         if context.target != "ort-cuda":
             _store_levels(graph, ledger)
+            _store_digits(graph, ledger)
         order = {node: position for position, node in enumerate(graph)}
         _store_bytes(graph, ledger, order)
         made_of: dict[str, WeightTensor] = {}
@@ -142,6 +151,32 @@ def _store_levels(graph: ir.Graph, ledger: Ledger) -> None:
                 graph.initializers.pop(placeholder.name or "", None)
         node.attributes.add(ir.AttrInt64("span", levels[0].span))
         node.attributes.add(ir.AttrInt64("low", levels[0].low))
+
+
+def _store_digits(graph: ir.Graph, ledger: Ledger) -> None:
+    """Let nodes read codes of a table of three numbers as digits."""
+    for codes in dict.fromkeys(port(node, "codes") for node in graph if reads_packed(node)):
+        if codes is None or not codes.is_initializer() or codes.const_value is None:
+            continue
+        source, uses = expression_of(codes.const_value), [*codes.uses()]
+        if source.shape[-1] != _TWO_BITS or not all(_reads_three(use.node, codes) for use in uses):
+            continue
+        digits, name = DigitCodes(source), codes.name or "codes"
+        del graph.initializers[name]
+        digit_codes = new_weight(graph, name, WeightTensor(digits))
+        for use in uses:
+            use.node.replace_input_with(use.idx, digit_codes)
+            use.node.attributes.add(ir.AttrInt64("base", 3))
+        savings = source.nbytes - digits.nbytes
+        ledger.changed(uses[0].node, DIGITS(codes=name, saved=savings), [use.node for use in uses])
+
+
+def _reads_three(node: ir.Node, codes: ir.Value) -> bool:
+    """Return whether a node reads packed codes, each of which is one of three in a table."""
+    if not reads_packed(node) or "base" not in schema_of(node).optional or port(node, "codes") is not codes:
+        return False
+    table = port(node, "table")
+    return table is not None and table.is_initializer() and table.const_value is not None and table.shape == (3,)
 
 
 def _store_bytes(graph: ir.Graph, ledger: Ledger, order: Mapping[ir.Node, int]) -> None:

@@ -10,15 +10,17 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.analysis.structure.cost import weight_totals
+from graphopt.analysis.structure.products import is_packed, reads_packed
 from graphopt.analysis.structure.scales import leveled_nodes, scale_values, widened_scales
 from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat
 from graphopt.passes.context import make_context
-from graphopt.passes.lower.compact_scales import CompactScales
+from graphopt.passes.lower.compact_scales import DIGITS, CompactScales
 from graphopt.passes.recipe import load_recipe
-from graphopt.runtime_ops import declare
+from graphopt.runtime_ops import declare, port
+from graphopt.runtime_ops.matmul_table.spec.packing import unpack
 from graphopt.tasks import task_of
 from tests.graphs import logits, residual_model, run_pass, save
 from tests.passes.codes.test_keep_codes import exact_logits, model_and_file
@@ -109,6 +111,58 @@ def test_codes_of_a_file_run_from_its_own_scales(tmp_path: Path) -> None:
     assert not leveled_nodes(model.graph)
     declare(model)
     assert np.array_equal(exact_logits(model, tmp_path / "widened"), before)
+
+
+@pytest.mark.parametrize(("kinds", "table"), [(("TQ1_0", "TQ2_0"), "TQ2_0"), (("TQ2_0", "Q4_K"), "Q8_0")])
+def test_codes_of_three_values_are_digits(kinds: tuple[str, str], table: str, tmp_path: Path) -> None:
+    """The same bits in fewer bytes, of matrices and of a table that is looked up; and codes again in the next run."""
+    model, file = model_and_file(tmp_path, kinds, table)
+    run_pass(model, "keep_codes", file=file)
+    run_pass(model, "lower", target="ort-cpu", instructions="avx2", activations="float32")
+    declare(model)
+    before, totals = exact_logits(model, tmp_path / "before"), weight_totals(model)
+    codes = {node.name: unpacked(node) for node in ternary_nodes(model)}
+    report = run_pass(model, "compact_scales")
+    assert DIGITS.code in {change.what.code for change in report.changes}
+    nodes = ternary_nodes(model)
+    assert {node.name for node in nodes} == codes.keys()
+    assert all(node.attributes.get_int("base", 0) == 3 for node in nodes)
+    assert weight_totals(model).parameters == totals.parameters
+    assert all(port(node, "codes").shape[-1] == 52 for node in nodes)  # type: ignore[union-attr, index]
+    declare(model)
+    assert np.array_equal(exact_logits(model, tmp_path / "after"), before)
+    for node in nodes:
+        assert np.array_equal(unpacked(node), codes[node.name])
+    run_pass(model, "widen_scales")
+    run_pass(model, "unpack")
+    assert not any(is_packed(node) for node in model.graph)
+    run_pass(model, "lower", target="ort-cpu", instructions="avx2", activations="float32")
+    declare(model)
+    assert np.array_equal(exact_logits(model, tmp_path / "again"), before)
+
+
+def test_products_on_gpus_read_codes_of_2_bits(tmp_path: Path) -> None:
+    model, file = model_and_file(tmp_path, ("TQ1_0",))
+    run_pass(model, "keep_codes", file=file)
+    run_pass(model, "lower", target="ort-cuda")
+    CompactScales()(model, make_context(task_of(model.graph), "ort-cuda"))
+    assert ternary_nodes(model)
+    assert not any(node.attributes.get_int("base", 0) for node in model.graph)
+
+
+def ternary_nodes(model: ir.Model) -> list[ir.Node]:
+    """Return the nodes that read packed codes of a table of three numbers."""
+    nodes = [node for node in model.graph if reads_packed(node)]
+    return [node for node in nodes if (table := port(node, "table")) is not None and table.shape == (3,)]
+
+
+def unpacked(node: ir.Node) -> np.ndarray:
+    """Return the codes that a node reads."""
+    codes = port(node, "codes")
+    assert codes is not None
+    assert codes.const_value is not None
+    rows, columns = (node.attributes.get_int(name, 0) for name in ("rows", "columns"))
+    return unpack(codes.const_value.numpy(), rows, columns)
 
 
 def test_kernels_for_gpus_read_floats(tmp_path: Path) -> None:

@@ -32,6 +32,10 @@ def packed_weights(draw: st.DrawFn, random: np.random.Generator) -> tuple[dict[s
         "bias": Tensor(random.standard_normal(columns).astype(np.float32), where),
     }
     sizes_of_node = {"rows": rows, "columns": columns, "group": group}
+    if bits == 2 and draw(st.booleans()):
+        inputs["codes"].values = random.integers(0, 256, (tiles, units, 52), np.uint8)
+        inputs["table"].values = inputs["table"].values[: draw(st.integers(3, 4))]
+        return inputs, {**sizes_of_node, "base": 3, **draw(minimums)}
     if draw(st.integers(0, 3)) == 0:
         span, low, width = draw(st.sampled_from([8, 16])), draw(st.integers(-128, 0)), draw(st.sampled_from([4, 6, 8]))
         for name in ("scales", "zero_points") if zero_points[0] > 1 else ("scales",):

@@ -97,7 +97,7 @@ struct Column {
       if (table.is_trellis) {
         value = trellis_value(weights, table, planes, unit, lane, width, j, i);
       } else {
-        const int code = planes.code(unit, lane, j, i);
+        const int code = weights.digits ? digit(unit, 64 * j + 4 * lane + i) : planes.code(unit, lane, j, i);
         if (static_cast<size_t>(code) >= table.entries) {
           unknown_code = code > unknown_code ? code : unknown_code;
           continue;

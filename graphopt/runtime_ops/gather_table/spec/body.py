@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.runtime_ops.dequantize_trellis.spec.op import CODES, window_value_nodes
 from graphopt.runtime_ops.gather_table.spec.schema import SCHEMA
-from graphopt.runtime_ops.matmul_table.spec.body import bits_of_codes, positions_of
+from graphopt.runtime_ops.matmul_table.spec.body import bits_of_codes, digits_of, positions_of
 from graphopt.runtime_ops.matmul_table.spec.levels import number_nodes
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE
 from graphopt.runtime_ops.matmul_table.spec.schema import overload
@@ -35,9 +35,10 @@ def function(opset: int, **attributes: Any) -> ir.Function:
         """Return a lane [n, 1] of the tile of each column, from the tiles with the axis of lanes moved to the front."""
         return tape.op("GatherND", [tape.op("Transpose", [whole], {"perm": perm}), lane], {"batch_dims": 1})
 
-    units = tape.op(
-        "Reshape", [positions_of(tape, _tiles(tape, codes, tile), maybe_none=True), ints(tape, 0, 0, 4, TILE, 4)]
-    )
+    own_tiles = _tiles(tape, codes, tile)
+    is_digits = bool(attributes.get("base", 0))
+    positions = digits_of(tape, own_tiles) if is_digits else positions_of(tape, own_tiles, maybe_none=True)
+    units = tape.op("Reshape", [positions, ints(tape, 0, 0, 4, TILE, 4)])
 
     def indices_of(lane: ir.Value) -> ir.Value:
         """Return the codes of a lane of the tile of each column, int32 [n, K]."""

@@ -11,7 +11,7 @@ Inputs, all of them required:
 Attributes:
     rows, columns: int, K and N.
     group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
-    minimums, trellis, span, low: as for ``MatMulTable``; optional.
+    minimums, trellis, span, low, base: as for ``MatMulTable``; optional.
 
 Output:
     y: float [..., K], the shape of ids with an axis of rows behind it, in float32 arithmetic. Column n = ids[...] is
@@ -36,7 +36,7 @@ from graphopt.runtime_ops.dequantize_trellis.spec.op import values_of
 from graphopt.runtime_ops.gather_table.spec.body import function
 from graphopt.runtime_ops.gather_table.spec.schema import SCHEMA
 from graphopt.runtime_ops.matmul_table.spec.levels import numbers_of
-from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, unpack, untile
+from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, confirm_base, unpack, untile
 from graphopt.runtime_ops.matmul_table.spec.schema import overload
 from graphopt.runtime_ops.operator import Operator
 
@@ -56,6 +56,7 @@ def reference(
     trellis: int = 0,
     span: int = 0,
     low: int = 0,
+    base: int = 0,
 ) -> npt.NDArray[np.float32]:
     """Return what the operator means, float32 [..., K].
 
@@ -69,6 +70,7 @@ def reference(
     of_row = np.arange(rows) // group
     full_zeros = np.broadcast_to(zero_points, scales.shape)
     scales_GN, zeros_GN = (untile(tiles.astype(np.float32), columns) for tiles in (scales, full_zeros))
+    confirm_base(codes, base)
     matrix_codes, table = unpack(codes, rows, columns), table.astype(np.float32)
     values = values_of(matrix_codes, table, bits_of(codes.shape)).T[ids] if trellis else table[matrix_codes.T[ids]]
     zeros, factors = (tiles.T[ids][..., of_row] for tiles in (zeros_GN, scales_GN))

@@ -9,7 +9,7 @@ Attributes:
     rows, columns, group: as for MatMulTable.
     bits: int, 8 or 4.
     clip: float above 0, at most 1.
-    minimums, trellis, span, low: as for MatMulTable; optional.
+    minimums, trellis, span, low, base: as for MatMulTable; optional.
 
 Output:
     y: the type of x, [..., N]::
@@ -104,6 +104,7 @@ def reference(
     trellis: int = 0,
     span: int = 0,
     low: int = 0,
+    base: int = 0,
 ) -> Doubles:
     """Return what the operator means: h in float64 and then rounded to float32, q and s in float32, then float64.
 
@@ -121,7 +122,7 @@ def reference(
         raise ValueError(f"activations have 8 or 4 bits, not {bits}")
     h = hadamard(x.astype(np.float64), left, right) if len(left) * len(right) > 1 else x
     activations = round_rows(h.astype(np.float32), LEVELS[bits], clip)
-    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis, span, low)
+    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis, span, low, base)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = activations @ weight + bias.astype(np.float64)
     return y

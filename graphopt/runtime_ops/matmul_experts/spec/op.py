@@ -12,8 +12,8 @@ Inputs, all of them required:
     experts: int64 [...], below E: the expert of each slot, negative for none.
 
 Attributes:
-    rows, columns, group, activations, minimums, trellis, span, low: as for MatMulTable, of the matrix of one expert. N
-        is a multiple of 16 where trellis is 1.
+    rows, columns, group, activations, minimums, trellis, span, low, base: as for MatMulTable, of the matrix of one
+        expert. N is a multiple of 16 where trellis is 1.
 
 Output:
     y: the type of x, experts.shape + [N]. For slot s, which reads the row x_s, and W_e and b_e of expert e::
@@ -60,6 +60,7 @@ def reference(
     trellis: int = 0,
     span: int = 0,
     low: int = 0,
+    base: int = 0,
 ) -> Doubles:
     """Return what the operator means: x rounded in float32 arithmetic, everything behind it in float64.
 
@@ -84,7 +85,7 @@ def reference(
     y = np.zeros((*experts.shape, columns))
     for expert in np.unique(experts[experts >= 0]):
         tensors = (codes[expert], scales[expert], table, zeros[expert])
-        weight = dequantize(*tensors, rows, columns, group, minimums, trellis, span, low)
+        weight = dequantize(*tensors, rows, columns, group, minimums, trellis, span, low, base)
         with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
             y[experts == expert] = of_slots[experts == expert] @ weight + biases[expert]
     return y

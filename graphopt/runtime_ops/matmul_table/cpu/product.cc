@@ -1,6 +1,7 @@
 #include "matmul_table/cpu/product.h"
 
 #include <cstring>
+#include <new>
 
 #include "abi/convert.h"
 
@@ -46,7 +47,7 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info, bool s
   TableInput table = {};
   GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
   if (table.is_trellis) return make_trellis(node, table, weights.bits, &weights.table);
-  for (size_t expert = 0; table.entries < size_t{1} << weights.bits; ++expert) {
+  for (size_t expert = 0; !weights.digits && table.entries < size_t{1} << weights.bits; ++expert) {
     const Weights one = stacked ? weights.of_expert(expert) : weights;
     GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, kernels->largest_code(one, 0, one.tiles())));
     if (expert + 1 >= weights.experts) break;
@@ -151,30 +152,44 @@ size_t tiles_of_task(const Weights& weights, bool is_small_m, size_t bytes) {
 }
 
 // A session opens without reading the codes. The first call, which needs all of them, copies them with all threads into
-// large pages, where later calls find them faster than in a mapped file.
+// large pages, where later calls find them faster than in a mapped file. Digits are taken apart on the way.
 OrtStatus* Product::move_codes(OrtKernelContext* context) const {
   struct Copy {
     const uint8_t* from;
     uint8_t* to;
     size_t bytes;
+    bool digits;
 
     static void part(void* copy, size_t index) {
       const Copy& self = *static_cast<Copy*>(copy);
       const size_t begin = index * kCopyBytes, left = self.bytes - begin;
-      std::memcpy(self.to + begin, self.from + begin, left < kCopyBytes ? left : kCopyBytes);
+      const size_t count = left < kCopyBytes ? left : kCopyBytes;
+      if (!self.digits) {
+        std::memcpy(self.to + begin, self.from + begin, count);
+        return;
+      }
+      constexpr size_t kUnit = 64;  // bytes of a unit of 2 bits
+      unpack_digits(self.from + begin / kUnit * Weights::kDigitBytes, count / kUnit, self.to + begin);
     }
   };
   if (moved.load(std::memory_order_acquire)) return nullptr;
   const std::lock_guard<std::mutex> lock(moving);
   if (moved.load(std::memory_order_relaxed)) return nullptr;
   const size_t matrices = weights.experts ? weights.experts : 1;
-  const size_t bytes = matrices * weights.tiles() * weights.tile_bytes();
-  Copy task{weights.codes, static_cast<uint8_t*>(copy.reserve(bytes)), bytes};
+  const size_t units = matrices * weights.tiles() * weights.units(), bytes = 32 * static_cast<size_t>(weights.bits) * units;
+  Copy task{weights.codes, static_cast<uint8_t*>(copy.reserve(bytes)), bytes, weights.digits};
+  if (!task.to && weights.digits) {
+    small_pages.reset(new (std::nothrow) uint8_t[bytes]);
+    task.to = small_pages.get();
+    if (!task.to) return node.error("no memory for %zu bytes of codes", bytes);
+  }
   OrtStatus* failure = nullptr;
   if (task.to) {
     const size_t parts = (bytes + kCopyBytes - 1) / kCopyBytes;
     failure = in_parallel(node.api, context, Copy::part, parts, &task);
-    if (!failure) weights.codes = task.to;
+    if (failure) return failure;
+    weights.codes = task.to;
+    weights.digits = false;
   }
   moved.store(true, std::memory_order_release);
   return failure;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 
 #include "abi/custom_op.h"
@@ -77,6 +78,7 @@ struct Product {
                       const float* x, float* y) const;
 
   mutable LargeCopy copy;  // of the codes
+  mutable std::unique_ptr<uint8_t[]> small_pages;  // the copy where there are no large ones and codes were digits
   mutable std::mutex moving;
   mutable std::atomic<bool> moved{false};
 };

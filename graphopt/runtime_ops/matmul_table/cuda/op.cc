@@ -56,6 +56,7 @@ struct Product {
   }
 
   OrtStatus* pack(const OrtKernelInfo* info) {
+    if (weights.digits) return node.error("codes in base 3 have no kernel on a GPU: optimize again for ort-cuda");
     TableInput table = {};
     GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
     Table of_trellis;

@@ -100,6 +100,12 @@ OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to,
   }
   if (trellis && minimums) return node.error("a trellis has no minimums");
   weights.table.is_trellis = trellis;
+  int64_t base = 0;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "base", &base));
+  if (base != 0 && (base != 3 || trellis)) {
+    return node.error("base must be 0, or 3 for codes that are no trellis, it is %lld", static_cast<long long>(base));
+  }
+  weights.digits = base == 3;
   GRAPHOPT_RETURN_IF_ERROR(read_span(node, info, to));
   Tensor codes, scales, zero_points;
   GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kCodes, "codes", &codes));
@@ -121,13 +127,15 @@ OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to,
   const int64_t* const shape = codes.shape.get() + first;
   const int64_t unit = has_axes ? shape[2] : 0, experts = has_axes && stacked ? codes.shape[0] : 1;
   const bool fits = has_axes && shape[0] == tiles && shape[1] == units;
-  if (!fits || unit % 32 || unit < 32 || unit > 256 || experts < 1 || experts > kMostExperts) {
-    return node.error("codes must have the shape [%s%lld, %lld, 32 * bits] for %lld rows and %lld columns",
+  const bool has_bytes = weights.digits ? unit == Weights::kDigitBytes : unit % 32 == 0 && unit >= 32 && unit <= 256;
+  if (!fits || !has_bytes || experts < 1 || experts > kMostExperts) {
+    return node.error("codes must have the shape [%s%lld, %lld, %s] for %lld rows and %lld columns",
                       stacked ? "experts, " : "", static_cast<long long>(tiles), static_cast<long long>(units),
-                      static_cast<long long>(rows), static_cast<long long>(columns));
+                      weights.digits ? "52" : "32 * bits", static_cast<long long>(rows),
+                      static_cast<long long>(columns));
   }
   weights.experts = stacked ? static_cast<size_t>(experts) : 0;
-  weights.bits = static_cast<int>(unit / 32);
+  weights.bits = weights.digits ? 2 : static_cast<int>(unit / 32);
   weights.codes = static_cast<const uint8_t*>(codes.data);
   return reads_scales ? set_scales(node, scales, zero_points, to) : nullptr;
 }
@@ -197,6 +205,10 @@ OrtStatus* read_table(const Node& node, const OrtKernelInfo* info, const Weights
   if (entries < 1 || entries > size) {
     return node.error("table must have from 1 to %lld numbers, for codes of %d bits", static_cast<long long>(size),
                       weights.bits);
+  }
+  if (weights.digits && entries < 3) {
+    return node.error("table must have 3 numbers at least for codes in base 3, it has %lld",
+                      static_cast<long long>(entries));
   }
   const auto* const values = static_cast<const float*>(table.data);
   GRAPHOPT_RETURN_IF_ERROR(check_finite(node, values, entries));

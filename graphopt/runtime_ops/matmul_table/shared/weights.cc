@@ -145,6 +145,30 @@ float Leveled::number(size_t tile, size_t group, size_t lane, int span_bits, flo
   return (static_cast<float>(code) + low) * graphopt::number<float>(step);
 }
 
+void unpack_digits(const uint8_t* digits, size_t units, uint8_t* codes) {
+  constexpr size_t kBytes = Weights::kDigitBytes, kDigits = 5, kLine = 64;
+  for (; units; --units, digits += kBytes, codes += kLine) {
+    uint8_t positions[kDigits * kBytes];
+    for (size_t b = 0; b < kBytes; ++b) {
+      unsigned left = digits[b];
+      for (size_t i = 0; i < kDigits; ++i) {
+        const unsigned third = left * 171 >> 9;  // left / 3, up to 255
+        positions[kBytes * i + b] = static_cast<uint8_t>(left - 3 * third);
+        left = third;
+      }
+    }
+    for (size_t b = 0; b < kLine; ++b) {
+      codes[b] = static_cast<uint8_t>(positions[b] | positions[b + kLine] << 2 | positions[b + 2 * kLine] << 4 |
+                                      positions[b + 3 * kLine] << 6);
+    }
+  }
+}
+
+int digit(const uint8_t* unit, size_t position) {
+  constexpr int kPowers[] = {1, 3, 9, 27, 81};
+  return unit[position % Weights::kDigitBytes] / kPowers[position / Weights::kDigitBytes] % 3;
+}
+
 size_t Weights::segments() const {
   const size_t of_group = segments_of_group(), before = groups() - 1;
   return before * of_group + (rows - before * group + kSegment - 1) / kSegment;

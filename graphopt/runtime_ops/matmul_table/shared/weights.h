@@ -72,10 +72,17 @@ struct Leveled {
   float number(size_t tile, size_t group, size_t lane, int span_bits, float low) const;
 };
 
+// Takes units of 256 codes apart that are digits of base 3, five in a byte, and packs them in 2 bits.
+void unpack_digits(const uint8_t* digits, size_t units, uint8_t* codes);
+// The code at a position of a unit of digits.
+int digit(const uint8_t* unit, size_t position);
+
 struct Weights {
+  static constexpr size_t kDigitBytes = 52;  // of a unit of digits
   size_t rows = 0, columns = 0, group = 0;
   size_t experts = 0;  // matrices of these sizes that codes, scales, zero points and bias are stacked of; 0: one alone
   int bits = 0;
+  bool digits = false;  // codes are digits of base 3, which products take apart before they multiply
   const uint8_t* codes = nullptr;
   const float* scales = nullptr;       // of these two,
   const Half* half_scales = nullptr;   // one is there
@@ -92,7 +99,7 @@ struct Weights {
   size_t units() const { return (rows + 15) / 16; }
   bool has_zero_points() const { return zero_points || half_zero_points || zero_levels.bytes; }
   size_t groups() const { return (rows + group - 1) / group; }
-  size_t unit_bytes() const { return 32 * static_cast<size_t>(bits); }
+  size_t unit_bytes() const { return digits ? kDigitBytes : 32 * static_cast<size_t>(bits); }
   size_t tile_bytes() const { return units() * unit_bytes(); }
 
   // A segment is what is summed up before it is scaled: a group, or a piece of one that is long.

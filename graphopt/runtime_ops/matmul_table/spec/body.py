@@ -20,7 +20,7 @@ from graphopt.runtime_ops.matmul_table.spec.activations import (
     rounding_nodes,
 )
 from graphopt.runtime_ops.matmul_table.spec.levels import number_nodes
-from graphopt.runtime_ops.matmul_table.spec.packing import TILE, WIDTHS, line_bytes
+from graphopt.runtime_ops.matmul_table.spec.packing import DIGIT_BYTES, TILE, WIDTHS, line_bytes
 from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA, overload
 from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.runtime_ops.tape import choice, ints, number_of
@@ -61,7 +61,7 @@ def sizes_of(tape: ir.tape.Tape) -> tuple[ir.Value, ir.Value, ir.Value]:
 
 def flags_of(attributes: Mapping[str, Any]) -> dict[str, bool]:
     """Return what a body says of the matrix, from the attributes of its node."""
-    return {name: bool(attributes.get(name, 0)) for name in ("minimums", "trellis", "span")}
+    return {name: bool(attributes.get(name, 0)) for name in ("minimums", "trellis", "span", "base")}
 
 
 def weight_of(
@@ -72,11 +72,12 @@ def weight_of(
     minimums: bool = False,
     trellis: bool = False,
     span: bool = False,
+    base: bool = False,
 ) -> ir.Value:
     """Return the weight float [rows, columns] that a product multiplies by, of codes, scales, table and zero points."""
     codes, scales, table, zero_points = matrix
     rows, columns, group = sizes
-    matrix_codes = unpack_nodes(tape, codes, rows, columns)
+    matrix_codes = unpack_nodes(tape, codes, rows, columns, base=base)
     if trellis:
         looked_up = value_nodes(tape, matrix_codes, columns, table, bits_of_codes(tape, codes))
     else:
@@ -91,11 +92,14 @@ def weight_of(
     return tape.op("Add", [weight, zeros_of_row]) if minimums else weight
 
 
-def unpack_nodes(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value) -> ir.Value:
-    """Return the codes as uint8 [K, N]."""
+def unpack_nodes(
+    tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value, *, base: bool = False
+) -> ir.Value:
+    """Return the codes as uint8 [K, N]; ``base``: they are digits."""
+    positions = digits_of(tape, codes) if base else positions_of(tape, codes)
     in_order = tape.op(
         "Transpose",
-        [tape.op("Reshape", [positions_of(tape, codes), ints(tape, 0, 0, 4, 16, 4)])],  # t, u, j, r, i
+        [tape.op("Reshape", [positions, ints(tape, 0, 0, 4, 16, 4)])],  # t, u, j, r, i
         {"perm": [1, 2, 4, 0, 3]},
     )
     padded_columns = tape.op("Mul", [tape.op("Shape", [codes], {"start": 0, "end": 1}), ints(tape, TILE)])
@@ -117,6 +121,17 @@ def positions_of(tape: ir.tape.Tape, codes: ir.Value, *, maybe_none: bool = Fals
     for width in WIDTHS[1:]:
         positions = tape.op("BitwiseOr", [positions, _plane(tape, codes, bits, width, maybe_none)])
     return positions
+
+
+def digits_of(tape: ir.tape.Tape, codes: ir.Value) -> ir.Value:
+    """Return codes that are digits of base 3, uint8 [T, U, 52], as :func:`positions_of` does; T may be 0."""
+    digit_bytes = tape.op("Cast", [tape.op("Unsqueeze", [codes, ints(tape, 2)])], {"to": ir.DataType.INT32})
+    powers = np.array([3**number for number in range(5)], np.int32)[:, None]
+    divisors, three = (tape.op("Constant", [], {"value": ir.tensor(part)}) for part in (powers, powers[1]))
+    digits = tape.op("Mod", [tape.op("Div", [digit_bytes, divisors]), three])
+    narrow = tape.op("Cast", [digits], {"to": ir.DataType.UINT8})
+    positions = tape.op("Reshape", [narrow, ints(tape, 0, 0, 5 * DIGIT_BYTES)])
+    return tape.op("Slice", [positions, ints(tape, 0), ints(tape, 256), ints(tape, 2)])
 
 
 def bits_of_codes(tape: ir.tape.Tape, codes: ir.Value) -> ir.Value:

@@ -20,6 +20,8 @@ Attributes:
 
     span, low: int, 8 or 16 where scales and zero_points are in two levels, and the integer of code 0, -128 to 0;
         optional, else span is 0. Both are uint8 [T, B] then, see :mod:`.levels`; zero_points [[0]] are neutral.
+    base: int, 3 where codes are 0, 1 and 2, stored as digits of base 3; optional, else 0, and 0 beside trellis. codes
+        are uint8 [T, U, 52] then, see :mod:`.packing`, and table has 3 numbers at least. There is no kernel for GPUs.
 
 Output:
     y: the type of x, [..., N]. Column n is lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::
@@ -54,7 +56,7 @@ from graphopt.runtime_ops.dequantize_trellis.spec.op import values_of
 from graphopt.runtime_ops.matmul_table.spec.activations import round_activations, to_bfloat16
 from graphopt.runtime_ops.matmul_table.spec.body import function
 from graphopt.runtime_ops.matmul_table.spec.levels import numbers_of
-from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, unpack, untile
+from graphopt.runtime_ops.matmul_table.spec.packing import bits_of, confirm_base, unpack, untile
 from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA, overload
 from graphopt.runtime_ops.operator import Operator
 
@@ -77,6 +79,7 @@ def reference(
     trellis: int = 0,
     span: int = 0,
     low: int = 0,
+    base: int = 0,
 ) -> Doubles:
     """Return what the operator means: x rounded in float32 arithmetic, everything behind it in float64.
 
@@ -90,7 +93,7 @@ def reference(
     products = round_activations(x, group, activations)
     if activations == "bfloat16" and not trellis:
         table = to_bfloat16(table)
-    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis, span, low)
+    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums, trellis, span, low, base)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = products @ weight + bias.astype(np.float64)
     return y
@@ -108,6 +111,7 @@ def dequantize(
     trellis: int = 0,
     span: int = 0,
     low: int = 0,
+    base: int = 0,
 ) -> Doubles:
     """Return the weight [K, N] that the operator's inputs stand for, exact but for the rounding of float64."""
     scales, zero_points = (numbers_of(part, rows, group, span, low) for part in (scales, zero_points))
@@ -116,6 +120,7 @@ def dequantize(
     if len(scales_GN) != -(-rows // group):
         raise ValueError(f"{rows} rows in groups of {group} have {-(-rows // group)} scales, not {len(scales_GN)}")
     of_row = np.arange(rows) // group
+    confirm_base(codes, base)
     indices = unpack(codes, rows, columns)
     values = values_of(indices, table, bits_of(codes.shape)) if trellis else table.astype(np.float64)[indices]
     zeros, factors = zeros_GN[of_row], scales_GN[of_row]

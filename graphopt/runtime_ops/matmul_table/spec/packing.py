@@ -9,6 +9,9 @@ Codes of ``bits`` bits are cut into planes of 8, 4, 2 and 1 bits, so that every 
 ``bits``, the widest first. The first plane holds the lowest bits of each code. A plane of w bits is lines of 64 bytes
 (32 for w = 1); byte b of a line holds, from its lowest bits up, the positions b, b + 64, b + 128, ... of the line.
 
+Codes 0, 1 and 2 of 2 bits may be digits of base 3 instead, five in a byte: a unit has 52 bytes, and digit i of byte b,
+floor(byte / 3^i) mod 3, is position b + 52 i; the last 4 are padding. That is 1.625 bits for a code.
+
 This layout is part of the operator's meaning: files hold it.
 """
 
@@ -28,12 +31,17 @@ TILE = 16
 UNIT = 16
 """Rows of a unit."""
 
+DIGIT_BYTES = 52
+"""Bytes of a unit whose codes are digits of base 3."""
+
 WIDTHS = (8, 4, 2, 1)
 """Bits that a plane may have."""
 
 Bytes = npt.NDArray[np.uint8]
 
 _CODES = TILE * UNIT
+_DIGITS = 5
+_LINE = 64
 
 # Codes that are packed or unpacked at a time; the temporaries take a few bytes for each.
 _BLOCK = 1 << 21
@@ -46,7 +54,7 @@ def line_bytes(width: int) -> int:
 
 def bits_of(shape: Sequence[int]) -> int:
     """Return the bits of a code, from the shape of packed codes: a unit of 256 codes is one row of bytes."""
-    return shape[-1] * 8 // _CODES
+    return 2 if shape[-1] == DIGIT_BYTES else shape[-1] * 8 // _CODES
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:
@@ -92,9 +100,11 @@ def unpack(planes: Bytes, rows: int, columns: int) -> Bytes:
     """Return the codes [rows, columns] that :func:`pack` was given; padding is not looked at.
 
     Raises:
-        ValueError: ``planes`` is not uint8 [ceil(columns / 16), ceil(rows / 16), 32 bits].
+        ValueError: ``planes`` is not uint8 [ceil(columns / 16), ceil(rows / 16), 32 bits or 52].
     """
     tiles, units = -(-columns // TILE), -(-rows // UNIT)
+    if planes.ndim == 3 and planes.shape[2] == DIGIT_BYTES:
+        planes = unpack_digits(planes)
     if planes.dtype != np.uint8 or planes.ndim != 3 or planes.shape[:2] != (tiles, units) or planes.shape[2] % 32:
         raise ValueError(
             f"codes of a {rows} x {columns} weight are uint8 [{tiles}, {units}, 32 bits], "
@@ -116,6 +126,51 @@ def unpack(planes: Bytes, rows: int, columns: int) -> Bytes:
         part = units_last.reshape(units * UNIT, len(tile_range) * TILE)
         codes[:, tile_range.start * TILE : tile_range.stop * TILE] = part[:rows, : columns - tile_range.start * TILE]
     return codes
+
+
+def pack_digits(planes: Bytes) -> Bytes:
+    """Return packed codes of 2 bits as digits of base 3.
+
+    Args:
+        planes: uint8 [..., 64], units of 256 codes.
+
+    Returns:
+        uint8 [..., 52].
+
+    Raises:
+        ValueError: a code is 3.
+    """
+    if (planes & planes >> 1 & 0x55).any():
+        raise ValueError("a code is 3, which is no digit of base 3")
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    positions = (planes[..., None, :] >> shifts & 3).reshape(*planes.shape[:-1], _CODES)
+    padding = [(0, 0)] * (planes.ndim - 1) + [(0, _DIGITS * DIGIT_BYTES - _CODES)]
+    digits = np.pad(positions, padding).reshape(*planes.shape[:-1], _DIGITS, DIGIT_BYTES)
+    digit_bytes = np.zeros((*planes.shape[:-1], DIGIT_BYTES), np.uint8)
+    for number in reversed(range(_DIGITS)):
+        digit_bytes = digit_bytes * np.uint8(3) + digits[..., number, :]
+    return digit_bytes
+
+
+def unpack_digits(digit_bytes: Bytes) -> Bytes:
+    """Return what :func:`pack_digits` was given; any byte is five digits."""
+    quotient, digits = digit_bytes, []
+    for _ in range(_DIGITS):
+        digits.append(quotient % np.uint8(3))
+        quotient = quotient // np.uint8(3)
+    positions = np.concatenate(digits, axis=-1)[..., :_CODES].reshape(*digit_bytes.shape[:-1], 4, _LINE)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return np.asarray(np.bitwise_or.reduce(positions << shifts, axis=-2))
+
+
+def confirm_base(codes: Bytes, base: int) -> None:
+    """Confirm that packed codes are digits where an attribute says so, and only there.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if (codes.shape[-1] == DIGIT_BYTES) != (base == 3):
+        raise ValueError(f"codes {list(codes.shape)} do not fit base {base}: units of digits have {DIGIT_BYTES} bytes")
 
 
 def tile(per_group: npt.NDArray[Any]) -> npt.NDArray[Any]:

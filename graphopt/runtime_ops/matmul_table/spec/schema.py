@@ -32,24 +32,32 @@ SIZES = dict.fromkeys(("rows", "columns", "group"), ir.AttributeType.INT)
 OPTIONAL = {"minimums": ir.AttributeType.INT}
 """1: zero points are minimums, added behind the scales. 0, and where it is left out: they are zero points."""
 
-PACKED_OPTIONAL = {**OPTIONAL, **dict.fromkeys(("trellis", "span", "low"), ir.AttributeType.INT)}
+PACKED_OPTIONAL = {**OPTIONAL, **dict.fromkeys(("trellis", "span", "low", "base"), ir.AttributeType.INT)}
 """trellis is 1: codes are those of a trellis, with two tables. 0, and where it is left out: each code has a value.
 span: groups under one step where scales and zero points are in two levels. 0, and where it is left out: they are
-numbers. low: the integer of code 0 of those, beside span.
+numbers. low: the integer of code 0 of those, beside span. base: 3 where codes are digits of base 3, five in a byte.
+0, and where it is left out: they are bits.
 """
 
 
 def overload(
-    *, minimums: int = 0, trellis: int = 0, span: int = 0, low: int | None = None, activations: str = "", **_: Any
+    *,
+    minimums: int = 0,
+    trellis: int = 0,
+    span: int = 0,
+    low: int | None = None,
+    base: int = 0,
+    activations: str = "",
+    **_: Any,
 ) -> str:
     """Return the name of the body for a node's attributes, "" for the first of them.
 
     There are bodies for zero points, for minimums and for trellises, of each one more where activations have zero
-    points, and of all of these one more where scales are in two levels.
+    points, and of all of these one more where scales are in two levels, and where codes are digits.
 
     Raises:
         ValueError: ``minimums`` or ``trellis`` is neither 0 nor 1, or both are 1; ``span`` is none of 0, 8 and 16, or
-            has no ``low`` from -128 to 0.
+            has no ``low`` from -128 to 0; ``base`` is neither 0 nor 3, or is 3 for a trellis.
     """
     flags = {"minimums": minimums, "trellis": trellis}
     for name, flag in flags.items():
@@ -59,7 +67,9 @@ def overload(
         raise ValueError("a trellis has no minimums")
     if span not in (0, *SPANS) or (span and (low is None or not -128 <= low <= 0)):
         raise ValueError(f"span must be 0, 8 or 16, beside low from -128 to 0; they are {span} and {low}")
-    flags |= {"span": span, "low": span}
+    if base not in (0, 3) or (base and trellis):
+        raise ValueError(f"base must be 0, or 3 for codes that are no trellis, it is {base}")
+    flags |= {"span": span, "low": span, "base": base}
     modes = (mode for mode in WITH_ZERO_POINTS if mode == activations)
     return "_".join((*(name for name, flag in flags.items() if flag), *modes))
 
