@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str, tmp_
     of_digits, _ = cases_of(100, 20, 16)
     flags = {name: of_digits[name] for name in ("rows", "columns", "group", "activations", "base")}
     names = ("x", "codes", "scales", "table", "zero_points", "bias")
-    tensors = {name: Tensor(change.get(name, of_digits[name]), "fed" if name == "x" else "graph") for name in names}
+    tensors = {name: Tensor({**of_digits, **change}[name], "fed" if name == "x" else "graph") for name in names}
     flags |= {name: value for name, value in change.items() if name not in tensors}
     case = hostile.Case("MatMulTable", tensors, flags)
     with pytest.raises(Exception, match=message):
