@@ -129,6 +129,8 @@ OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "global_head_dim": 32,
     },
+    # whose configurations name no token that ends a text, or one beyond a small vocabulary whatever they are told
+    "roc_bert": {"eos_token_id": 0},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 32},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
@@ -183,6 +185,9 @@ def small(config_class: Any) -> Any:
     sample = config_class()
     settings = _sizes_of(sample) | OTHERS.get(config_class.model_type, {})
     config = config_class(**settings)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if name in settings:
+            setattr(config, name, settings[name])  # some configurations pass over a 0
     for part in (value for value in vars(config).values() if hasattr(value, "to_dict")):
         for name, value in _sizes_of(part).items():
             setattr(part, name, value)

@@ -71,6 +71,9 @@ def attention(heads: Heads, head: int, query_positions: Integers) -> tuple[Doubl
     scores = attrs.scale * (q @ keys.T)
     if attrs.softcap:
         scores = attrs.softcap * np.tanh(scores / attrs.softcap)
+    if attrs.slopes:
+        slopes = np.reshape(attrs.slopes, (attrs.kv_heads, -1))[head]
+        scores = scores + slopes[:, None] * (positions - query_positions[:, None])[:, None]
     scores = np.where(visible[:, None], scores, -np.inf)
     largest, group = scores.max(axis=-1, keepdims=True), q.shape[1]
     sinks = heads.tapped_layer.sink_logits

@@ -116,6 +116,7 @@ def check_layers(layers: Sequence[PagedLayer]) -> None:
             "it drops tokens by itself": kv.may_drop or kv.window > 0,
             "its pages have summaries": kv.summarizes,
             "its rows are latents": kv.value_size > 0,
+            "its scores have a bias by distance": bool(kv.slopes),
             "some of its heads stream": any(policy.may_drop for policy in kv.policies_in_use),
         }
         for reason, holds in reasons.items():

@@ -45,6 +45,15 @@ class PageKV(Pass):
 
         Attention(q2, present_k, present_v, m)      ->      KVAttention(q2', k', v', ..., keys2, values2, ...)
 
+    So does what reads a cache token by token through some of its heads, or through heads that are repeated
+    (differential attention)::
+
+        v = Concat(past_v, new);  Attention(q, k, Tile(Split(v)[0]), m)
+          ->  KVAttention(q', k', Tile(Split(new)[0])', ..., keys2, values2, ...)
+
+    A mask may add slope (j - p) to the score of the key at j, for the query at p: biases by distance (ALiBi, Press et
+    al. 2022), found by running the mask, become the attribute ``slopes``. GPUs have no kernel for them.
+
     Heads whose size is no multiple of 16 get zeros behind their queries, keys and values, which change no score, and
     the output is cut.
 

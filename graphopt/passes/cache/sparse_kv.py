@@ -46,6 +46,9 @@ WIDE_HEADS = Rule(
 LATENT_PAGES = Rule(
     "sparse_kv.latent-pages", "its cache holds latents, whose pages are read by all or by streaming heads"
 )
+BIASED_PAGES = Rule(
+    "sparse_kv.biased-pages", "its scores have a bias by distance, and its pages are read by all or by streaming heads"
+)
 HAS_POLICIES = Rule("sparse_kv.has-policies", "its heads have policies already")
 PAGE_STAYS = Rule("sparse_kv.page-stays", "its pages of {page} tokens are stored as {storage}: page stays as it is")
 LEFT_DENSE = Rule("sparse_kv.left-dense", "the recipe leaves it dense")
@@ -253,6 +256,9 @@ class SparseKV(_PolicyOptions):
         chooses = any(POLICIES[name].of_options(dict(self)).chooses for name in policies)
         if layer.attributes.value_size and (chooses or options.compensate):
             ledger.skipped(node, LATENT_PAGES())
+            return
+        if layer.attributes.slopes and (chooses or options.compensate):
+            ledger.skipped(node, BIASED_PAGES())
             return
         if layer.head_size > MOST_CHANNELS and (not set(policies) <= {"dense", "streaming"} or options.compensate):
             ledger.skipped(node, WIDE_HEADS(size=layer.head_size, most=MOST_CHANNELS))

@@ -46,6 +46,11 @@ _INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40),
 _LONGEST, _ENDLESS = 1 << 22, 1 << 31
 # Any score added to a hidden key is at least this far below; exporters use the lowest float or -inf.
 _HIDDEN = -1e4
+# A bias that grows with the distance may be lower than that, where hidden keys have the lowest number.
+_HIDDEN_OF_BIASES = -1e30
+# Biases are products of a slope and a distance in float32, or sums of one with a multiple of the slope: each is rounded
+# once or twice, so differences of two are by some 2^-24 of the larger one what they should be.
+_ROUNDING = 2.0**-21
 
 
 class Window(NamedTuple):
@@ -84,6 +89,13 @@ class _Instance:
         new, keys = self.causal.shape[2:]
         lengths: npt.NDArray[np.int64] = (np.arange(new)[:, None] + keys - new - np.arange(keys)[None, :])[None, None]
         return lengths
+
+    def positions(self, *, counts_padding: bool) -> npt.NDArray[np.int64]:
+        """[batch or 1, keys]: the number of each key among all keys, or among those that are no padding."""
+        if counts_padding:
+            return np.arange(self.padding.shape[-1])[None]
+        numbers: npt.NDArray[np.int64] = np.cumsum(self.padding[:, 0, 0], -1) - 1
+        return numbers
 
     def in_window(self, window: Window) -> Bools:
         """[batch or 1, 1, new tokens, keys]: which key each query sees by order and a window."""
@@ -167,7 +179,14 @@ class MaskEvaluator:
         try:
             results = self._runner.run(part, [call.feeds for call in calls])
         except Exception as error:  # whatever onnxruntime raises: a mask that cannot be read is left alone
-            return NOT_RUN(error=str(error).splitlines()[0])
+            # A table of so many positions has none for longer sequences.
+            calls = [call for call in calls if lengths and call.past + call.length <= lengths[-1]]
+            try:
+                results = self._runner.run(part, [call.feeds for call in calls]) if calls else []
+            except Exception:
+                results = []
+            if not results:
+                return NOT_RUN(error=str(error).splitlines()[0])
         return [(_instance(call), outputs[0]) for call, outputs in zip(calls, results, strict=True)]
 
     def _part(self, value: ir.Value) -> ir.Model | None:
@@ -223,26 +242,65 @@ class MaskEvaluator:
             meanings = [meaning for meaning in meanings if _is_equal(visible, instance.seen(meaning))]
         return meanings[0] if meanings else NOT_CAUSAL()
 
-    def window(self, mask: ir.Value, *, is_causal: bool) -> Window | Fact:
+    def slopes(self, mask: ir.Value, *, is_causal: bool) -> tuple[float, ...] | Fact:
+        """Return the slopes of biases that ``mask`` adds, slope (j - p) for the key at j and the query at p (ALiBi).
+
+        Args:
+            mask: the mask.
+            is_causal: whether ``Attention`` itself hides the keys behind each query.
+
+        Returns:
+            One for each head that the mask tells apart, none where it adds nothing, or why biases are others. What is
+            the same for all keys of a query changes no softmax.
+        """
+        results = self.run(mask)
+        if isinstance(results, Fact):
+            return results
+        if not any(_adds(array) for _, array in results):
+            return ()
+        views: list[tuple[_Instance, npt.NDArray[np.float64], Bools]] = []
+        for instance, array in results:
+            shape = np.broadcast_shapes(array.shape, instance.causal.shape)
+            biases = np.broadcast_to(array, shape).astype(np.float64)
+            visible = biases > _HIDDEN_OF_BIASES
+            views.append((instance, biases, visible & instance.causal if is_causal else visible))
+        single = next((view for view in views if len(view[0].padding) == 1 and view[1].shape[-1] > 1), None)
+        slopes = None if single is None else _slopes_of(single[1][0, :, -1], single[2][0, :, -1])
+        if slopes is None or not slopes.any():
+            return ADDS_BIAS()
+        # Padding in front shifts both alike. In between, where these runs have padding too, some count it (MPT), and
+        # some do not (Bloom).
+        for counts_padding in (True, False):
+            if all(
+                _are_biases(biases, visible, slopes, instance.positions(counts_padding=counts_padding))
+                for instance, biases, visible in views
+            ):
+                return tuple(slopes.tolist())
+        return ADDS_BIAS()
+
+    def window(self, mask: ir.Value, *, is_causal: bool, may_add: bool = False) -> Window | Fact:
         """Return the window of ``mask`` if it means causal and not padding, or why not.
 
         Args:
             mask: the mask.
             is_causal: whether ``Attention`` itself hides the keys behind each query.
+            may_add: whether it may add biases to visible scores, see :meth:`slopes`.
         """
         if chosen_indices(mask):
             return FROM_ACTIVATIONS()
         results = self.run(mask)
         if isinstance(results, Fact):
             return results
-        views = [
-            (instance, _visible(array) & instance.causal if is_causal else _visible(array), array)
-            for instance, array in results
-        ]
-        if any(array.dtype != np.bool_ and (array[_visible(array)] != 0).any() for _, _, array in views):
+        adds = any(_adds(array) for _, array in results)
+        if adds and not may_add:
             return ADDS_BIAS()
+        views = [
+            (instance, visible & instance.causal if is_causal else visible)
+            for instance, array in results
+            for visible in [_visible(array, _HIDDEN_OF_BIASES if adds else _HIDDEN)]
+        ]
         # Of all queries, the last one of the longest single sequence sees the most keys: as many as the window has.
-        singles = [(instance, visible) for instance, visible, _ in views if len(instance.padding) == 1]
+        singles = [(instance, visible) for instance, visible in views if len(instance.padding) == 1]
         longest, visible = max(singles, key=lambda single: single[0].padding.shape[-1], default=(None, None))
         if longest is None or visible is None:
             return NOT_TRIED()
@@ -259,7 +317,7 @@ class MaskEvaluator:
             windows.append(Window(chunk, is_chunk=True))
         shows = False
         for window in windows:
-            pairs = [(instance.in_window(window), instance.padding, rows) for instance, rows, _ in views]
+            pairs = [(instance.in_window(window), instance.padding, rows) for instance, rows in views]
             if all(_is_equal(rows, in_window & padding) for in_window, padding, rows in pairs):
                 return window
             shows |= all(_is_equal(rows, in_window) for in_window, _, rows in pairs)
@@ -288,8 +346,41 @@ def _instance(call: Call) -> _Instance:
     return _Instance(causal[None, None], call.real[:, None, None, :])
 
 
-def _visible(mask: Array) -> Bools:
-    return mask.astype(bool) if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > _HIDDEN
+def _visible(mask: Array, hidden: float = _HIDDEN) -> Bools:
+    return mask.astype(bool) if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > hidden
+
+
+def _adds(array: Array) -> bool:
+    """Return whether a mask changes visible scores."""
+    return array.dtype != np.bool_ and bool((array[_visible(array)] != 0).any())
+
+
+def _slopes_of(biases: npt.NDArray[np.float64], visible: Bools) -> npt.NDArray[np.float64] | None:
+    """Return by how much biases [heads, keys] of a query rise from key to key; ``None`` where fewer than two are seen.
+
+    Of neighbours those next to a bias of 0 are rounded least.
+    """
+    if not (visible[:, :-1] & visible[:, 1:]).any(-1).all():
+        return None
+    sizes = np.where(
+        visible[:, :-1] & visible[:, 1:], np.minimum(np.abs(biases[:, :-1]), np.abs(biases[:, 1:])), np.inf
+    )
+    nearest_pair = sizes.argmin(-1)[:, None]
+    rises: npt.NDArray[np.float64] = np.take_along_axis(np.diff(biases, axis=-1), nearest_pair, -1)[:, 0]
+    return rises
+
+
+def _are_biases(
+    biases: npt.NDArray[np.float64],
+    visible: Bools,
+    slopes: npt.NDArray[np.float64],
+    positions: npt.NDArray[np.int64],
+) -> bool:
+    """Return whether biases [batch, heads, queries, keys] of visible keys rise by slopes [heads] from key to key."""
+    offsets = biases - slopes[:, None, None] * positions[:, None, None]
+    spread = np.where(visible, offsets, -np.inf).max(-1) - np.where(visible, offsets, np.inf).min(-1)
+    largest = np.where(visible, np.abs(biases), 0).max(-1)
+    return not (visible.any(-1) & (spread > _ROUNDING * largest)).any()
 
 
 def _is_equal(meanings: Bools, right: Bools) -> bool:

@@ -100,6 +100,7 @@ using KernelContextGetOutput =
 using ReleaseStatus = Function<93, void, OrtStatus*>;
 using ReleaseTensorTypeAndShapeInfo = Function<99, void, OrtTensorTypeAndShapeInfo*>;
 using ReleaseAllocator = Function<132, void, OrtAllocator*>;
+using KernelInfoGetAttributeFloats = Function<162, OrtStatus*, const OrtKernelInfo*, const char*, float*, size_t*>;
 using KernelInfoGetAttributeInts = Function<163, OrtStatus*, const OrtKernelInfo*, const char*, int64_t*, size_t*>;
 using KernelContextGetGPUComputeStream = Function<193, OrtStatus*, const OrtKernelContext*, void**>;
 using GetTensorMemoryInfo = Function<194, OrtStatus*, const OrtValue*, const OrtMemoryInfo**>;

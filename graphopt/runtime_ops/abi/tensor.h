@@ -105,7 +105,7 @@ struct Node {
   }
   // An error if an attribute that was not read is there all the same: onnxruntime has one error code for every cause.
   OrtStatus* present(OrtStatus* failure, const char* attribute) const {
-    const bool absent = std::strstr(GetErrorMessage::call(api, failure), "No attribute with name");
+    const bool absent = std::strstr(GetErrorMessage::call(api, failure), "No attribute with");
     ReleaseStatus::call(api, failure);
     return absent ? nullptr : error("its attribute %s is of another type than it must be", attribute);
   }

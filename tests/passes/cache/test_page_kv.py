@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import pytest
 from graphopt.analysis.structure.paged_caches import kv_nodes, layer_of, layers_of
 from graphopt.artifact import artifact
 from graphopt.compile.pipeline import optimize
+from graphopt.graph.editing import Inserter, bypass, clone_node, name_output, shared_constant, take_place
 from graphopt.graph.weights import new_weight
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import load
 from graphopt.passes.common.paging import attention
+from graphopt.passes.context import make_context
 from graphopt.passes.recipe import Recipe
+from graphopt.passes.registry import PASSES
+from graphopt.tasks import task_of
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.decoders import decoder
 from tests.families import VOCABULARY
@@ -312,15 +317,132 @@ def _attention(model: ir.Model, which: int = 0) -> ir.Node:
 
 
 def _bias(model: ir.Model) -> None:
-    """A bias per head, as ALiBi has, on top of the mask."""
+    """A bias per head on top of the mask, which no distance changes."""
     node = _attention(model)
     slopes = np.linspace(-0.5, -0.1, 4, dtype=np.float32).reshape(1, 4, 1, 1)
     slope = new_weight(model.graph, "slopes", ir.tensor(slopes))
     hidden = new_weight(model.graph, "hidden", ir.tensor(np.array(-np.inf, np.float32)))
-    biased = ir.node("Where", [node.inputs[3], slope, hidden], name="alibi")
-    biased.outputs[0].name, biased.outputs[0].dtype = "alibi.out", ir.DataType.FLOAT
+    biased = ir.node("Where", [node.inputs[3], slope, hidden], name="biased")
+    biased.outputs[0].name, biased.outputs[0].dtype = "biased.out", ir.DataType.FLOAT
     model.graph.insert_before(node, biased)
     node.replace_input_with(3, biased.outputs[0])
+
+
+def _with_differential_attention(model: ir.Model) -> None:
+    """Let attention be y1 - y2 / 2, of which each reads half of the heads of the values, once for each head of keys.
+
+    The exporter's graph concatenates caches outside of ``Attention``, where others may read them.
+    """
+    graph = model.graph
+    presents = {value.name: value for value in graph.outputs}
+    half = shared_constant(graph, "half", np.array(0.5, np.float32))
+    for layer, node in enumerate([node for node in graph if node.op_type == "Attention"]):
+        insert = Inserter(graph, node, f"differential.{layer}")
+        key, value = (presents[f"present.{layer}.{part}"] for part in ("key", "value"))
+        batch, heads, tokens, size = value.shape
+        (guard,) = (use.node for use in node.outputs[0].uses())  # for queries of padding, which see nothing
+        assert guard.op_type == "Where"
+        bypass(guard, node.outputs[0])
+        split = ir.node("Split", [value], {"axis": 1, "num_outputs": 2}, num_outputs=2, name=f"halves.{layer}")
+        for index, output in enumerate(split.outputs):
+            output.name, output.type = f"halves.{layer}.{index}", value.type
+            output.shape = ir.Shape([batch, 1, tokens, size])
+        graph.insert_before(node, split)
+        rows = []
+        for index, output in enumerate(split.outputs):
+            tiled = insert.op(
+                "Tile", [output, insert.integers([1, heads, 1, 1])], list(value.shape), value.dtype, f"tiled{index}"
+            )
+            inputs = [node.inputs[0], key, tiled, *node.inputs[3:]]
+            copy = clone_node(node, inputs, f"{node.name}.{index}")
+            graph.insert_before(node, copy)
+            rows.append(name_output(copy, node.outputs[0]))
+        less = insert.op("Mul", [rows[1], half], list(rows[1].shape), value.dtype, "less")
+        take_place(node.outputs[0], insert.op("Sub", [rows[0], less], list(less.shape), value.dtype, "difference"))
+        graph.remove(node, safe=True)
+
+
+def test_what_is_made_of_a_cache_token_by_token_has_a_cache_of_its_own(
+    make_artifact: MakeArtifact, tmp_path: Path
+) -> None:
+    model = artifact.read(make_artifact("llama")).model
+    _with_differential_attention(model)
+    before = session(model, tmp_path / "before")
+    run_pass(model, "canonicalize")
+    assert not run_pass(model, "page_kv", page=16).skips
+    assert sorted(layer.number for layer in layers_of(model.graph)) == [0, 1, 2, 3]
+    after = session(model, tmp_path / "after")
+    for calls, paddings in (([14, 1, 1, 1], [0]), ([5, 20, 1, 9], [0, 11, 24, 3])):
+        expected, found = (logits_by_calls(opened, calls, paddings) for opened in (before, after))
+        assert relative(expected, found) < FLOAT32
+
+
+SLOPES = (0.5, 0.3, 0.0625, 0.0)
+
+
+def _biases_by_distance(model: ir.Model, *, counts_padding: bool, is_square: bool = False) -> None:
+    """Add slope j to the scores of the key at column j, or that is the j-th token (ALiBi); or slope j^2."""
+    graph, mask = model.graph, next(value for value in model.graph.inputs if value.name == "attention_mask")
+    insert = Inserter(graph, graph[0], "alibi")
+    dims, axis, one = list(mask.shape), insert.integers(-1), insert.integers(1)
+    counted = mask
+    if counts_padding:
+        shape = insert.op("Shape", [mask], [2], ir.DataType.INT64, "shape")
+        counted = insert.op("Expand", [one, shape], dims, ir.DataType.INT64, "ones")
+    total = insert.op("CumSum", [counted, axis], dims, ir.DataType.INT64, "total")
+    places = insert.op("Sub", [total, one], dims, ir.DataType.INT64, "places")
+    if is_square:
+        places = insert.op("Mul", [places, places], dims, ir.DataType.INT64, "squares")
+    wide = insert.op(
+        "Unsqueeze", [places, insert.integers([1, 2])], [dims[0], 1, 1, dims[1]], ir.DataType.INT64, "wide"
+    )
+    numbers = insert.op("Cast", [wide], list(wide.shape), ir.DataType.FLOAT, "numbers", to=ir.DataType.FLOAT)
+    slopes = new_weight(graph, "slopes", ir.tensor(np.array(SLOPES, np.float32).reshape(1, 4, 1, 1)))
+    biases = insert.op("Mul", [slopes, numbers], [dims[0], 4, 1, dims[1]], ir.DataType.FLOAT, "biases")
+    hidden = new_weight(graph, "hidden", ir.tensor(np.array(np.finfo(np.float32).min)))
+    for node in [node for node in graph if node.op_type == "Attention"]:
+        visible = node.inputs[3]
+        rows = [dims[0], 4, list(visible.shape)[2], dims[1]]
+        added = Inserter(graph, node, f"{node.name}.alibi").op(
+            "Where", [visible, biases, hidden], rows, ir.DataType.FLOAT, "mask"
+        )
+        node.replace_input_with(3, added)
+
+
+@pytest.mark.parametrize("counts_padding", [True, False])
+def test_biases_by_distance_are_slopes(counts_padding: bool, make_artifact: MakeArtifact, tmp_path: Path) -> None:
+    """As MPT adds them, by columns, and as Bloom does, by tokens."""
+    model = canonical(make_artifact("llama"))
+    _biases_by_distance(model, counts_padding=counts_padding)
+    before = session(model, tmp_path / "before")
+    report = run_pass(model, "page_kv", page=16)
+    assert not report.skips
+    assert "with biases by distance" in " ".join(str(change.what) for change in report.changes)
+    assert {layer.attributes.slopes for layer in layers_of(model.graph)} == {tuple(map(float, np.float32(SLOPES)))}
+    after = session(model, tmp_path / "after")
+    for calls, paddings in (([14, 1, 1, 1], [0]), ([5, 20, 1, 9], [0, 11, 24, 3])):
+        expected, found = (logits_by_calls(opened, calls, paddings) for opened in (before, after))
+        assert relative(expected, found) < FLOAT32
+    # a token of nearest integers of 8 bits is off by 1/500 of what it spans
+    assert not run_pass(model, "quantize_kv", storage="int8").skips
+    expected, found = (logits_by_calls(opened, [40], [0]) for opened in (before, session(model, tmp_path / "int8")))
+    assert relative(expected, found) < 0.01
+    assert {str(skip.reason) for skip in run_pass(model, "sparse_kv", policy="retrieval", budget=1).skips} == {
+        "its scores have a bias by distance, and its pages are read by all or by streaming heads"
+    }
+
+
+def test_biases_by_distance_that_pages_do_not_have(make_artifact: MakeArtifact) -> None:
+    for change, target, reason in (
+        ({"is_square": True}, "ort-cpu", "it adds a bias to visible scores"),
+        ({}, "ort-cuda", "its scores have a bias by distance, for which GPUs have no kernel"),
+    ):
+        model = canonical(make_artifact("llama"))
+        _biases_by_distance(model, counts_padding=True, **change)
+        context = replace(make_context(task_of(model.graph)), target=target)
+        report = PASSES["page_kv"]()(model, context).report
+        assert reason in str(report.skips[0].reason)
+        assert not kv_nodes(model.graph)
 
 
 def _not_causal(model: ir.Model) -> None:

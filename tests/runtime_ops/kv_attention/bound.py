@@ -20,8 +20,8 @@ errs by half of max|r| / L, L = 2^14 - 1, and by a share of 4 u for the quotient
 
 - e_j = scale (that + gamma(D + 9) sum_c |q_c| (|low_c| + |step_c| code_c)) for the product, where D + 9 counts the
   products and sums of both parts, and the products with scale, step and the factor of a token. A softcap c has a slope
-  of at most 1, and errs by 8 u c itself. The difference to the largest score is rounded once, u |s_j - max s|; exp errs
-  by 4 u of itself.
+  of at most 1, and errs by 8 u c itself. A bias by distance is a product and a sum more. The
+  difference to the largest score is rounded once, u |s_j - max s|; exp errs by 4 u of itself.
 - The sums of y and of weights meet at most N + 4 n + 16 roundings each, for N tokens read on n pages: a page's sum is
   rescaled when a larger score comes, and pages are merged. So gamma(2 (N + 4 n + 16)) of the sum of magnitudes
   p'_j (|low_j| + |step_j| code_j), and of what rounding r adds. Where results are subnormal each errs by 2^-150 more.
@@ -57,7 +57,7 @@ from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval,
 from graphopt.runtime_ops.kv_attention.spec.policies.sparse_prefill import SparsePrefill
 from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each
 from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, StoredNumbers, read_mask, readings
-from graphopt.runtime_ops.kv_attention.spec.weights import dense_weights, of_queries, scores, softmax_weights
+from graphopt.runtime_ops.kv_attention.spec.weights import biases, dense_weights, of_queries, scores, softmax_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -313,7 +313,11 @@ def _product_errors(attrs: KVAttributes, reading: Reading) -> tuple[Doubles, Dou
     codes = keys.codes.sum(axis=-1)
     largest = of_queries(attrs, reading, lambda query: _largest_factor(query, key_step)) * abs(attrs.scale)
     e = _gamma(keys.low.shape[1] + 9) * magnitude
-    return magnitude, e + (largest * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * codes + 8 * UNIT * attrs.softcap
+    e = e + (largest * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * codes + 8 * UNIT * attrs.softcap
+    if attrs.slopes:
+        of_distance = np.abs(biases(attrs, reading))
+        magnitude, e = magnitude + of_distance, e + 2 * UNIT * (magnitude + of_distance)
+    return magnitude, e
 
 
 def _largest_factor(query: Doubles, step: Doubles) -> Doubles:

@@ -102,6 +102,17 @@ def test_every_policy_and_storage(storage: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("storage", "others"), [("float32", {}), ("int8", {"policies": (1,), "sinks": 18, "recent": 20})]
+)
+def test_biases_by_distance(storage: str, others: dict[str, Any]) -> None:
+    slopes = [0.5, 0.25, 0.0, 0.125, 0.0625, -0.03125]
+    attributes = attributes_of(storage=storage, sink_pages=1, recent_pages=1, slopes=slopes, **others)
+    tokens = tokens_of(attributes, 80, batch=2, group=3, sink_logits=True, sink_query=True)
+    calls = [(12, 12, 5), (1,), (7, 0, 7), (1, 1, 0), *((12,),) * 4, (1,), (1,)]
+    compare(attributes, tokens, 7, calls, Body())
+
+
+@pytest.mark.parametrize(
     ("storage", "page"), [(storage, (16, 64)[index % 2]) for index, storage in enumerate(STORAGES)]
 )
 def test_long_calls(storage: str, page: int) -> None:

@@ -201,6 +201,17 @@ def test_windows_and_softcaps(instructions: str, storage: str, policies: list[in
     compare(attributes, tokens_of(attributes, 125, sink_query=True), 8, (90, 1, 33, 1))
 
 
+@pytest.mark.parametrize("storage", STORAGES)
+def test_biases_by_distance(instructions: str, storage: str) -> None:
+    """Slopes as those of ALiBi, one that grows with the distance, and none; rows that begin at other positions."""
+    slopes = [0.25, 0.0625, 0.0, -0.01]
+    attributes = attributes_of(storage=storage, kv_heads=2, slopes=slopes, sink_pages=1)
+    new = ((50, 7), (0, 2), (1, 1))
+    compare(attributes, tokens_of(attributes, 53, batch=2, group=2), 5, (50, 2, 1), new=new)
+    attributes = attributes_of(storage=storage, kv_heads=2, slopes=slopes, policies=[1], sinks=5, recent=20)
+    compare(attributes, tokens_of(attributes, 73, group=2, sink_logits=True, sink_query=True), 5, (70, 1, 1, 1))
+
+
 @pytest.mark.parametrize(("storage", "policies"), SOME_OF_BOTH)
 def test_rows_of_different_lengths(instructions: str, storage: str, policies: list[int]) -> None:
     attributes = attributes_of(storage=storage, policies=policies, sinks=20, recent=3, budget=2, sink_pages=1)
@@ -351,6 +362,12 @@ def test_inputs_that_do_not_fit_are_refused(others: dict[str, np.ndarray], messa
     assert_refused(others, message)
 
 
+def test_each_query_head_has_a_slope() -> None:
+    attributes = attributes_of(slopes=[0.5] * 3)
+    with pytest.raises(Exception, match="slopes must be a float for each of 4 query heads; there are 3"):
+        Native()(*inputs_of(attributes).values(), **attributes.for_node())
+
+
 def test_inputs_that_fit_are_taken() -> None:
     attributes = attributes_of(storage="int8", policies=[2], recent_pages=0)
     y, *_ = Native()(*inputs_of(attributes).values(), **attributes.for_node())
@@ -401,6 +418,9 @@ def test_a_cache_that_is_too_small_to_wrap() -> None:
         ({"channels": -1}, "channels must be from 0"),
         ({"compensate": 2}, "compensate must be from 0 to 1, it is 2"),
         ({"compensate": 1, "window": 7}, "with a window of the model's own, 7"),
+        ({"slopes": [float("nan")] * 4}, "slopes must be finite, that of head 0 is not"),
+        ({"slopes": [0.5] * 4, "softcap": 2.0}, "with slopes its attribute softcap must be 0"),
+        ({"slopes": [0.5] * 4, "policies": [2]}, "policies dense or streaming"),
         ({"chunks": 1}, "chunks must be 0, or 1 with a window above 0; they are 1 and 0"),
         ({"chunks": 2, "window": 7}, "they are 2 and 7"),
         ({"mass": -0.5}, "mass must be a share from 0 to 1, it is -0.5"),

@@ -103,6 +103,8 @@ def honest(
         attributes["value_size"] = value_size
     if attributes["window"] and draw(st.booleans()):
         attributes["chunks"] = 1
+    if not attributes["softcap"] and draw(st.booleans()):
+        attributes["slopes"] = random.uniform(-0.1, 1, heads).astype(np.float32).tolist()
     if STORAGES[storage].levels is not None and draw(st.booleans()):
         attributes["key_feedback"] = 1
         # numbers on and below the diagonal are not read

@@ -120,6 +120,28 @@ def test_a_chunk_is_a_prompt_of_its_own() -> None:
         reference(*whole.values(), **{**SIZES, "chunks": 1})
 
 
+def test_slopes_are_a_bias_by_distance() -> None:
+    """A query scores so much more for each token that a key is nearer: as a channel of keys that counts tokens."""
+    whole, slopes = requests([12], [0], [[5]]), [0.5, 0.125, 0.0, -0.25]
+    expected, *_ = reference(*whole.values(), **SIZES, slopes=slopes)
+    query, key = (whole[name].reshape(12, heads, 16).copy() for name, heads in (("query", 4), ("key", 2)))
+    without, other_key = query.copy(), key.copy()
+    query[..., 0], key[..., 0] = 0, 0
+    without[..., 0], other_key[..., 0] = 4 * np.float32(slopes), np.arange(12)[:, None]  # 4 times the scale of 1/4
+    flat = {"query": query.reshape(12, 64), "key": key.reshape(12, 32)}
+    found, *_ = reference(*{**whole, **flat}.values(), **SIZES, slopes=slopes)
+    counted = {"query": without.reshape(12, 64), "key": other_key.reshape(12, 32)}
+    channel, *_ = reference(*{**whole, **counted}.values(), **SIZES)
+    # the same sums in float64: biases of a query differ by one number for all keys, which no softmax sees
+    np.testing.assert_allclose(found, channel, rtol=1e-9, atol=1e-12)
+    assert np.abs(found - expected).max() > 0.1
+    # sums of 64 products of normal numbers in float32, and of at most 12 weights
+    assert np.abs(by_body(whole, slopes=slopes)[0] - expected).max() < 1e-5
+    for wrong in ({"slopes": slopes[:3]}, {"slopes": slopes, "softcap": 2.0}):
+        with pytest.raises(ValueError, match="slopes are finite, one for each of 4 query heads"):
+            reference(*whole.values(), **{**SIZES, **wrong})
+
+
 def test_a_shared_prefix_is_read_by_both() -> None:
     inputs = requests([1, 1], [16, 16], [[3, 1], [3, 2]])
     inputs["query"][1], inputs["key"][1], inputs["value"][1] = (inputs[n][0] for n in ("query", "key", "value"))

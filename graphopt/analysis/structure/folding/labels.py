@@ -27,7 +27,7 @@ _STORAGE_ROLES = frozenset(
 )
 """Inputs whose form follows from a format."""
 
-_SHAPING = frozenset({"kv_heads", "window", "chunks"})
+_SHAPING = frozenset({"kv_heads", "window", "chunks", "slopes"})
 """Attributes of our operators that say what is computed, not in which precision or by which policy."""
 
 _SMALL = 64

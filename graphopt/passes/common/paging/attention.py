@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -12,6 +12,7 @@ from graphopt.analysis.structure.ports import CachePort, past_port
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.passes.common.choices import Choice, choice_of, chosen_indices
 from graphopt.passes.common.masks import Window
+from graphopt.passes.common.paging.token_wise import TokenWise, token_wise_of
 from graphopt.passes.common.sinks import SCORES, sinks_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT, MOST_OF_FLOATS
 
@@ -43,6 +44,8 @@ OTHER_CHOICE = Rule(
 OTHER_SCORES = Rule("page_kv.other-scores", "{node} chooses among more or less than what is causal and no padding")
 NOT_FLOAT32 = Rule("page_kv.not-float32", "it does not compute in float32")
 NOT_CAUSAL = Rule("page_kv.not-causal", "it is not causal")
+BIAS_AND_MORE = Rule("page_kv.bias-and-more", "its scores have a bias by distance, and a soft cap or sinks")
+HEADS_OF_BIAS = Rule("page_kv.heads-of-bias", "its mask adds biases of {biases} heads to {heads} heads of queries")
 MASK_NOT_UNDERSTOOD = Rule("page_kv.mask-not-understood", "its mask {mask} is not understood: {why}")
 
 
@@ -63,6 +66,8 @@ class Meaning:
         latent: what it reads where values are a part of keys.
         source: the node whose keys and values it reads, see :func:`source_of`; ``None`` where it has its own.
         choice: what a trained indexer chooses of the positions that it could see; ``None`` where it sees all.
+        token_wise: what it reads of a cache that grows outside of it; ``None`` where it appends to its own.
+        slopes: of each query head, of biases by distance (ALiBi, Press et al. 2022); none without.
     """
 
     number: int
@@ -76,6 +81,8 @@ class Meaning:
     latent: Latent | None = None
     source: ir.Node | None = None
     choice: Choice | None = None
+    token_wise: TokenWise | None = None
+    slopes: tuple[float, ...] = ()
 
     @property
     def index_size(self) -> int:
@@ -166,13 +173,13 @@ def source_of(node: ir.Node) -> ir.Node | None:
 def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     """Return what the ``Attention`` node means, or why ``KVAttention`` cannot compute it."""
     inputs = [*node.inputs, *[None] * 7][:7]
-    query, key, value, past_key, past_value = (inputs[i] for i in (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE))
+    query, key, value = inputs[_QUERY : _VALUE + 1]
     latent = latent_of(node)
     if latent is not None:
         return _meaning_of_latent(node, latent, evaluator)
-    source = source_of(node)
-    if source is not None:
-        past_key, past_value = source.inputs[_PAST_KEY], source.inputs[_PAST_VALUE]
+    source, token_wise = source_of(node), token_wise_of(node)
+    appending = inputs if source is None else source.inputs
+    past_key, past_value = appending[_PAST_KEY : _PAST_VALUE + 1] if token_wise is None else token_wise.pasts
     cache = past_port(past_key)
     if cache is None or cache.part != "key" or past_port(past_value) != CachePort(cache.layer, "value"):
         return NO_CACHE()
@@ -195,13 +202,16 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
         return HEAD_SIZE(size=size, most=MOST_OF_FLOATS)
     if any(shape is not None and shape.dtype != ir.DataType.FLOAT for shape in (query, key, value)):
         return NOT_FLOAT32()
-    window = _window(node, inputs[_MASK], evaluator)
-    if isinstance(window, Fact):
-        return window
     scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
     softcap = node.attributes.get_float("softcap", 0.0)
+    reach = _reach(node, inputs[_MASK], query_heads, evaluator)
+    if isinstance(reach, Fact):
+        return reach
     logits = None if sinks is None else sinks[0]
-    return Meaning(cache.layer, query_heads, kv_heads, size, scale, softcap, window, logits, source=source)
+    meaning = Meaning(cache.layer, query_heads, kv_heads, size, scale, softcap, reach[0], logits, source=source)
+    meaning = replace(meaning, slopes=reach[1], token_wise=token_wise)
+    # sinks have no distance, so what the biases of a query have in common would matter
+    return BIAS_AND_MORE() if meaning.slopes and (softcap or sinks is not None) else meaning
 
 
 def _meaning_of_latent(node: ir.Node, latent: Latent, evaluator: MaskEvaluator) -> Meaning | Fact:
@@ -272,13 +282,35 @@ def _width(value: ir.Value) -> int | None:
     return width if isinstance(width, int) else None
 
 
-def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> Window | Fact:
+def _reach(
+    node: ir.Node, mask: ir.Value | None, heads: int, evaluator: MaskEvaluator
+) -> tuple[Window, tuple[float, ...]] | Fact:
+    """Return the window of the mask and the slopes of its biases, or why it is not understood."""
+    slopes = _slopes(node, mask, heads, evaluator)
+    if isinstance(slopes, Fact):
+        return slopes
+    window = _window(node, mask, evaluator, may_add=bool(slopes))
+    return window if isinstance(window, Fact) else (window, slopes)
+
+
+def _slopes(node: ir.Node, mask: ir.Value | None, heads: int, evaluator: MaskEvaluator) -> tuple[float, ...] | Fact:
+    """Return the slopes of the biases that the mask adds for each query head, or why they are not understood."""
+    if mask is None:
+        return ()
+    slopes = evaluator.slopes(mask, is_causal=node.attributes.get_int("is_causal", 0) == 1)
+    if isinstance(slopes, Fact):
+        return MASK_NOT_UNDERSTOOD(mask=mask.name, why=slopes)
+    slopes = slopes * heads if len(slopes) == 1 else slopes
+    return slopes if len(slopes) in (0, heads) else HEADS_OF_BIAS(biases=len(slopes), heads=heads)
+
+
+def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator, *, may_add: bool = False) -> Window | Fact:
     is_causal = node.attributes.get_int("is_causal", 0) == 1
     if mask is None:
         if not is_causal:
             return NOT_CAUSAL()
         return evaluator.without_mask()
-    window = evaluator.window(mask, is_causal=is_causal)
+    window = evaluator.window(mask, is_causal=is_causal, may_add=may_add)
     return MASK_NOT_UNDERSTOOD(mask=mask.name, why=window) if isinstance(window, Fact) else window
 
 

@@ -27,6 +27,7 @@ from graphopt.passes.common.paging.attention import HEAD_SIZE, Latent, Meaning, 
 from graphopt.passes.common.paging.rows import as_rows, read_rows
 from graphopt.passes.common.paging.states import connect
 from graphopt.passes.common.paging.token_masks import mask_by_lengths, masked_recurrences, why_not_by_lengths
+from graphopt.passes.common.paging.token_wise import of_new_tokens, token_wise_of
 from graphopt.passes.common.paging.wider_heads import pad_heads, widen
 from graphopt.passes.common.sinks import by_head, no_sinks, sinks_of
 from graphopt.runtime_ops import OPERATORS, bodies_aside, port
@@ -51,11 +52,13 @@ OWNS_CACHE = Rule(
     window=", a window of {window} tokens",
     chunk=", chunks of {chunk} tokens",
     sinks=", with logits of sinks",
+    biases=", with biases by distance",
     source=", and stores the keys and values of {source} once more",
     stored=", with heads of {size} numbers stored as {stored}",
     also=["size"],
 )
 LENGTHS = Rule("page_kv.lengths", "lengths per row say what is padding: past_length, new_length")
+BIAS_ON_GPUS = Rule("page_kv.bias-on-gpus", "its scores have a bias by distance, for which GPUs have no kernel")
 NO_ATTENTION = Rule("page_kv.no-attention", "it has no standard Attention; canonicalize lifts what exporters spell out")
 ONE_KIND = Rule("page_kv.one-kind", "{node} has to stay, and a graph has one kind of cache")
 LEFT_OUT = Rule("page_kv.left-out", "it was left out when the other layers got caches in pages")
@@ -90,9 +93,9 @@ def page_attention(
     evaluator = MaskEvaluator(model, context)
     meanings = {node: meaning_of(node, evaluator) for node in nodes}
     refusals = {
-        node: meaning if isinstance(meaning, Fact) else HEAD_SIZE(size=meaning.head_size, most=MOST_CHANNELS)
+        node: refusal
         for node, meaning in meanings.items()
-        if isinstance(meaning, Fact) or (context.target == "ort-cuda" and meaning.head_size > MOST_CHANNELS)
+        if (refusal := meaning if isinstance(meaning, Fact) else _why_not_on(context.target, meaning)) is not None
     }
     layers = {node: meaning for node, meaning in meanings.items() if isinstance(meaning, Meaning)}
     choices = {node: meaning.choice for node, meaning in layers.items() if meaning.choice is not None}
@@ -116,11 +119,12 @@ def page_attention(
     graph.inputs.extend(lengths)
     mask_by_lengths(graph, recurrences, _tokens(graph), lengths[1], ledger)
     attention_of: dict[ir.Node, ir.Node] = {}
+    rows_of: dict[ir.Value, ir.Value] = {}
     for node in choices:  # what makes the mask stays, as the caller makes scores of it, and does not go with the node
         node.replace_input_with(_MASK, None)
     for node, meaning in _with_own_numbers(layers):
         source = None if meaning.source is None else attention_of[meaning.source]
-        attention_of[node] = _rewrite(graph, node, meaning, source, lengths, page, ledger)
+        attention_of[node] = _rewrite(graph, node, meaning, source, lengths, page, ledger, rows_of)
     if choices:
         describe(model)
         return {attention_of[node]: choice for node, choice in choices.items()}
@@ -148,6 +152,15 @@ def _choices_that_stay(
     return {} if refusal is None else dict.fromkeys(choices, refusal)
 
 
+def _why_not_on(target: str, meaning: Meaning) -> Fact | None:
+    """Return why a target has no kernel for attention in pages, ``None`` where it has one."""
+    if target != "ort-cuda":
+        return None
+    if meaning.slopes:
+        return BIAS_ON_GPUS()
+    return HEAD_SIZE(size=meaning.head_size, most=MOST_CHANNELS) if meaning.head_size > MOST_CHANNELS else None
+
+
 def why_masks_stay(model: ir.Model, context: Context) -> Fact | None:
     """Return why the mask of a graph without attention says more than how many tokens a row has, or what else reads it.
 
@@ -159,7 +172,7 @@ def why_masks_stay(model: ir.Model, context: Context) -> Fact | None:
 
 
 def _with_own_numbers(meanings: Mapping[ir.Node, Meaning]) -> Iterator[tuple[ir.Node, Meaning]]:
-    """Yield nodes and what they mean, those that read the cache of another one as layers of their own.
+    """Yield nodes and what they mean, those that read the cache of another one, or one with others, as own layers.
 
     They stand behind the nodes whose caches they read, and read them no longer.
     """
@@ -168,8 +181,11 @@ def _with_own_numbers(meanings: Mapping[ir.Node, Meaning]) -> Iterator[tuple[ir.
     for node in readers:
         for index in (_KEY, _VALUE):
             node.replace_input_with(index, None)
+    numbers_in_use = set[int]()
     for node, meaning in meanings.items():
-        yield node, meaning if meaning.source is None else replace(meaning, number=next(numbers))
+        is_first = meaning.source is None and meaning.number not in numbers_in_use
+        yield node, meaning if is_first else replace(meaning, number=next(numbers))
+        numbers_in_use.add(meaning.number)
 
 
 def _rewrite(
@@ -180,6 +196,7 @@ def _rewrite(
     lengths: list[ir.Value],
     page: int,
     ledger: Ledger,
+    rows_of: dict[ir.Value, ir.Value],
 ) -> ir.Node:
     """Put ``KVAttention`` where ``node`` stands; return it.
 
@@ -187,11 +204,10 @@ def _rewrite(
     """
     placeholder = no_sinks(graph)
     latent = meaning.latent
-    rows = [as_rows(graph, value, node) for value in node.inputs[:3] if value is not None and latent is None]
-    if source is not None:
-        rows += [new for new in source.inputs[_KEY:_MASK] if new is not None]
     if latent is not None:
         rows = [*_latent_rows(graph, node, latent, meaning), placeholder]
+    else:
+        rows = _rows_of_heads(graph, node, meaning, source, rows_of)
     layer = _layer(meaning, page)
     inputs = dict(zip(("query", "key", "value", "past", "new"), (*rows, *lengths), strict=True))
     y_behind, sources = node.outputs[0], [node]
@@ -208,8 +224,9 @@ def _rewrite(
     width = meaning.query_heads * (meaning.value_size or meaning.head_size)
     y.shape = ir.Shape([*rows[0].shape[:2], width])
     graph.insert_before(node, attention)
-    pasts = list(node.inputs[_PAST_KEY : _PAST_VALUE + 1]) if latent is None else list(latent.pasts)
-    for present in node.outputs[1:3] if latent is None else latent.presents:
+    outside = latent or meaning.token_wise
+    pasts = list(node.inputs[_PAST_KEY : _PAST_VALUE + 1]) if outside is None else list(outside.pasts)
+    for present in node.outputs[1:3] if outside is None else outside.presents:
         if present.is_graph_output():
             graph.outputs.remove(present)
     if meaning.stored_size != meaning.head_size and latent is None:
@@ -220,10 +237,14 @@ def _rewrite(
     if node.graph is not None:
         remove(node)
     for past in pasts:
-        if past is not None:
+        if past is not None and past.is_graph_input():  # several may read one cache, token by token
             graph.inputs.remove(past)
     connect(graph, attention, layer)
-    figures = {"sinks": meaning.sinks is not None, "source": None if source is None else source.name}
+    figures = {
+        "sinks": meaning.sinks is not None,
+        "biases": True if meaning.slopes else None,
+        "source": None if source is None else source.name,
+    }
     tokens, is_chunk = meaning.window
     sizes = {"window": 0 if is_chunk else tokens, "chunk": tokens if is_chunk else None}
     if meaning.stored_size != meaning.head_size and not meaning.index_size:
@@ -247,8 +268,25 @@ def _layer(meaning: Meaning, page: int) -> PagedLayer:
             policies=(STREAMING,) if meaning.window.tokens else (DENSE,),
             recent=max(1, meaning.window.tokens),
             value_size=meaning.value_size,
+            slopes=meaning.slopes,
         ),
     )
+
+
+def _rows_of_heads(
+    graph: ir.Graph, node: ir.Node, meaning: Meaning, source: ir.Node | None, rows_of: dict[ir.Value, ir.Value]
+) -> list[ir.Value]:
+    """Return queries, new keys and new values, [batch, length, heads x size] each.
+
+    Several nodes may read the same: ``rows_of`` holds what was made for others.
+    """
+    values = [value for value in node.inputs[:_MASK] if value is not None]
+    if meaning.token_wise is not None:
+        steps_and_new = zip(meaning.token_wise.steps, meaning.token_wise.new, strict=True)
+        values[1:] = [of_new_tokens(graph, steps, new, node) for steps, new in steps_and_new]
+    rows_of.update({value: as_rows(graph, value, node) for value in values if value not in rows_of})
+    rows = [rows_of[value] for value in values]
+    return rows if source is None else [*rows, *(new for new in source.inputs[_KEY:_MASK] if new is not None)]
 
 
 def _latent_rows(graph: ir.Graph, node: ir.Node, latent: Latent, meaning: Meaning) -> list[ir.Value]:
@@ -318,7 +356,13 @@ def _other_reader(graph: ir.Graph, recurrences: Collection[ir.Node]) -> Fact | N
     latents = {
         node: latent for node in graph if node.op_type == "Attention" and (latent := latent_of(node)) is not None
     }
+    readers = {
+        node: token_wise
+        for node in graph
+        if node.op_type == "Attention" and (token_wise := token_wise_of(node)) is not None
+    }
     presents = {present for latent in latents.values() for present in latent.presents}
+    presents |= {present for token_wise in readers.values() for present in token_wise.presents}
     outputs = [value for value in graph.outputs if value not in presents and not is_of_indexer(value)]
     waiting, reached = [value.producer() for value in outputs], set[ir.Node]()
     while waiting:
@@ -337,6 +381,8 @@ def _other_reader(graph: ir.Graph, recurrences: Collection[ir.Node]) -> Fact | N
         inputs = node.inputs[:_MASK] if standard else node.inputs
         if node in latents:
             inputs = [node.inputs[0], *latents[node].parts]
+        if node in readers:
+            inputs = [node.inputs[0], *readers[node].new]
         if node in recurrences:
             inputs = [value for value in inputs if value is not port(node, "mask")]
         for value in [*inputs, *inner]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 
 WIDER_BLOCKS = Rule(
     "serve.widened",
@@ -33,6 +34,16 @@ def equal_layers(layers: Mapping[ir.Node, PagedLayer]) -> dict[ir.Node, PagedLay
     heads = max((layer.attributes.kv_heads for layer in layers.values()), default=0)
     size = max((layer.head_size for layer in layers.values()), default=0)
     return {
-        node: replace(layer, head_size=size, attributes=replace(layer.attributes, kv_heads=heads))
+        node: replace(
+            layer,
+            head_size=size,
+            attributes=replace(layer.attributes, kv_heads=heads, slopes=_slopes(layer.attributes, heads)),
+        )
         for node, layer in layers.items()
     }
+
+
+def _slopes(attributes: KVAttributes, heads: int) -> tuple[float, ...]:
+    """Return the slopes of a layer that gets so many KV heads, whose new ones are zeros."""
+    group = len(attributes.slopes) // attributes.kv_heads
+    return (*attributes.slopes, *[0.0] * (group * (heads - attributes.kv_heads)))

@@ -101,6 +101,8 @@ def share_blocks(
     attributes |= {name: getattr(kv, name) for name in ("value_size", "chunks", "key_feedback") if getattr(kv, name)}
     shape: list[int | str | None] = ["num_blocks", block, kv.kv_heads, _width(layer, block)]
     dtype = ir.DataType.from_numpy(kv.stored.dtype)
+    if kv.slopes:
+        attributes["slopes"] = list(kv.slopes)
     pools = {part: ir.val(CachePort(layer.number, part).past, dtype, shape) for part in GROWING}
     if kv.levels is not None:
         pools |= {part: ir.val(CachePort(layer.number, part).past, ir.DataType.FLOAT, shape[:3]) for part in SCALES}

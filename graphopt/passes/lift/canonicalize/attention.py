@@ -4,6 +4,11 @@ Repeated heads (grouped-query attention, Ainslie et al. 2023), with R = query he
 
     Attention(q, Reshape(Expand(Unsqueeze(k, 2), [.., R, ..])), ...)   ->   Attention(q, k, ...)
 
+Heads that are tiled, as JetMoE does: query head h reads KV head h mod the KV heads. Queries change places, and back:
+
+    Attention(q, Tile(k, [1, R, 1, 1]), Tile(v, [1, R, 1, 1]), m)
+      ->   Gather(Attention(Gather(q, order; axis=1), k, v, m), <order back>; axis=1)
+
 Cache:
 
     present = Concat(past, new; axis=2);  Attention(q, present_k, present_v, mask)
@@ -14,10 +19,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Rule
-from graphopt.graph.editing import replace
+from graphopt.graph.editing import Inserter, name_output, replace
 from graphopt.graph.weights import weight_of
 from graphopt.passes.common.nodes import attentions
 
@@ -45,6 +51,7 @@ def group_heads(model: ir.Model, ledger: Ledger) -> None:
     for node in attentions(model):
         bases = [_before_repeat(node.inputs[index], node.inputs[0]) for index in (_KEY, _VALUE)]
         if bases[0] is None and bases[1] is None:
+            _group_tiled_heads(model.graph, node, ledger)
             continue
         if bases[0] is None or bases[1] is None:
             ledger.skipped(node, ONE_REPEATED())
@@ -52,6 +59,76 @@ def group_heads(model: ir.Model, ledger: Ledger) -> None:
         for index, base in zip((_KEY, _VALUE), bases, strict=True):
             node.replace_input_with(index, base)
         ledger.changed(node, HEADS_GROUPED(), [b for b in bases if b is not None])
+
+
+def _group_tiled_heads(graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
+    """Let ``Attention`` whose keys and values are tiled read each KV head once, with its queries in another order."""
+    bases = [_before_tile(node.inputs[index]) for index in (_KEY, _VALUE)]
+    query, mask = node.inputs[0], node.inputs[3] if len(node.inputs) > 3 else None
+    if bases[0] is None or bases[1] is None or query is None or query.shape is None or len(query.shape) != 4:
+        return
+    heads, kv_heads = query.shape[1], {base.shape[1] for base in bases if base is not None and base.shape is not None}
+    is_alike = mask is None or (mask.shape is not None and len(mask.shape) == 4 and mask.shape[1] == 1)
+    last = _guard_behind(node.outputs[0])
+    if len(kv_heads) > 1 or not is_alike or len(node.outputs) > 1 or not isinstance(heads, int):
+        return
+    if last.outputs[0].is_graph_output():
+        return
+    order = np.arange(heads).reshape(-1, int(str(*kv_heads))).T.ravel()
+    insert = Inserter(graph, node, node.name or "attention")
+    indices = [insert.integers(heads_in_order.tolist()) for heads_in_order in (order, np.argsort(order))]
+    dims = list(query.shape)
+    node.replace_input_with(0, insert.op("Gather", [query, indices[0]], dims, query.dtype, "by_group", axis=1))
+    for index, base in zip((_KEY, _VALUE), bases, strict=True):
+        node.replace_input_with(index, base)
+    output = last.outputs[0]
+    back = ir.node("Gather", [output, indices[1]], {"axis": 1}, name=f"{node.name}.ungrouped")
+    uses = list(output.uses())
+    graph.insert_after(last, back)
+    name_output(back, output, list(output.shape or dims))
+    for use in uses:
+        if use.node is not back:
+            use.node.replace_input_with(use.idx, back.outputs[0])
+    ledger.changed(node, HEADS_GROUPED(), [base for base in bases if base is not None])
+    ledger.changed(back, HEADS_GROUPED(), [node])
+
+
+def _guard_behind(y: ir.Value) -> ir.Node:
+    """Return the guard for queries that see no key, which is the same for all heads, or else what makes ``y``."""
+    users = {use.node for use in y.uses()}
+    node = y.producer()
+    assert node is not None
+    for user in users:
+        condition = user.inputs[0]
+        is_guard = user.op_type == "Where" and not user.domain and len(users) == 1 and user.inputs[2] is y
+        if is_guard and condition is not None and condition.shape is not None and condition.shape[1] == 1:
+            return user
+    return node
+
+
+def _before_tile(value: ir.Value | None) -> ir.Value | None:
+    """Return the [batch, KV heads, keys, size] value whose heads are tiled to ``value``, or ``None``."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Tile" or node.domain or value is None or value.shape is None:
+        return None
+    base, repeats = node.inputs[0], weight_of(node, 1)
+    expand = None if base is None else base.producer()
+    if expand is not None and expand.op_type == "Expand" and _keeps_shape(expand):
+        base = expand.inputs[0]
+    if base is None or base.shape is None or repeats is None or repeats.const_value is None:
+        return None
+    counts = repeats.const_value.numpy().tolist()
+    is_static = isinstance(base.shape[1], int) and len(base.shape) == 4
+    return base if is_static and len(counts) == 4 and [*counts[:1], *counts[2:]] == [1, 1, 1] else None
+
+
+def _keeps_shape(node: ir.Node) -> bool:
+    """Return whether a node's output is known to have the shape of its first input."""
+    before, after = None if node.inputs[0] is None else node.inputs[0].shape, node.outputs[0].shape
+    if before is None or after is None:
+        return False
+    are_known = all(isinstance(dim, int) or dim.value is not None for dim in before)
+    return are_known and list(before) == list(after)
 
 
 def _before_repeat(value: ir.Value | None, query: ir.Value | None) -> ir.Value | None:

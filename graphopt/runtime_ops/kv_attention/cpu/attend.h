@@ -60,7 +60,25 @@ struct Reader : Lookahead {
     }
   }
 
-  void weigh_rows(bool alike, size_t lines) const {
+  // Adds slope (j - p) to the scores of tokens j of a page, for queries at positions p.
+  void add_biases(int64_t logical, size_t lines) const {
+    alignas(kLine) static constexpr float kFirst[kColumns] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats first = load_line<Floats>(kFirst);
+    const float* const slopes = call.slopes + queries.head * layout.group;
+    for (size_t column = 0; column < columns; ++column) {
+      const int64_t begin = logical * static_cast<int64_t>(layout.page) - position(column);
+      for (size_t i = 0; i < lines; ++i) {
+        const Floats distance = first + all_lanes(static_cast<float>(begin + static_cast<int64_t>(i * kColumns)));
+        for (size_t head = 0; head < layout.group; ++head) {
+          float* const at = buffers.scores + (column * layout.group + head) * layout.page + i * kColumns;
+          store_line(at, fused(all_lanes(slopes[head]), distance, load_line<Floats>(at)));
+        }
+      }
+    }
+  }
+
+  void weigh_rows(int64_t logical, bool alike, size_t lines) const {
+    if (call.slopes) add_biases(logical, lines);
     by_columns(alike, [&](size_t first, size_t count, const Visible& seen) {
       for_rows<kMostWeighed>(count, [&](size_t row, auto together) {
         const size_t at = first + row;
@@ -124,7 +142,7 @@ struct Reader : Lookahead {
       });
     });
     if (takes_scores(logical, lines)) return;
-    weigh_rows(alike, lines);
+    weigh_rows(logical, alike, lines);
     each_run([&](size_t first, size_t count, const auto& run) { scale(run.value_scales, count, buffers.scores + first); });
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
       for (int part = 0; part < 2; ++part) {

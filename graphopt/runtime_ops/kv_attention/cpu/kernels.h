@@ -30,6 +30,7 @@ struct Attention {
   size_t rows = 0, columns = 0;
   const float *query = nullptr, *key = nullptr, *value = nullptr;
   const float *sink_logits = nullptr, *sink_query = nullptr;  // null if absent
+  const float* slopes = nullptr;                              // [query heads], of biases by distance; null if absent
   const Half* feedback = nullptr;                             // [kv_heads, size, size]; null if absent
   const int32_t* chosen = nullptr;  // [tokens, most_chosen], the positions that each reads, where the layout chooses
   size_t most_chosen = 0;

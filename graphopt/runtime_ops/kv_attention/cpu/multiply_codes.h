@@ -120,7 +120,7 @@ inline void read_codes(const Reader& reader, int64_t logical, bool alike, const 
     reader.scale(reader.layout.token_factors ? scales + reader.layout.factors_at() : nullptr, lines, scores);
   });
   if (reader.takes_scores(logical, lines)) return;
-  reader.weigh_rows(alike, lines);
+  reader.weigh_rows(logical, alike, lines);
   read_value_codes(reader, alike, values, scales + 2 * size, ahead);
 }
 

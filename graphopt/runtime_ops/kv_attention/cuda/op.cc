@@ -31,6 +31,7 @@ struct Kernel : KVTypes<Activations> {
       if (!chooses_in_blocks(attributes.policies[head])) continue;
       return node.error("GPUs have no kernels for blocks of queries that choose pages together: make the model for CPUs");
     }
+    if (attributes.slopes.count) return node.error("GPUs have no kernels for biases by distance: leave slopes out");
     if (attributes.layout.latent()) return node.error("GPUs have no kernels for latents: value_size must be 0");
     if (attributes.layout.value_storage != attributes.layout.storage) {
       return node.error("kernels on GPUs store keys and values alike; store the cache without value_storage");

@@ -89,6 +89,33 @@ OrtStatus* read_chunked(const Node& node, const OrtKernelInfo* info, Layout* lay
                     print(layout->chunked), print(layout->window));
 }
 
+OrtStatus* Slopes::read(const Node& node, const OrtKernelInfo* info, const Layout& layout, bool chooses) {
+  // called without a buffer, it returns the number of elements
+  if (OrtStatus* failure = KernelInfoGetAttributeFloats::call(node.api, info, "slopes", nullptr, &count)) {
+    if (!count) return node.present(failure, "slopes");
+    ReleaseStatus::call(node.api, failure);
+  }
+  if (!count) return nullptr;
+  numbers.reset(new (std::nothrow) float[count]);
+  if (!numbers) return node.error("no memory for %zu slopes", count);
+  OrtStatus* read = KernelInfoGetAttributeFloats::call(node.api, info, "slopes", numbers.get(), &count);
+  GRAPHOPT_RETURN_IF_ERROR(node.missing(read, "slopes", "floats"));
+  for (size_t head = 0; head < count; ++head) {
+    if (!std::isfinite(numbers[head])) return node.error("its attribute slopes must be finite, that of head %zu is not", head);
+  }
+  if (layout.softcap == 0 && !chooses) return nullptr;
+  return node.error("with slopes its attribute softcap must be 0, policies dense or streaming, and compensate 0");
+}
+
+OrtStatus* Slopes::give(const Node& node, Attention* call) const {
+  if (count && count != call->layout.query_heads()) {
+    return node.error("its attribute slopes must be a float for each of %zu query heads; there are %zu",
+                      call->layout.query_heads(), count);
+  }
+  call->slopes = count ? numbers.get() : nullptr;
+  return nullptr;
+}
+
 OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int type) {
   int64_t heads = 0, page = 0;
   char storage[16] = {}, value_storage[16] = {};
@@ -202,7 +229,11 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
     }
     wraps = wraps && may_drop(policies[head]);
   }
-  return nullptr;
+  bool chooses = layout.compensate;
+  for (size_t head = 0; head < layout.kv_heads; ++head) {
+    chooses = chooses || makes_lists(policies[head]) || chooses_in_blocks(policies[head]);
+  }
+  return slopes.read(node, info, layout, chooses);
 }
 
 }  // namespace graphopt

@@ -95,6 +95,7 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   }
   layout.size = static_cast<size_t>(size);
   layout.group = static_cast<size_t>(query.shape[2] / (heads * size));
+  GRAPHOPT_RETURN_IF_ERROR(attributes.slopes.give(node, call));
   call->rows = static_cast<size_t>(batch);
   call->columns = static_cast<size_t>(columns);
   call->query = static_cast<const float*>(query.data);

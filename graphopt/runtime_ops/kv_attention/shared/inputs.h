@@ -32,10 +32,22 @@ struct KVTypes {
   static int output_type(size_t index, int pages) { return index == 0 ? Activations : index <= 2 ? pages : kFloat; }
 };
 
+// Slopes of query heads: each token j that a query at p reads scores slope (j - p) more (ALiBi).
+struct Slopes {
+  std::unique_ptr<float[]> numbers;
+  size_t count = 0;  // 0: absent
+
+  // Reads the attribute `slopes`, which goes with no soft cap; `chooses` says whether pages are chosen or compensated.
+  OrtStatus* read(const Node& node, const OrtKernelInfo* info, const Layout& layout, bool chooses);
+  // Hands them to a call, whose query heads are known.
+  OrtStatus* give(const Node& node, Attention* call) const;
+};
+
 // The attributes of a node.
 struct KVAttributes {
   Layout layout;  // without the fields that depend on shapes
   std::unique_ptr<Policy[]> policies;
+  Slopes slopes;
   bool wraps = false;  // all of them may drop tokens
 
   bool uses(Policy policy) const {

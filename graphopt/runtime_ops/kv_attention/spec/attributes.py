@@ -75,9 +75,10 @@ def _with_parameters(cls: type[T]) -> type[T]:
 class KVAttributes:
     """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.spec.schema`.
 
-    Every node states those that are listed here, but for a ``clip`` of 1, ``token_factors`` and ``key_feedback`` of 0
-    and a ``value_storage`` like ``storage``, which is "". A parameter of a later policy is a field too, which only
-    nodes state that have a head of that policy. Floats are rounded to float32, as a node holds them.
+    Every node states those that are listed here, but for a ``clip`` of 1, ``token_factors`` and ``key_feedback`` of 0,
+    a ``value_storage`` like ``storage``, which is "", and ``slopes`` that are none. A parameter of a later policy is a
+    field too, which only nodes state that have a head of that policy. Floats are rounded to float32, as a node holds
+    them.
 
     Raises:
         ValueError: an attribute is out of its range, or two do not fit one another.
@@ -105,6 +106,7 @@ class KVAttributes:
     value_storage: str = ""
     chunks: int = 0
     key_feedback: int = 0
+    slopes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
@@ -115,6 +117,7 @@ class KVAttributes:
         with np.errstate(over="ignore"):  # what float32 cannot hold is refused below, as infinite
             for name in ("scale", "softcap", "clip", *floats):
                 object.__setattr__(self, name, float(np.float32(getattr(self, name))))
+            object.__setattr__(self, "slopes", tuple(float(np.float32(slope)) for slope in self.slopes))
         self._check_ranges(parameters)
         self._check_storage()
         self._check_policies()
@@ -183,6 +186,13 @@ class KVAttributes:
                 f"KVAttention: with a window of the model's own, {self.window}, no token that streaming drops is to be "
                 "seen: compensate must be 0"
             )
+        if not all(math.isfinite(slope) for slope in self.slopes):
+            raise ValueError(f"KVAttention: slopes are finite, not {list(self.slopes)}")
+        if self.slopes and (self.softcap or self.compensate or self.chooses or self.retrieves):
+            raise ValueError(
+                "KVAttention: with slopes softcap is 0, policies are dense or streaming, and compensate is 0: what "
+                "pages score, and what was dropped, has no distance"
+            )
         summaries = [policy.name for policy in self.policies_in_use if policy.summary_floats(LANES)]
         if len(summaries) > 1:
             raise ValueError(f"KVAttention: pages have one summary, and {' and '.join(summaries)} each need their own")
@@ -193,11 +203,10 @@ class KVAttributes:
         absent = {parameter.name for policy in unused_policies for parameter in policy.parameters()} - _VERSION_1
         if self.clip == 1:
             absent.add("clip")
-        by_default = ("token_factors", "value_size", "value_storage", "chunks", "key_feedback")
+        by_default = ("token_factors", "value_size", "value_storage", "chunks", "key_feedback", "slopes")
         absent.update(name for name in by_default if not getattr(self, name))
-        return {name: value for name, value in asdict(self).items() if name not in absent} | {
-            "policies": list(self.policies)
-        }
+        lists = {"policies": list(self.policies), **({"slopes": list(self.slopes)} if self.slopes else {})}
+        return {name: value for name, value in asdict(self).items() if name not in absent} | lists
 
     @property
     def stored(self) -> Storage:

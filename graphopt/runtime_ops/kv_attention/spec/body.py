@@ -5,8 +5,8 @@ would still have branches whose types do not fit. So each set of attributes has 
 overload, the part of a function's name that ONNX has for this. onnxruntime 1.31 gives each node the body of its
 overload, and a kernel takes nodes of all overloads. onnxruntime 1.18 to 1.24 know no overloads, and give all nodes
 the same body: so a body compares the attributes of its node with those that it was made for, and where they differ it
-fails. For their sake, and to have fewer bodies, what layers differ in most is read from the node: its window, and its
-policies.
+fails. For their sake, and to have fewer bodies, what layers differ in most is read from the node: its window, its
+policies, and its slopes.
 
 The body computes scores of all pages, then hides what is not read: it says what is meant, and costs what dense
 attention costs.
@@ -55,7 +55,7 @@ _FIELDS = {
 _TYPES = {**SCHEMA.attributes, **SCHEMA.optional}
 
 # Layers differ in these. The body reads them from its node, so that such layers share it.
-_OF_NODE = ("window", "policies")
+_OF_NODE = ("window", "policies", "slopes")
 
 
 def function(opset: int, **attributes: Any) -> ir.Function:
@@ -83,6 +83,7 @@ def overload(**attributes: Any) -> str:
     attrs = KVAttributes(**attributes)
     parts = [f"retrieves={int(RETRIEVAL in attrs.policies)}"]
     parts += [f"{policy.name}=1" for policy in _later_policies(attrs)]
+    parts += ["slopes=1"] if attrs.slopes else []
     for name, value in attrs.for_node().items():
         if name not in _OF_NODE:
             # np.float32 says 0.1 where Python says 0.10000000149011612

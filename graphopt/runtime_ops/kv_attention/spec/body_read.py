@@ -129,6 +129,8 @@ def attend(
     # a weight of 0 times a value that is not finite would make NaN
     clean_keys, clean_values = op.Where(bad_keys, 0.0, K), op.Where(bad_values, 0.0, V)
     scores = scale_scores(call, multiply_keys(call, query, first_query, clean_keys))
+    if call.attrs.slopes:
+        scores = op.Add(scores, _biases(call))
     scores = op.Where(op.Unsqueeze(is_read, [2]), scores, -math.inf)
     columns = [] if extra is None else [extra.score]
     logits = op.Concat(scores, *columns, _sink_column(call, query, sink_logits), axis=-1)
@@ -140,6 +142,17 @@ def attend(
     bad = op.Or(op.Cast(op.ReduceMax(op.Cast(bad_keys, to=ir.DataType.UINT8), [-1]), to=ir.DataType.BOOL), bad_values)
     reads = op.MatMul(op.Cast(is_read, to=ir.DataType.FLOAT), op.Cast(bad, to=ir.DataType.FLOAT))
     return op.Where(op.Unsqueeze(op.Greater(reads, 0.5), [2]), math.nan, y)
+
+
+def _biases(call: Call) -> ir.Value:
+    """Return slope (j - p) of all tokens, float [B, H, G, S, N]."""
+    op, attrs = call.op, call.attrs
+    query_positions = op.Add(op.Sub(call.total, call.columns), call.range(call.columns))
+    p = op.Reshape(query_positions, [0, 1, 1, -1, 1])
+    position = op.Reshape(call.positions(call.pages_held(call.newest_page())), [0, 1, 1, 1, -1])
+    distance = op.Cast(op.Sub(position, p), to=ir.DataType.FLOAT)
+    slopes = op.Constant(value_floats=ir.RefAttr("value_floats", "slopes", ir.AttributeType.FLOATS))
+    return op.Mul(op.Reshape(slopes, [1, attrs.kv_heads, -1, 1, 1]), distance)
 
 
 def _sink_column(call: Call, query: ir.Value, sink_logits: ir.Value) -> ir.Value:

@@ -35,6 +35,8 @@ def check(attributes: KVAttributes, inputs: Sequence[Array], state: Mapping[str,
     heads = query.shape[2] * attributes.kv_heads // width
     pages = state["keys"].shape[2] if state["keys"].ndim == 4 else 0
     shapes = attributes.state(batch, pages, width // attributes.kv_heads)
+    if len(attributes.slopes) not in (0, heads):
+        raise ValueError(f"KVAttention: slopes are one for each of {heads} query heads, not {len(attributes.slopes)}")
     _check_tensor("query", query, (batch, columns, query.shape[2]))
     _check_tensor("key", key, key.shape)
     _check_tensor("value", value, (0,) if attributes.value_size else key.shape)

@@ -51,6 +51,9 @@ Attributes:
     key_feedback: int, 0 or 1, of storages of integers: the channels of a page of keys are rounded one after the other,
         and what one is rounded by changes those behind it by ``feedback``; see :func:`.layout.round_with_feedback`.
         Nodes may leave it out, for 0. CPUs only.
+    slopes: floats [Hq], optional: a query of head h at position p that reads the token at j adds slopes[h] (j - p) to
+        its score (ALiBi, Press et al. 2022). With them softcap is 0, policies are dense or streaming, and compensate is
+        0. CPUs only.
     value_size: int, optional, V: values are the first V numbers of keys, a multiple of 16, and are not stored; where it
         is 0 or absent they have pages of their own. With it query heads read one row of a token, a latent (DeepSeek-V2,
         DeepSeek-AI 2024); y is [B, S, Hq V], `values` has no elements, `scales` 2 D numbers of a page, and T with
@@ -96,8 +99,9 @@ position p of a head that streams reads, besides, the mean as it was before page
 are in it: with the score softcapped(scale q . mean key) + log N, ``query`` being q. It stands for the tokens that were
 dropped, but for those in front of the newest in the page where these begin.
 
-A policy per head follows RazorAttention (Tang et al. 2024). y = softmax(scale q . k, softcapped, and the sink logit) V;
-a query that reads nothing has y = 0. A key that is read and not finite makes y NaN, a value that is read its channel.
+A policy per head follows RazorAttention (Tang et al. 2024). y = softmax(scale q . k, softcapped, plus slope (j - p),
+and the sink logit) V; a query that reads nothing has y = 0. A key that is read and not finite makes y NaN, a value that
+is read its channel.
 
 Page l = position div T lies in physical page l, until a cache whose heads all stream is full: its pages behind the F =
 ceil(sinks / T) first are then a ring, F + (l - F) mod (P - F), if (P - F) T >= max(recent, window) + S + T, or 2 T

@@ -103,6 +103,7 @@ SCHEMA = Schema(
         "value_storage": ir.AttributeType.STRING,
         "chunks": ir.AttributeType.INT,
         "key_feedback": ir.AttributeType.INT,
+        "slopes": ir.AttributeType.FLOATS,
         **{
             each.name: _TYPES[type(each.absent)]
             for policy in POLICIES.values()

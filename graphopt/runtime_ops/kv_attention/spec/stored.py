@@ -65,6 +65,7 @@ class Reading:
         first_q: the same for positions below; the object ``q`` where they are the same queries.
         keys, values: of the stored tokens, and of those that stand for what was dropped, [m, D].
         positions: int64 [m], of the tokens.
+        query_positions: int64 [n], of the queries.
         counts: float64 [m], the tokens that each stands for: 1 for a stored one.
         is_read: bool [n, m].
         summaries: float32 [P, Z], of the head.
@@ -79,6 +80,7 @@ class Reading:
     keys: StoredNumbers
     values: StoredNumbers
     positions: Integers
+    query_positions: Integers
     counts: Doubles
     is_read: Mask
     summaries: Array
@@ -137,7 +139,19 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
                 summaries = of_row["summaries"][head] if attrs.summarizes else np.zeros((0, 0), np.float32)
                 counts = np.ones(len(positions))
                 reading = Reading(
-                    row, columns_of_row, head, q, first_q, keys, values, positions, counts, is_read, summaries, logit
+                    row=row,
+                    columns=columns_of_row,
+                    head=head,
+                    q=q,
+                    first_q=first_q,
+                    keys=keys,
+                    values=values,
+                    positions=positions,
+                    query_positions=query_positions,
+                    counts=counts,
+                    is_read=is_read,
+                    summaries=summaries,
+                    sink_logits=logit,
                 )
                 if attrs.compensate and attrs.policy_of(head).may_drop:
                     token = [tensor.reshape(split)[row, columns_of_row, head] for tensor in (key, value)]

@@ -17,9 +17,9 @@ Doubles = npt.NDArray[np.float64]
 
 
 def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
-    """Return scale q . k, softcapped, for all tokens, float64 [n, G, m]; a key that is not finite is as 0.
+    """Return scale q . k, softcapped, and its bias by distance, for all tokens, float64 [n, G, m].
 
-    A token that stands for N others has log N more.
+    A key that is not finite is as 0. A token that stands for N others has log N more.
     """
     K = reading.keys.numbers
     keys = np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0).T
@@ -27,7 +27,17 @@ def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
     logits: Doubles = products * attrs.scale
     if attrs.softcap:
         logits = attrs.softcap * np.tanh(logits / attrs.softcap)
-    return logits + np.log(reading.counts)
+    return logits + biases(attrs, reading) + np.log(reading.counts)
+
+
+def biases(attrs: KVAttributes, reading: Reading) -> Doubles:
+    """Return slope (j - p), float64 [n, G, m], or a 0 that broadcasts to it."""
+    if not attrs.slopes:
+        return np.zeros((1, 1, 1))
+    slopes = np.reshape(attrs.slopes, (attrs.kv_heads, -1))[reading.head]
+    distances = reading.positions - reading.query_positions[:, None]
+    numbers: Doubles = slopes[:, None] * distances[:, None].astype(np.float64)
+    return numbers
 
 
 def of_queries(attrs: KVAttributes, reading: Reading, function: Callable[[Doubles], Doubles]) -> Doubles:

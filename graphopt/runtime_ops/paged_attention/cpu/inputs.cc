@@ -78,6 +78,7 @@ OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, in
   }
   layout.window = std::min(layout.window, kMostTokens);
   layout.kv_heads = static_cast<size_t>(heads);
+  GRAPHOPT_RETURN_IF_ERROR(slopes.read(node, info, layout, false));
   policies.reset(new (std::nothrow) Policy[layout.kv_heads]());
   return policies ? nullptr : node.error("no memory for %lld heads", print(heads));
 }
@@ -90,6 +91,7 @@ OrtStatus* PagedGiven::read(const Node& node, const PagedAttributes& attributes,
   size_t tokens = 0;
   GRAPHOPT_RETURN_IF_ERROR(check_pools(node, call));
   GRAPHOPT_RETURN_IF_ERROR(check_tokens(node, call, &tokens));
+  GRAPHOPT_RETURN_IF_ERROR(attributes.slopes.give(node, call));
   if (call->layout.key_feedback) GRAPHOPT_RETURN_IF_ERROR(feedback.read_feedback(node, context, kPagedFeedback, call));
   GRAPHOPT_RETURN_IF_ERROR(check_lengths(node, call, tokens));
   if (call->layout.chooses) GRAPHOPT_RETURN_IF_ERROR(read_chosen(node, context, call, tokens));

@@ -19,6 +19,7 @@ constexpr size_t kPools = 4;  // output 1 + i is the updated input kKeyBlocks + 
 struct PagedAttributes {
   Layout layout;  // without the fields that depend on shapes
   std::unique_ptr<Policy[]> policies;
+  Slopes slopes;
 
   OrtStatus* read(const Node& node, const OrtKernelInfo* info, int type);
 };

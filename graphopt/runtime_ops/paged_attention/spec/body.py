@@ -44,7 +44,7 @@ _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 def overload(**attributes: Any) -> str:
     """Return the name of the body for these attributes: the storage of integers, "" for floats, or their value_size.
 
-    And behind it whether its window is a chunk.
+    And behind it whether its window is a chunk, and whether it has slopes.
 
     Raises:
         ValueError: there is no such storage.
@@ -61,6 +61,7 @@ def overload(**attributes: Any) -> str:
     if attributes.get("chooses", 0) and (not value_size or attributes.get("window", 0)):
         raise ValueError("PagedAttention: chooses is 0, or 1 with a value_size and no window")
     parts += [f"{name}=1" for name in ("chunks", "key_feedback", "chooses") if attributes.get(name, 0)]
+    parts += ["slopes=1"] if attributes.get("slopes") else []
     return ",".join(parts)
 
 
@@ -80,12 +81,21 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     is_chunked = bool(attributes.get("chunks", 0))
     trailing = 2 if attributes.get("chooses", 0) else 1 if attributes.get("key_feedback", 0) else 0
     required_count = sum(not port.is_trailing for port in SCHEMA.inputs)
-    schema = replace(SCHEMA, inputs=SCHEMA.inputs[: required_count + trailing])
-    return build_body(schema, name, opset, lambda op, inputs: _write(op, storage, value_size, is_chunked, inputs))
+    has_slopes = bool(attributes.get("slopes"))
+    types = {**SCHEMA.attributes, **({"slopes": ir.AttributeType.FLOATS} if has_slopes else {})}
+    schema = replace(SCHEMA, inputs=SCHEMA.inputs[: required_count + trailing], attributes=types)
+    return build_body(
+        schema, name, opset, lambda op, inputs: _write(op, storage, value_size, is_chunked, has_slopes, inputs)
+    )
 
 
-def _write(
-    op: OpBuilder, storage: str, value_size: int, is_chunked: bool, inputs: Mapping[str, ir.Value]
+def _write(  # noqa: PLR0915, the whole of the operator, in order
+    op: OpBuilder,
+    storage: str,
+    value_size: int,
+    is_chunked: bool,
+    has_slopes: bool,
+    inputs: Mapping[str, ir.Value],
 ) -> tuple[ir.Value, ...]:
     starts, past, table = (op.Cast(inputs[name], to=_INT64) for name in ("starts", "past", "block_table"))
     heads = op.Reshape(_of_node(op, "kv_heads"), [1])
@@ -133,11 +143,13 @@ def _write(
         K = pages_of(op, storage, keys, key_scales, safe, are_keys=True)
         V = pages_of(op, storage, values, value_scales, safe)
     query_positions = op.Reshape(op.Add(op.Unsqueeze(past, [1]), step), [0, -1, 1])  # B, S, 1
-    is_read = _is_read(op, query_positions, _range(op, op.Shape(K, start=2, end=3)), is_chunked)
+    key_positions = _range(op, op.Shape(K, start=2, end=3))
+    is_read = _is_read(op, query_positions, key_positions, is_chunked)
     if choice is not None:
         are_chosen = _are_chosen(op, choice, op.Shape(K, start=2, end=3))
         is_read = op.And(is_read, op.Gather(are_chosen, token_indices))
-    y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), inputs["sink_logits"], heads)
+    biases = _biases(op, query_positions, key_positions, heads) if has_slopes else None
+    y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), inputs["sink_logits"], heads, biases)
     y = op.Transpose(y, perm=[0, 3, 1, 2, 4])
     tensor = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
     shape = op.Concat(op.Shape(query, end=-1), [-1], axis=0) if value_size else op.Shape(query)
@@ -199,10 +211,28 @@ def _refusal_of_chosen(op: OpBuilder, choice: ir.Value, positions: ir.Value) -> 
     return op.Gather([0], op.Min(error_count, 1))
 
 
+def _biases(op: OpBuilder, query_positions: ir.Value, key_positions: ir.Value, heads: ir.Value) -> ir.Value:
+    """Return slope (j - p), float [B, H, G, S, L], for positions p [B, S, 1] and j [L]."""
+    distance = op.Cast(op.Sub(key_positions, query_positions), to=_FLOAT)
+    slopes = op.Constant(value_floats=ir.RefAttr("value_floats", "slopes", ir.AttributeType.FLOATS))
+    by_head = op.Reshape(slopes, op.Concat([1], heads, [-1, 1, 1], axis=0))
+    return op.Mul(by_head, op.Unsqueeze(distance, [1, 2]))
+
+
 def _attend(
-    op: OpBuilder, q: ir.Value, K: ir.Value, V: ir.Value, is_read: ir.Value, sinks: ir.Value, heads: ir.Value
+    op: OpBuilder,
+    q: ir.Value,
+    K: ir.Value,
+    V: ir.Value,
+    is_read: ir.Value,
+    sinks: ir.Value,
+    heads: ir.Value,
+    biases: ir.Value | None,
 ) -> ir.Value:
-    """Return y [B, H, G, S, V] for queries [B, H, G, S, D], K [B, H, L, D], V [B, H, L, V], is_read [B, 1, S, L]."""
+    """Return y [B, H, G, S, V] for queries [B, H, G, S, D], K [B, H, L, D], V [B, H, L, V], is_read [B, 1, S, L].
+
+    Biases [B, H, G, S, L] are added to scores.
+    """
     bad_keys, bad_values = (op.IsNaN(op.Mul(indices, 0.0)) for indices in (K, V))
     # a weight of 0 times a value that is not finite would make NaN
     clean_keys, clean_values = op.Where(bad_keys, 0.0, K), op.Where(bad_values, 0.0, V)
@@ -213,7 +243,10 @@ def _attend(
     cap = _of_node(op, "softcap")
     has_none = op.Equal(cap, 0.0)
     soft_scores = op.Mul(op.Tanh(op.Div(scores, op.Where(has_none, 1.0, cap))), cap)
-    scores = op.Where(op.Unsqueeze(is_read, [2]), op.Where(has_none, scores, soft_scores), -math.inf)
+    scores = op.Where(has_none, scores, soft_scores)
+    if biases is not None:
+        scores = op.Add(scores, biases)
+    scores = op.Where(op.Unsqueeze(is_read, [2]), scores, -math.inf)
     logits = op.Concat(scores, _sink_column(op, q, sinks, heads), axis=-1)
     weights = op.Slice(op.Softmax(logits, axis=-1), [0], [-1], [-1])
     y = op.MatMul(weights, op.Unsqueeze(clean_values, [2]))

@@ -34,6 +34,8 @@ Attributes:
         the other, and what one is rounded by changes those behind it by ``feedback``, as in ``KVAttention``.
     chooses: int, 0 or 1, of latents without a window; absent: 0. With 1 a token reads what ``choice`` says and no other
         (DeepSeek-V3.2, DeepSeek-AI 2025, section 2.1).
+    slopes: floats [Hq], optional: a query of head h at position p that reads the token at j adds slopes[h] (j - p) to
+        its score (ALiBi, Press et al. 2022). With them softcap is 0.
 
 Outputs:
     y: the type and the shape of query; [..., Hq V] with a ``value_size``.
@@ -41,10 +43,10 @@ Outputs:
         the inputs lie.
 
 The new tokens of all requests are stored first, rounded to the storage; then each query at position p reads the
-positions <= p (> p - window) of its request, or those that it chooses: y = softmax(scale q . k, softcapped, and the
-sink logit) V. A key that is read and not finite makes y NaN, a value that is read its channel; of integers all its
-channels. Requests may share blocks that they read (a common prefix), but a block with a new token belongs to one
-request.
+positions <= p (> p - window) of its request, or those that it chooses: y = softmax(scale q . k, softcapped, plus slope
+(j - p), and the sink logit) V. A key that is read and not finite makes y NaN, a value that is read its channel; of
+integers all its channels. Requests may share blocks that they read (a common prefix), but a block with a new token
+belongs to one request.
 
 It is an error if D or P is another size; if `starts` does not begin with 0, falls, or does not end with T; if a number
 of tokens is negative; if a request needs more than C P tokens; if a block that it needs is not one of the N; if a block

@@ -37,6 +37,7 @@ def reference(  # noqa: PLR0913, the attributes of the node
     chunks: int = 0,
     key_feedback: int = 0,
     chooses: int = 0,
+    slopes: tuple[float, ...] = (),
 ) -> tuple[Array, ...]:
     """Return y, float64 in the shape of `query`, and the blocks and scales after the call.
 
@@ -53,6 +54,7 @@ def reference(  # noqa: PLR0913, the attributes of the node
         chunks: 1 where the window is a chunk.
         key_feedback: 1 where the last input is ``feedback``.
         chooses: 1 where the last inputs are an empty ``feedback`` and ``choice``.
+        slopes: of biases by distance, one for each query head, or none.
 
     Raises:
         ValueError: shapes or numbers do not fit one another; nothing is computed then.
@@ -72,6 +74,14 @@ def reference(  # noqa: PLR0913, the attributes of the node
             f"PagedAttention: feedback is float16 {[kv_heads, size, size]}, not {feedback.dtype} {list(feedback.shape)}"
         )
     q = query.reshape(tokens, kv_heads, -1, size).astype(np.float64)
+    if len(slopes) not in (0, kv_heads * q.shape[2]) or (slopes and softcap) or not np.isfinite(slopes).all():
+        raise ValueError(
+            f"PagedAttention: slopes are finite, one for each of {kv_heads * q.shape[2]} query heads, and softcap is 0 "
+            f"with them; they are {list(slopes)} and {softcap}"
+        )
+    of_heads = np.zeros(q.shape[1:3])
+    if slopes:
+        of_heads = np.array(slopes, np.float32).astype(np.float64).reshape(of_heads.shape)
     blocks, slots = _slots(starts, past, block_table, keys).T
     if choice is not None:
         choice = _rows_of_chosen(choice, query, starts, past)
@@ -80,7 +90,7 @@ def reference(  # noqa: PLR0913, the attributes of the node
         latents[blocks, :, slots] = store_tokens(key.reshape(tokens, kv_heads, size), storage)[0]
         K = restore_tokens(latents, None, storage)
         y = _attend_all(
-            q, K, K[..., :value_size], inputs, scale=scale, reach=(window, chunks), softcap=softcap, choice=choice
+            q, K, K[..., :value_size], inputs, scale, (window, chunks), softcap, slopes=of_heads, choice=choice
         )
         return y.reshape(*query.shape[:-1], -1), *pack_latents(latents, storage), key_scales, value_scales
     after, scales, numbers = [], [], []
@@ -96,19 +106,20 @@ def reference(  # noqa: PLR0913, the attributes of the node
         after.append(pack(held, storage, are_keys=are_keys))
         scales.append(block_scales)
         numbers.append(restore_tokens(held, by_head, storage))
-    y = _attend_all(q, numbers[0], numbers[1], inputs, scale=scale, reach=(window, chunks), softcap=softcap)
+    y = _attend_all(q, numbers[0], numbers[1], inputs, scale, (window, chunks), softcap, slopes=of_heads)
     return y.reshape(query.shape), *after, *scales
 
 
-def _attend_all(
+def _attend_all(  # noqa: PLR0913, what a call computes with
     q: Doubles,
     keys: Doubles,
     values: Doubles,
     inputs: tuple[Array, ...],
-    *,
     scale: float,
     reach: tuple[int, int],
     softcap: float,
+    *,
+    slopes: Doubles,
     choice: Array | None = None,
 ) -> Doubles:
     """Return y [T, Hk, G, V] for q [T, Hk, G, D] over blocks of keys [N, Hk, P, D] and values [N, Hk, P, V]."""
@@ -120,20 +131,22 @@ def _attend_all(
         pages = block_table[row, : -(-(before + len(span)) // page)]
         K, V = (token[pages].swapaxes(1, 2).reshape(-1, kv_heads, token.shape[-1]) for token in (keys, values))
         for position, token in enumerate(span, start=before):
-            visible: slice | Array = slice(int(first_seen(position, *reach)), position + 1)
+            visible = np.arange(int(first_seen(position, *reach)), position + 1)
             if choice is not None:
                 visible = choice[token][choice[token] >= 0]
-            y[token] = _attend(q[token], K[visible], V[visible], sink_logits, float(np.float32(scale)), softcap)
+            biases = slopes[..., None] * (visible - position)
+            y[token] = _attend(q[token], K[visible], V[visible], sink_logits, float(np.float32(scale)), softcap, biases)
     return y
 
 
-def _attend(q: Doubles, K: Doubles, V: Doubles, sinks: Array, scale: float, softcap: float) -> Doubles:
-    """Return y [Hk, G, V] of one token, for q [Hk, G, D], K [n, Hk, D] and V [n, Hk, V]."""
+def _attend(q: Doubles, K: Doubles, V: Doubles, sinks: Array, scale: float, softcap: float, biases: Doubles) -> Doubles:
+    """Return y [Hk, G, V] of one token, for q [Hk, G, D], K [n, Hk, D], V [n, Hk, V] and biases [Hk, G, n]."""
     is_bad = ~np.isfinite(K).all(axis=-1, keepdims=True) | ~np.isfinite(V)
     scores = np.einsum("hgd,nhd->hgn", q, np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0)) * scale
     if softcap:
         cap = float(np.float32(softcap))
         scores = cap * np.tanh(scores / cap)
+    scores = scores + biases
     logits = sinks.astype(np.float64).reshape(*q.shape[:2], -1) if sinks.size else np.zeros((*q.shape[:2], 0))
     all_scores = np.concatenate([scores, logits], axis=-1)
     weights = np.exp(all_scores - all_scores.max(axis=-1, keepdims=True))

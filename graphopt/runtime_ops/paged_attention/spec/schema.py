@@ -62,7 +62,10 @@ SCHEMA = Schema(
         **dict.fromkeys(("scale", "softcap"), ir.AttributeType.FLOAT),
         "storage": ir.AttributeType.STRING,
     },
-    optional=dict.fromkeys(("value_size", "chunks", "key_feedback", "chooses"), ir.AttributeType.INT),
+    optional={
+        **dict.fromkeys(("value_size", "chunks", "key_feedback", "chooses"), ir.AttributeType.INT),
+        "slopes": ir.AttributeType.FLOATS,
+    },
     shapes=shapes_of(POOLS),
     cost=cost,
 )

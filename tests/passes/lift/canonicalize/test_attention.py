@@ -14,7 +14,7 @@ from graphopt.artifact import artifact
 from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.session import open_session
 from graphopt.passes.context import Ledger
-from graphopt.passes.lift.canonicalize.attention import take_cache
+from graphopt.passes.lift.canonicalize.attention import group_heads, take_cache
 from tests.passes.lift.canonicalize.common import canonicalize
 
 
@@ -23,6 +23,47 @@ def test_grouped_heads_are_read_once(llama_artifact: Path) -> None:
     canonicalize(model)
     for node in (node for node in model.graph if node.op_type == "Attention"):
         assert [value.shape[1] for value in node.inputs[:3]] == [4, 2, 2]
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_tiled_heads_are_read_once_by_queries_in_another_order(heads: int, tmp_path: Path) -> None:
+    """As JetMoE repeats them: query head h reads KV head h mod 2; a guard behind it that is the same for all heads."""
+    model = ir.from_proto(
+        onnx.parser.parse_model(
+            f"""<ir_version: 10, opset_import: ["": 23]>
+            g (float[1, 4, n, 4] q, float[1, 2, n, 4] k, float[1, 2, n, 4] v, bool[1, {heads}, n, n] mask,
+               bool[1, 1, n, 1] blind)
+            => (float[1, 4, n, 4] z)
+            <int64[4] once = {{1, 1, 1, 1}}, int64[4] twice = {{1, 2, 1, 1}}, float zero = {{0.0}},
+             float[1, 2, n, 4] k1, float[1, 4, n, 4] k2, float[1, 4, n, 4] v2, float[1, 4, n, 4] y>
+            {{
+                k1 = Expand(k, once)
+                k2 = Tile(k1, twice)
+                v2 = Tile(v, twice)
+                y = Attention(q, k2, v2, mask)
+                guarded = Where(blind, zero, y)
+                z = Neg(guarded)
+            }}"""
+        )
+    )
+    ir.save(model, tmp_path / "before.onnx")
+    report = PassReport(name="canonicalize", effect="exact")
+    group_heads(model, Ledger(report))
+    ir.save(model, tmp_path / "after.onnx")
+    (attention,) = (node for node in model.graph if node.op_type == "Attention")
+    # a mask of its own for each head would have to change places too
+    assert attention.inputs[1].shape[1] == (2 if heads == 1 else 4)
+    (guard,) = (node for node in model.graph if node.op_type == "Where")
+    assert guard.inputs[2] is attention.outputs[0]
+    random = np.random.default_rng(0)
+    feeds = {
+        name: random.standard_normal((1, count, 5, 4)).astype(np.float32)
+        for name, count in zip("qkv", (4, 2, 2), strict=True)
+    }
+    feeds |= {"mask": random.random((1, heads, 5, 5)) < 0.7, "blind": np.arange(5).reshape(1, 1, 5, 1) == 2}
+    found = [open_session(tmp_path / f"{name}.onnx").run(None, feeds)[0] for name in ("before", "after")]
+    # sums of 4 products in float32, in another order
+    np.testing.assert_allclose(*found, atol=1e-6)
 
 
 def test_onnxruntime_gives_zeros_to_a_query_that_sees_no_key(tmp_path: Path) -> None:

@@ -176,6 +176,57 @@ def test_padding_of_one_row_is_broadcast_over_queries_that_onnxruntime_wants_spe
     assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
 
 
+@pytest.mark.parametrize("bias", ["of batch and heads", "zeros"])
+def test_scores_that_are_scaled_before_heads_are_unfolded_are_attention(bias: str) -> None:
+    """As Bloom and the Japanese GPT-NeoX write it: baddbmm of [batch x heads, ...], then a reshape to heads."""
+    model, softmax = spelled_out(repeated=False, factor="query")
+    graph = model.graph
+    scores = softmax.inputs[0].producer().inputs[0].producer()  # before the mask
+    assert scores.op_type == "MatMul"
+    insert, folded_operands = Inserter(graph, scores, "folded"), []
+    for index, value in enumerate(scores.inputs):
+        dims = list(value.shape)
+        sizes = insert.op("Shape", [value], [2], ir.DataType.INT64, f"sizes{index}", start=2)
+        target = insert.op("Concat", [insert.integers([-1]), sizes], [3], ir.DataType.INT64, f"to{index}", axis=0)
+        dims = [ir.SymbolicDim("4*batch"), *dims[2:]]
+        folded_operands.append(insert.op("Reshape", [value, target], dims, FLOAT, f"x{index}"))
+    dims = list(scores.outputs[0].shape)
+    flat = [ir.SymbolicDim("4*batch"), *dims[2:]]
+    product = insert.op("MatMul", folded_operands, flat, FLOAT, "product")
+    scaled = insert.op("Mul", [product, shared_constant(graph, "half", np.array(0.5, np.float32))], flat, FLOAT, "half")
+    heads, rows = (
+        insert.op("Shape", folded_operands[:1], [1], ir.DataType.INT64, f"size{axis}", start=axis, end=axis + 1)
+        for axis in (0, 1)
+    )
+    keys = insert.op("Shape", folded_operands[1:], [1], ir.DataType.INT64, "keys", start=2)
+    if bias == "zeros":
+        sizes = insert.op("Concat", [heads, rows, keys], [3], ir.DataType.INT64, "sizes", axis=0)
+        none = shared_constant(graph, "none", np.array(0, np.float32))
+        added = insert.op("Expand", [none, sizes], flat, FLOAT, "zeros")
+    else:
+        by_head = shared_constant(graph, "by_head", np.linspace(-1, 1, 4, dtype=np.float32).reshape(1, 4, 1))
+        query = scores.inputs[0]
+        batch = insert.op("Shape", [query], [1], ir.DataType.INT64, "batch", start=0, end=1)
+        count = insert.op("Squeeze", [keys, insert.integers([0])], [], ir.DataType.INT64, "count")
+        ends = [insert.integers(0), count, insert.integers(1)]
+        numbers = insert.op("Range", ends, [dims[3]], ir.DataType.INT64, "numbers")
+        columns = insert.op("Cast", [numbers], [dims[3]], FLOAT, "columns", to=FLOAT)
+        of_heads = insert.op("Mul", [by_head, columns], [1, 4, dims[3]], FLOAT, "of_heads")
+        wide = insert.op("Concat", [batch, insert.integers([4]), keys], [3], ir.DataType.INT64, "wide", axis=0)
+        each = insert.op("Expand", [of_heads, wide], [dims[0], 4, dims[3]], FLOAT, "each")
+        target = insert.op("Concat", [insert.integers([-1, 1]), keys], [3], ir.DataType.INT64, "folds", axis=0)
+        added = insert.op("Reshape", [each, target], [flat[0], 1, dims[3]], FLOAT, "bias")
+    biased = insert.op("Add", [added, scaled], flat, FLOAT, "biased")
+    target = insert.op("Concat", [insert.integers([-1, 4]), rows, keys], [4], ir.DataType.INT64, "target", axis=0)
+    scores.outputs[0].replace_all_uses_with(insert.op("Reshape", [biased, target], dims, FLOAT, "unfolded"))
+    calls = tokens(2, 5, 3, 1)
+    before = run(model, *calls)
+    run_pass(model, "canonicalize")
+    kinds = Counter(node.op_type for node in model.graph)
+    assert (kinds["Attention"], kinds["Softmax"]) == (1, 0)
+    assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
+
+
 def test_heads_that_are_folded_into_the_batch_and_a_lower_bound_of_scores_are_no_other_attention() -> None:
     """As XGLM writes it: products and the softmax on [batch x heads, ...], and a maximum with the lowest number."""
     model, softmax = spelled_out(repeated=False)
