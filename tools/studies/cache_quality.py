@@ -48,7 +48,7 @@ from graphopt.passes.recipe import Recipe, Step
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from tools.bench.parts.options import JsonFile, is_asked
 from tools.studies.caches.attention import RoundedModel
-from tools.studies.caches.feedback import FeedbackBlocks, FeedbackMethod, feedback_methods
+from tools.studies.caches.feedback import WithFeedback, feedback_methods
 from tools.studies.caches.methods import TAIL, methods
 from tools.studies.caches.rounding import Method, Tensor
 from tools.studies.caches.spectral import SpectralMethod, of_text
@@ -170,7 +170,7 @@ def main(
         rows = kernel_rows(checkpoint, ids, scored, only)
     else:
         rounded, rows = RoundedModel(checkpoint, ids, scored), []
-        every: list[Method | SpectralMethod | FeedbackMethod | FeedbackBlocks] = [*methods()]
+        every: list[Method | SpectralMethod | WithFeedback] = [*methods()]
         if not only or any(pattern.startswith(("spectral", "feedback", "*")) for pattern in only):
             other = torch.tensor(tokenizer(library_sources())["input_ids"][:tokens])
             statistics = rounded.statistics(other)

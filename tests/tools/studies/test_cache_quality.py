@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from graphopt.numerics.formats.trellis import T2
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from tests.runtime_ops.kv_cases import Fed
 from tools.studies.cache_quality import row
 from tools.studies.caches.attention import _read
-from tools.studies.caches.feedback import FeedbackMethod, KeyBasis, feedback_methods
+from tools.studies.caches.feedback import FeedbackMethod, FeedbackTrellis, KeyBasis, feedback_methods
 from tools.studies.caches.methods import of_pages
 from tools.studies.caches.rounding import Tail, blocks_of_32, rotation
 from tools.studies.caches.spectral import Statistics
@@ -105,6 +106,19 @@ def test_feedback_takes_the_error_off_scores() -> None:
     # and so it is with keys, of which whitening goes a part of the way
     assert errors["whitened"] < 0.85 * errors["feedback"]
     assert errors["whitened blocks"] < 0.85 * errors["blocks"]
+
+
+def test_trellises_of_least_error_make_numbers_smaller() -> None:
+    random, unit = np.random.default_rng(0), np.eye(64)[np.newaxis]
+    basis = KeyBasis(unit, unit, np.zeros((1, 64, 64), np.float32))
+    x = torch.from_numpy(random.standard_normal((1, 4096, 64)).astype(np.float32))
+    for keeps_size, low, high in ((True, 0.995, 1.005), (False, 0.89, 0.93)):
+        method = FeedbackTrellis("t2", [basis], T2, keeps_size, Tail())
+        keys, values = method.apply(x, x)
+        for rounded in (keys, values):
+            # 0.0907 is what t2 errs by at its best scale (docs/formats.md), and least squares leave 1 less that
+            assert low < float((x * rounded).mean() / x.square().mean()) < high
+            assert float((x - rounded).square().mean()) < (0.115 if keeps_size else 0.105)
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("q8_0", 127), ("q5_0", 16), ("q4_0", 8)])

@@ -14,7 +14,7 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphopt.models.gguf.checkpoint import load_gguf
-from tools.studies.caches.feedback import FeedbackBlocks, FeedbackMethod
+from tools.studies.caches.feedback import WithFeedback
 from tools.studies.caches.rounding import Method, Tail, Tensor
 from tools.studies.caches.spectral import SpectralMethod, Statistics
 
@@ -40,7 +40,7 @@ class RoundedModel:
         self.model.config._attn_implementation = "graphopt_rounded_cache"
         self.ids, self.scored = ids, scored
         self.prefix: dict[int, tuple[Tensor, Tensor]] = {}
-        self._method: Method | SpectralMethod | FeedbackMethod | FeedbackBlocks | None = None
+        self._method: Method | SpectralMethod | WithFeedback | None = None
         self._statistics: dict[int, Statistics] | None = None
         self._keeps = True
         self.reference = self._log_probabilities(0)
@@ -58,7 +58,7 @@ class RoundedModel:
         by_layer, self._statistics = self._statistics, None
         return [by_layer[layer] for layer in sorted(by_layer)]
 
-    def log_probabilities(self, method: Method | SpectralMethod | FeedbackMethod | FeedbackBlocks) -> Tensor:
+    def log_probabilities(self, method: Method | SpectralMethod | WithFeedback) -> Tensor:
         """Return the logarithms of the probabilities behind each scored token, float32 [scored, vocabulary]."""
         self._method = method
         return self._log_probabilities(len(self.ids) - self.scored)

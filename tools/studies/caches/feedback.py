@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from graphopt.numerics.formats.trellis import T2, TrellisFormat
+from graphopt.quantization.rounding import native
 from graphopt.quantization.rounding.ldl import key_feedback, whitening
 from graphopt.runtime_ops.kv_attention.spec.layout import (
     factors_of_tokens,
@@ -22,6 +24,9 @@ from tools.studies.caches.spectral import Statistics
 
 _CLIPS = {2: 0.9}
 _WITH_FACTORS = (2, 3)
+_UNITS = 1.45
+"""Deviations that a unit of ``t2`` is, for the least squared error of normal numbers."""
+_TINY = np.float32(1e-12)
 
 Doubles = npt.NDArray[np.float64]
 
@@ -81,7 +86,7 @@ class FeedbackMethod:
         clip = _CLIPS.get(self.key_bits, 1.0)
         of_keys, basis = self.bases[layer], rotation(keys.shape[-1]).numpy()
         rotated = (keys.numpy() @ of_keys.into, values.numpy() @ basis)
-        pages = [self._pages(x.astype(np.float32)) for x in rotated]
+        pages = [_pages(x.astype(np.float32), self.tail) for x in rotated]
         factors = factors_of_tokens(pages[0]) if self.key_bits in _WITH_FACTORS else np.ones(1, np.float32)
         codes, low, step = round_with_feedback(pages[0] / factors, of_keys.feedback, 2**self.key_bits - 1, clip)
         rounded_keys = (low[..., np.newaxis, :] + step[..., np.newaxis, :] * codes) * factors
@@ -93,9 +98,68 @@ class FeedbackMethod:
         new_keys, new_values = (torch.from_numpy(x.astype(np.float32)) for x in flat)
         return new_keys, new_values
 
-    def _pages(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        padding = np.repeat(x[:, -1:], -x.shape[1] % self.tail.page, axis=1)
-        return np.concatenate([x, padding], axis=1).reshape(len(x), -1, self.tail.page, x.shape[-1])
+
+@dataclass(frozen=True)
+class FeedbackTrellis:
+    """Rotated keys and values in pages, by a trellis: chains of keys go along tokens, those of values along channels.
+
+    Attributes:
+        name: what it is.
+        bases: as of :class:`FeedbackMethod`.
+        format: the trellis.
+        keeps_size: whether each set is multiplied by what makes it as long as it was along the direction that it had.
+        tail: which tokens stay floats.
+    """
+
+    name: str
+    bases: Sequence[KeyBasis]
+    format: TrellisFormat
+    keeps_size: bool
+    tail: Tail
+
+    @property
+    def bits(self) -> float:
+        """Of a code."""
+        return self.format.bits
+
+    def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
+        del rotary
+        of_keys, basis = self.bases[layer], rotation(keys.shape[-1]).numpy()
+        into = ((keys, of_keys.into), (values, basis))
+        key_pages, value_pages = (_pages((x.numpy() @ matrix).astype(np.float32), self.tail) for x, matrix in into)
+        factors = factors_of_tokens(key_pages)
+        numbers = key_pages / factors
+        means, sizes = numbers.mean(-2, keepdims=True), numbers.std(-2, keepdims=True)
+        numbers, rounded = numbers - means, np.empty_like(numbers)
+        for c in range(numbers.shape[-1]):
+            x = numbers[..., c]
+            rounded[..., c] = self._round(x, sizes[..., c])
+            made_up = of_keys.feedback[:, np.newaxis, np.newaxis, c, c + 1 :]
+            numbers[..., c + 1 :] -= (x - rounded[..., c])[..., np.newaxis] * made_up
+        rounded_keys = (rounded + means) * factors
+        rounded_values = self._round(value_pages, np.sqrt((value_pages**2).mean(-1, keepdims=True)))
+        restored = ((rounded_keys, of_keys.back), (rounded_values, basis.T))
+        flat = (x.reshape(len(x), -1, x.shape[-1])[:, : keys.shape[1]] @ back for x, back in restored)
+        new_keys, new_values = (torch.from_numpy(x.astype(np.float32)) for x in flat)
+        return new_keys, new_values
+
+    def _round(self, sets: npt.NDArray[np.float32], sizes: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Round sets [..., n], whose root mean squares are ``sizes`` [..., 1]."""
+        steps = sizes * np.float32(_UNITS) + _TINY
+        units = (sets / steps).reshape(1, -1, sets.shape[-1])
+        codes = native.encode(units, self.format, np.ones((1, sets.shape[-1])))
+        rounded = self.format.values.take(self.format.windows(codes)).reshape(sets.shape) * steps
+        if self.keeps_size:
+            squares, products = ((sets * other).sum(-1, keepdims=True) for other in (sets, rounded))
+            rounded *= squares / np.maximum(products, _TINY)
+        return np.asarray(rounded, np.float32)
+
+
+def _pages(x: npt.NDArray[np.float32], tail: Tail) -> npt.NDArray[np.float32]:
+    """Return tokens [heads, tokens, channels] as pages [heads, pages, page, channels]; the last one is filled up."""
+    padding = np.repeat(x[:, -1:], -x.shape[1] % tail.page, axis=1)
+    return np.concatenate([x, padding], axis=1).reshape(len(x), -1, tail.page, x.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -127,19 +191,27 @@ class FeedbackBlocks:
         return restored[0], restored[1]
 
 
-def feedback_methods(statistics: Sequence[Statistics], tail: Tail) -> list[FeedbackMethod | FeedbackBlocks]:
+WithFeedback = FeedbackMethod | FeedbackBlocks | FeedbackTrellis
+"""Any method whose keys are rounded for queries."""
+
+
+def feedback_methods(statistics: Sequence[Statistics], tail: Tail) -> list[WithFeedback]:
     """Return methods whose keys are rounded for the queries of another text.
 
     Args:
         statistics: of that text, of each layer.
         tail: which tokens stay floats.
     """
-    found: list[FeedbackMethod | FeedbackBlocks] = []
+    found: list[WithFeedback] = []
     for whitens in (False, True):
         bases = [KeyBasis.of(of_layer, whitens=whitens) for of_layer in statistics]
         stem = "feedback, whitened" if whitens else "feedback"
         for keys, values in ((6, 6), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2)):
             name = f"{stem}, int{keys} keys, int{values} values, rotated"
             found.append(FeedbackMethod(name, bases, keys, values, tail))
+        found += [
+            FeedbackTrellis(f"{stem}, t2, {size}, rotated", bases, T2, keeps, tail)
+            for size, keeps in (("sizes kept", True), ("least error", False))
+        ]
         found += [FeedbackBlocks(f"{stem}, blocks, int{bits}, rotated", bases, bits) for bits in (6, 4)]
     return found
