@@ -172,7 +172,7 @@ def _external_fault(tensor: onnx.TensorProto) -> str | None:
         return f"with the keys {', '.join(keys)}"
     location, *numbers = [value for _, value in entries]
     if not all(number.isdecimal() for number in numbers):
-        return "at a place that is no number"
+        return "at an offset or with a length that is not a number"
     return None if is_data(location) else f"in {location or 'no file'} instead of {DATA}"
 
 

@@ -175,7 +175,7 @@ class ChosenTokens:
             shared_constant(self._graph, f"serve.{name}.{np.dtype(number).name}", np.array(value, number))
             for name, value in (("hidden", -np.inf), ("lowest", np.finfo(number).min))
         )
-        # one that is no number would leave the order of all others open
+        # NaN would leave the order of all others open
         is_lost = insert.op("IsNaN", [scores], dims, _BOOL, "is_lost")
         numbers = insert.op("Where", [is_lost, lowest, scores], dims, dtype, "known")
         seen_scores = insert.op("Where", [is_seen, numbers, hidden], dims, dtype, "seen_scores")
