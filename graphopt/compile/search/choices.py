@@ -7,8 +7,9 @@ import math
 from pydantic import ValidationError
 
 from graphopt.errors import InputError
-from graphopt.numerics.formats import format_of
+from graphopt.numerics.formats import TableFormat, format_of
 from graphopt.passes.common.formats import LinearFormat
+from graphopt.runtime_ops.matmul_table.spec.packing import DIGIT_BYTES, TILE, UNIT
 
 Choice = LinearFormat
 """A format and its group, as a recipe names them."""
@@ -20,6 +21,7 @@ CHOICES = (
 """What is chosen from by default: trellises of 2 to 5 bits with a scale for each column, as behind rotations, those of
 3 to 5 bits in groups, as for an lm_head that is not rotated, and 6.3 bits, all of one kernel."""
 
+_DIGIT_VALUES = 3
 _SCALE, _STEP = 2, 2  # bytes: float16, and the bfloat16 of a column whose scales are bytes
 
 
@@ -56,5 +58,8 @@ def stored_bytes(choice: Choice, rows: int, columns: int, *, has_level_scales: b
     scales = _SCALE * groups
     if has_level_scales and format.onnx_type is None:
         scales = min(scales, groups + _STEP)
-    codes = math.ceil(format.bits_per_weight * rows * columns / 8)
+    # codes of three values are digits of base 3, as ``compact_scales`` stores them for CPUs
+    is_ternary = isinstance(format, TableFormat) and len(format.values) == _DIGIT_VALUES
+    bits = 8 * DIGIT_BYTES / (TILE * UNIT) if is_ternary else format.bits_per_weight
+    codes = math.ceil(bits * rows * columns / 8)
     return codes + (scales + (_SCALE * groups if format.zero_point else 0)) * columns

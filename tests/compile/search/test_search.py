@@ -223,6 +223,8 @@ def test_bytes_are_those_of_packed_codes_and_scales() -> None:
         choice_of("uint4:32"), 128, 10
     )
     assert stored_bytes(choice_of("int3:column"), 128, 8) == 128 * 8 * 3 // 8 + 2 * 8
+    # five digits of base 3 in a byte: 52 bytes for 256 codes
+    assert stored_bytes(choice_of("ternary:64"), 128, 32) == 128 * 32 // 256 * 52 + 2 * 2 * 32
     assert name_of(choice_of("int3:column")) == "int3:column"
 
 
