@@ -22,6 +22,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import contrib_nodes
 from graphopt.analysis.structure.product_codes import coded_nodes, dequantize_of
+from graphopt.analysis.structure.products import reads_packed
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Check, Effect, Fact, Rule
@@ -53,6 +54,7 @@ float32 rounding of tens of layers, with room.
 LONGEST_CONTEXT = 4096
 """Tokens of context at most: a pass that shows only later is measured as far as that."""
 _LEVEL, _FLOAT32 = "accuracy_level", 1
+_ACTIVATIONS, _NOT_ROUNDED = "activations", "float32"
 _IN_FLOATS = {ACCURACY_LEVEL: "0"}
 # onnxruntime decodes codes once, when it opens the model. Its product of codes with inputs in floats takes twice as
 # long for the tokens of a probe.
@@ -148,9 +150,10 @@ class Verifier:
     def check(self, model: ir.Model, name: str, effect: Effect) -> Check:
         """Run the model after the pass called ``name`` and compare.
 
-        Inputs of products with codes may be rounded to a few bits: by onnxruntime, if session entries let it, or by
-        ``RoundActivations``. A difference in the last place then becomes a step of 1/127 or more: where that may be why
-        a model behind exact passes differs, both are run without. Lossy ones are measured by what will run.
+        Inputs of products with codes may be rounded to a few bits: by onnxruntime, if session entries let it, by
+        ``RoundActivations``, or by the product. A difference in the last place then becomes a step of 1/127 or more:
+        where that may be why a model behind exact passes differs, both are run without. Lossy ones are measured by
+        what will run.
 
         Raises:
             VerificationError: an exact pass moved what is compared, or any pass made it NaN or infinite.
@@ -251,12 +254,14 @@ class Verifier:
         for node in _roundings(outputs.model):
             assert node.inputs[0] is not None
             bypass(node, node.inputs[0])
+        for node in _rounding_products(outputs.model):
+            node.attributes[_ACTIVATIONS] = ir.AttrString(_ACTIVATIONS, _NOT_ROUNDED)
         entries = _DECODE_ENTRIES if fit_as_floats(outputs.model) else NO_ENTRIES
         return dataclasses.replace(outputs, model=None, in_floats=self._run(outputs.model, self._in_floats, entries))
 
     def _rounds(self, model: ir.Model) -> bool:
-        """Return whether inputs of products are rounded: by the graph, or, as it does not say, by onnxruntime."""
-        if _roundings(model):
+        """Return whether inputs of products are rounded: as the graph says, or, as it does not say, by onnxruntime."""
+        if _roundings(model) or _rounding_products(model):
             return True
         if self.runner.entries.get(ACCURACY_LEVEL, "0") == "0":
             return False
@@ -281,6 +286,15 @@ class Verifier:
 
 def _roundings(model: ir.Model) -> list[ir.Node]:
     return [node for node in model.graph if (node.domain, node.op_type) == (DOMAIN, ROUND_ACTIVATIONS.name)]
+
+
+def _rounding_products(model: ir.Model) -> list[ir.Node]:
+    """Return the products with packed codes that round their inputs themselves."""
+    return [
+        node
+        for node in model.graph
+        if reads_packed(node) and node.attributes.get_string(_ACTIVATIONS, _NOT_ROUNDED) != _NOT_ROUNDED
+    ]
 
 
 @contextlib.contextmanager
