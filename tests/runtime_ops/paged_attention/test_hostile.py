@@ -56,6 +56,7 @@ def test_hostile_nodes_are_errors_that_name_the_node_or_have_a_result() -> None:
         found[True] += 1
         expected, *_ = reference(*arrays(case), **case.attributes)
         numbers = [value for value in case.attributes.values() if not isinstance(value, str)]
+        # larger scales and slopes, and NaN, leave scores that float32 and float64 do not share
         if all((np.abs(value) < 1e3).all() for value in map(np.asarray, numbers)):
             np.testing.assert_allclose(y, expected, atol=1e-3)
 

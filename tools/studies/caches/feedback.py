@@ -93,10 +93,7 @@ class FeedbackMethod:
         codes, low, step = round_page(pages[1], -1, 2**self.value_bits - 1, clip)
         rounded_values = low[..., np.newaxis] + step[..., np.newaxis] * codes
         tokens = keys.shape[1]
-        restored = ((rounded_keys, of_keys.back), (rounded_values, basis.T))
-        flat = (x.reshape(len(x), -1, x.shape[-1])[:, :tokens] @ back for x, back in restored)
-        new_keys, new_values = (torch.from_numpy(x.astype(np.float32)) for x in flat)
-        return new_keys, new_values
+        return _tokens(rounded_keys, of_keys.back, tokens), _tokens(rounded_values, basis.T, tokens)
 
 
 @dataclass(frozen=True)
@@ -139,10 +136,8 @@ class FeedbackTrellis:
             numbers[..., c + 1 :] -= (x - rounded[..., c])[..., np.newaxis] * made_up
         rounded_keys = (rounded + means) * factors
         rounded_values = self._round(value_pages, np.sqrt((value_pages**2).mean(-1, keepdims=True)))
-        restored = ((rounded_keys, of_keys.back), (rounded_values, basis.T))
-        flat = (x.reshape(len(x), -1, x.shape[-1])[:, : keys.shape[1]] @ back for x, back in restored)
-        new_keys, new_values = (torch.from_numpy(x.astype(np.float32)) for x in flat)
-        return new_keys, new_values
+        tokens = keys.shape[1]
+        return _tokens(rounded_keys, of_keys.back, tokens), _tokens(rounded_values, basis.T, tokens)
 
     def _round(self, sets: npt.NDArray[np.float32], sizes: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Round sets [..., n], whose root mean squares are ``sizes`` [..., 1]."""
@@ -160,6 +155,12 @@ def _pages(x: npt.NDArray[np.float32], tail: Tail) -> npt.NDArray[np.float32]:
     """Return tokens [heads, tokens, channels] as pages [heads, pages, page, channels]; the last one is filled up."""
     padding = np.repeat(x[:, -1:], -x.shape[1] % tail.page, axis=1)
     return np.concatenate([x, padding], axis=1).reshape(len(x), -1, tail.page, x.shape[-1])
+
+
+def _tokens(pages: npt.NDArray[Any], back: npt.NDArray[Any], tokens: int) -> Tensor:
+    """Return what pages hold in the basis that it came in, [heads, tokens, channels], without what filled them up."""
+    rows = pages.reshape(len(pages), -1, pages.shape[-1])[:, :tokens] @ back
+    return torch.from_numpy(rows.astype(np.float32))
 
 
 @dataclass(frozen=True)
