@@ -35,7 +35,7 @@ def constant_results(graph: ir.Graph) -> list[ConstantResult]:
     constant_nodes: set[ir.Node] = set()
     for node in graph:
         is_pure = not node.domain and node.op_type not in _STAY and not casts_codes(node)
-        if is_pure and all(_is_constant(value, constant_nodes) for value in node.inputs):
+        if is_pure and all(_needs_no_other(value, constant_nodes) for value in node.inputs):
             constant_nodes.add(node)
     results = []
     for node in graph:
@@ -47,18 +47,19 @@ def constant_results(graph: ir.Graph) -> list[ConstantResult]:
     return results
 
 
-def is_constant(node: ir.Node, depth: int = 8) -> bool:
+def reads_constants_only(node: ir.Node, depth: int = 8) -> bool:
     """Return whether a node computes of constants alone, through so many nodes at most."""
     if node.domain or node.op_type in _STAY or not depth:
         return False
     sources = [(value, value.producer()) for value in node.inputs if value is not None]
     return all(
-        value.is_initializer() or (producer is not None and is_constant(producer, depth - 1))
+        value.is_initializer() or (producer is not None and reads_constants_only(producer, depth - 1))
         for value, producer in sources
     )
 
 
-def _is_constant(value: ir.Value | None, constant_nodes: set[ir.Node]) -> bool:
+def _needs_no_other(value: ir.Value | None, constant_nodes: set[ir.Node]) -> bool:
+    """Return whether a value is absent, stored, or made by one of ``constant_nodes``."""
     if value is None or value.is_initializer():
         return True
     producer = value.producer()

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel
 
-from graphopt.analysis.structure.constant_parts import is_constant
+from graphopt.analysis.structure.constant_parts import reads_constants_only
 from graphopt.analysis.structure.decoded_weights import holds_cast_codes, scales_cast_codes
 from graphopt.analysis.structure.products import expert_count, reads_packed
 from graphopt.graph.weights import source_of
@@ -106,7 +106,7 @@ def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
         if port is not None and port.role in roles:
             return use.node
         is_scaled = (use.node.op_type in ("Gather", "Cast") and use.idx == 0) or use.node.op_type == "Mul"
-        if is_scaled or is_constant(use.node):
+        if is_scaled or reads_constants_only(use.node):
             reader = reader_of(use.node.outputs[0], roles)
             if reader is not None:
                 return reader

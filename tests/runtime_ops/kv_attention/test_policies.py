@@ -149,14 +149,22 @@ except ValueError as error:
 
 def test_another_file_is_another_policy(llama_artifact: Path, folder: Path, tmp_path: Path) -> None:
     """From the command line, with its option; the kernels do not know it, so the model runs by bodies."""
-    # several commands in one process, which imports once
-    commands = """
+    # commands and runs in one process, which imports once
+    code = """
 import json
+from pathlib import Path
+
+import numpy as np
 
 from graphopt.cli.entry import app
+from graphopt.inference.session import load
 
-for words in json.loads(sys.argv[1]):
+start, commands = sys.argv[1:]
+for words in json.loads(commands):
     app(words, standalone_mode=False)
+ids = np.random.default_rng(0).integers(0, 300, (1, 100))
+logits = {name: load(Path(start) / name).logits(ids) for name in ("all", "some", "heads", "dense")}
+print(json.dumps({name: float(np.abs(logits[name] - logits["dense"]).max()) for name in logits}))
 """
     # in floats: products that round their inputs would make more of the last bits
     common = ["-r", "rotate", "--add", "sparse_kv", "--set", "sparse_kv.page=16", "--set", "sparse_kv.recent=4"]
@@ -172,21 +180,9 @@ for words in json.loads(sys.argv[1]):
         arguments = ["--output", str(tmp_path / name), "--quality-tokens", "0"]
         recipes.append(["optimize", str(llama_artifact), *arguments, *common, *given])
     explain = ["explain", str(tmp_path / "some"), "model.layers.0.self_attn.Attention"]
-    shown = run(folder, commands, json.dumps([*recipes, explain]))
+    shown = run(folder, code, tmp_path, json.dumps([*recipes, explain]))
     assert "one page of 3" in shown, shown
-    code = """
-import json
-from pathlib import Path
-
-import numpy as np
-
-from graphopt.inference.session import load
-
-ids = np.random.default_rng(0).integers(0, 300, (1, 100))
-logits = {name: load(Path(sys.argv[1]) / name).logits(ids) for name in ("all", "some", "heads", "dense")}
-print(json.dumps({name: float(np.abs(logits[name] - logits["dense"]).max()) for name in logits}))
-"""
-    away = json.loads(run(folder, code, tmp_path))
+    away = json.loads(shown.splitlines()[-1])
     # sums of float32 in another order, of logits of up to 4
     assert away["all"] < 1e-4
     assert away["some"] > 1e-2

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from graphopt.quantization.rounding import factors
+from tools.bench import rounding
 from tools.bench.rounding import calibration, gptq, integers, wide_part
 
 
@@ -53,8 +58,14 @@ def test_integers_are_timed_beside_floats(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_model_is_timed_beside_a_prefill(
-    llama_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    llama_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def run_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        """Do a part in this process, which has imported all that each part would."""
+        assert command[:2] == [sys.executable, rounding.__file__]
+        return subprocess.CompletedProcess(command, 0, CliRunner().invoke(rounding.app, command[2:]).stdout)
+
+    monkeypatch.setattr(rounding.subprocess, "run", run_here)
     calibration(llama_artifact, windows=2, window=64, output=tmp_path)
     head, _, _, *rows = capsys.readouterr().out.splitlines()
     assert head.startswith("2 x 64 tokens; a layer: ")

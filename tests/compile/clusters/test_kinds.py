@@ -1,73 +1,18 @@
-"""`optimize --cluster` makes the bytes of one process."""
+"""Addresses of clusters: which are refused, and jobs of Slurm."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
-from typer.testing import CliRunner
 
-from graphopt.cli import app
 from graphopt.compile.clusters import open_cluster
 from graphopt.compile.clusters.kinds import slurm
-from graphopt.compile.clusters.kinds.local import Local
-from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError, MissingDependencyError
-from tests.compile.test_resume import files_of
 
 pytest.importorskip("distributed", reason="distributed is not installed, of the extra `cluster`")
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    """Rotations, and codes by GPTQ."""
-    steps: list[dict[str, Any]] = [
-        {"step": "canonicalize"},
-        {"step": "fold_norms"},
-        {"step": "rotate"},
-        {"step": "quantize_weights", "rounding": "gptq", "linear": {"format": "nl4", "group": 32}},
-    ]
-    (tmp_path / "text.txt").write_text("def f(x):\n    return [x, x + 1]\n" * 40)
-    calibration = {"text": "text.txt", "windows": 3, "window": 100}
-    file = tmp_path / "mine.yaml"
-    file.write_text(yaml.safe_dump({"name": "mine", "steps": steps, "calibration": calibration}))
-    return file
-
-
-def test_gptq_on_a_cluster_gives_the_bytes_of_one_process(
-    llama_artifact: Path, tmp_path: Path, recipe: Path, monkeypatch: pytest.MonkeyPatch, client: Any
-) -> None:
-    stages: list[str] = []
-
-    class Here(Local):
-        """Two workers that are there already."""
-
-        def connect(self, address: str, jobs: int | None) -> Any:
-            assert (address, jobs) == ("dask://", 2)
-            return contextlib.nullcontext(client)
-
-    @contextlib.contextmanager
-    def progress() -> Iterator[Any]:
-        yield lambda stage, count=0, total=None: stages.append(stage)
-
-    monkeypatch.setattr("graphopt.compile.clusters.kind.KINDS", {"dask://": Here})
-    monkeypatch.setattr("graphopt.cli.compile.progress", progress)
-    optimize(llama_artifact, recipe, tmp_path / "plain", quality_tokens=0)
-    arguments = ["optimize", llama_artifact, "-r", recipe, "-o", tmp_path / "out", "--quality-tokens", "0"]
-    ran = CliRunner().invoke(app, [*map(str, arguments), "--cluster", "dask://", "-j", "2"])
-    assert ran.exit_code == 0, ran.output
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "plain")
-    work = {stage.partition(",")[0] for stage in stages if stage.endswith(("1 worker", "2 workers"))}
-    assert {"evaluating weights", "writing", "collecting statistics"} <= work
-    assert not list(tmp_path.glob(".*"))  # no work folder is left
-    assert "cluster" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_clusters_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
