@@ -1,4 +1,4 @@
-"""Time graphopt's attention over a cache and what others have for the same, side by side in one process.
+"""Time graphopt's attention over a cache and its peers', side by side in one process.
 
     python tools/bench/attention.py                                   # every engine that is installed; minutes
     python tools/bench/attention.py --past 64k --engines 'graphopt-int8*,onnxruntime-gqa-int8,llama.cpp-q8_0'
@@ -11,20 +11,18 @@ no threads that spin beside another's.
 
 What is timed is one step of one layer for one sequence: the new tokens go into the cache, and their queries read it.
 The tokens are the last of `--past`, and each step writes the same ones again, so that all steps are equal. A call of an
-engine goes through several caches that hold the same, so that what a step reads is, over the call, four times the
-last-level cache, as it is over the layers of a model. Keys and values are random; some channels of keys are large, as
-in models, and the softmax weighs about one token in 500. What retrieval costs does not depend on the numbers; what it
-is worth cannot be seen on random ones.
+engine goes through several equal caches, together four times the last-level cache, as the layers of a model are. Keys
+and values are random; some channels of keys are large, as in models, and the softmax weighs about one token in 500.
+The cost of retrieval does not depend on the numbers; its quality cannot be seen on random ones.
 
 `graphopt-STORAGE` reads everything. `-streaming` reads the first 4 and the last 4096 tokens. `-bounds` and `-mean` read
-`--budget` tokens in the pages that a summary promises most of, besides the first 4 and as many of the last as a page
-has.
+`--budget` tokens in the pages with the best scores by a summary, besides the first 4 and one page's worth of the last.
 
-An engine whose y is farther from float64 attention than its rounding explains is listed as wrong and not timed. Float64
-attention is over the cache as the engine holds it, rounded; where pages are retrieved, over those that had to be.
-"error" is that distance by the norm of y. It is not what rounding the cache costs. "MB" is what a step must read: all
-tokens, or the pages that were chosen in whole and all summaries, and scales; each once, though some read it once for
-each query head.
+An engine whose y is farther from float64 attention than its rounding explains is listed as wrong and not timed. The
+float64 attention is over the rounded cache that the engine holds; where pages are retrieved, over the right ones.
+"error" is that distance, relative to the norm of y; it does not contain the error of rounding the cache. "MB" is what a
+step must read: all tokens, or whole retrieved pages and all summaries, with scales. Each byte counts once, though some
+engines read it once for each query head.
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def main(
     size: Annotated[int, typer.Option(min=16, help="of a head")] = 128,
     budget: Annotated[str, typer.Option(help="tokens that are retrieved")] = "4k",
     page: Annotated[int, typer.Option(help="tokens of a page")] = 64,
-    curve: Annotated[bool, typer.Option(help="also int8 by tokens and budgets")] = False,
+    curve: Annotated[bool, typer.Option(help="also time int8 along tokens, for each budget")] = False,
     curve_past: Annotated[str, typer.Option(help="tokens along the curve")] = "4k,16k,64k,256k,1M",
     curve_budgets: Annotated[str, typer.Option(help="a curve for each")] = "1k,2k,4k,8k,16k",
     engines: Engines = "",
@@ -94,14 +92,14 @@ def main(
     if too_short := [case.context for case in (*cases, *points) if case.context <= case.tokens]:
         raise typer.BadParameter(f"{too_short[0]} tokens leave no past before the {tokens} new ones")
     curves: dict[str, Curve] = {}
-    asked = contest(ATTENTION, _engines, engines, rounds=rounds, threads=threads, cache=cache, ggml=ggml)
-    with asked as (found, settings, chosen):
+    contest_context = contest(ATTENTION, _engines, engines, rounds=rounds, threads=threads, cache=cache, ggml=ggml)
+    with contest_context as (bench, settings, contestants):
         sequence = Sequence(kv_heads, size)
         for case in cases:
-            found.run(AttentionProblem(case, sequence, settings), chosen)
+            bench.run(AttentionProblem(case, sequence, settings), contestants)
         for case in points if curve else []:
-            _point(found, AttentionProblem(case, sequence, settings), token_counts(curve_budgets), curves)
-    found.close(json_file, plot, list(curves.values()))
+            _point(bench, AttentionProblem(case, sequence, settings), token_counts(curve_budgets), curves)
+    bench.close(json_file, plot, list(curves.values()))
 
 
 def _engines() -> list[AnyEngine[AttentionProblem]]:
@@ -117,8 +115,8 @@ def _point(contest: Contest, problem: AttentionProblem, budgets: list[int], curv
             choices[f"{_CURVE}-bounds-{budget}"] = Choice("int8", RETRIEVAL, budget=budget)
     rows = contest.run(problem, [attention_graphopt.engine(name, choice) for name, choice in choices.items()])
     for row in sorted(rows, key=lambda row: list(choices).index(row.engine)):
-        budgeted = row.engine.removeprefix(f"{_CURVE}-bounds-")
-        name = "dense" if row.engine == _CURVE else f"budget {budgeted}"
+        tokens = row.engine.removeprefix(f"{_CURVE}-bounds-")
+        name = "dense" if row.engine == _CURVE else f"budget {tokens}"
         of_engine = curves.setdefault(name, Curve(name, [], []))
         of_engine.x.append(context)
         of_engine.median_us.append(row.median_us)

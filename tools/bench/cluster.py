@@ -1,13 +1,13 @@
-"""What a cluster on this machine makes and takes, beside one process.
+"""Compare a cluster on this machine with one process: bytes of the result, and time.
 
     python tools/bench/cluster.py bytes FOLDER -o WORK --workers 1,2,4 --kill 10   # the same bytes, workers die or not
     python tools/bench/cluster.py gptq --workers 2                       # GPTQ of many matrices, each worker on a core
 
-``bytes`` compiles FOLDER once by one process, or takes what another run left, and once for each number of workers; with
-``--kill S`` once more with the last number, where a worker is killed every S seconds. Statistics are collected once.
+``bytes`` compiles FOLDER once by one process, or reuses that of an earlier run, and once for each number of workers;
+with ``--kill S`` once more with the last number, and a worker is killed every S seconds. Statistics are collected once.
 
-``gptq`` rounds matrices of random weights: one process on one core, and as many workers as cores, turn by turn. Beside
-other work seconds mean little: compare the two, and both with what the cores were given.
+``gptq`` rounds matrices of random weights: one process on one core, and as many workers as cores, in turns. On a busy
+machine seconds mean little: compare both with each other, and with the processor time that they got.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def digests(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def killing(executor: ClusterExecutor, seconds: float | None, deaths: list[int]) -> Iterator[None]:
-    """Kill a worker every so many seconds while the block lasts, and write down which.
+    """Kill a worker every ``seconds`` while the block lasts, and append its process id to ``deaths``.
 
-    Only one that has joined: Dask starts none in the place of one that dies while it starts.
+    Only workers that have joined are killed: Dask does not replace one that dies while it starts.
     """
     end = threading.Event()
 
@@ -90,8 +90,8 @@ def compare_bytes(
     collect(folder, recipe, statistics)
     if not plain.exists():
         optimize(folder, recipe, plain, **options)
-    expected = digests(plain)
-    print(json.dumps({"run": "one process", "files": expected}), flush=True)
+    plain_digests = digests(plain)
+    print(json.dumps({"run": "one process", "files": plain_digests}), flush=True)
     counts = [int(count) for count in workers.split(",")]
     for count, seconds in [*((count, None) for count in counts), *([(counts[-1], kill)] if kill else [])]:
         deaths: list[int] = []
@@ -100,7 +100,7 @@ def compare_bytes(
             optimize(folder, recipe, work / "cluster", jobs=executor, run=False, **options)
         row = {
             "run": f"{count} workers" + (f", one killed every {seconds:g} s" if seconds else ""),
-            "same bytes": digests(work / "cluster") == expected,
+            "same bytes": digests(work / "cluster") == plain_digests,
             "workers killed": len(deaths),
             "seconds": round(time.perf_counter() - begin, 1),
         }
@@ -124,7 +124,7 @@ def matrices(count: int, size: int, folder: Path, seed: int) -> list[Expression]
 
 
 def pin(cores: set[int]) -> float:
-    """Hold all threads of this process to cores, and return the processor time that it has used."""
+    """Bind all threads of this process to cores, and return the processor time that it has used."""
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), cores)
     return time.process_time()
@@ -159,10 +159,10 @@ def gptq(
             everywhere = os.sched_getaffinity(0)
             used, begin = pin({cores[0]}), time.perf_counter()
             with one_thread():
-                alone = [Store(store / "alone").obtain(expression) for expression in expressions]
+                one_core_codes = [Store(store / "alone").obtain(expression) for expression in expressions]
             plain, plain_used = time.perf_counter() - begin, time.process_time() - used
             pin(everywhere)
-            assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in zip(alone, spread, strict=True))
+            assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in zip(one_core_codes, spread, strict=True))
             ratios.append(plain / cluster)
             row = {
                 "one core": {"seconds": round(plain, 2), "of a processor": round(plain_used, 2)},

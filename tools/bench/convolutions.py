@@ -5,12 +5,12 @@
     python tools/bench/convolutions.py resnet --size 224 --threads 2 --rounds 31
     python tools/bench/convolutions.py vit --processor --rounds 41   # on a busy machine
 
-Both are calibrated on the same samples and measured on others; onnxruntime's ranges are its default, the least and the
-largest number of each tensor, and graphopt's its default, percentiles, and the same as onnxruntime's. Figures are
-cosine and relative error of the output that moved most. onnxruntime's has its own preprocessing
+Both are calibrated on the same samples and measured on others. onnxruntime's ranges are its default, the least and the
+largest number of each tensor; graphopt's are its default, percentiles, and in a second row those of onnxruntime.
+Figures are cosine and relative error of the output that changed most. onnxruntime's graph has its own preprocessing
 (`quant_pre_process`) and QDQ form: once with its defaults (inputs and weights int8, one scale a tensor), once with
-uint8 inputs and one scale for each output channel, which is what its kernels run fastest on x86. Engines take turns, in
-an order drawn anew; times are medians, ratios medians of the ratios of each round.
+uint8 inputs and one scale for each output channel, which its kernels run fastest on x86. Engines take turns, in a new
+random order in each round; times are medians, ratios medians of the ratios of each round.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from graphopt.tasks.graph.outputs import differences, outputs_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-FLOAT, OURS, BY_EXTREMES = "float32", "graphopt int8", "graphopt int8, minmax"
+FLOAT, GRAPHOPT, BY_EXTREMES = "float32", "graphopt int8", "graphopt int8, minmax"
 DEFAULT, BY_CHANNEL = "quantize_static, defaults", "quantize_static, uint8, by channel"
 CLASSES = 100
 _FIRST_BY_CHANNEL = 13  # the first opset whose codes have a scale for each channel
@@ -87,22 +87,22 @@ def samples_of(model: Path, inputs: Path | None, count: int) -> list[Feeds]:
 
 
 class Samples:
-    """Reads samples to onnxruntime's calibration.
+    """Samples in the form that onnxruntime's calibration reads.
 
     Args:
         feeds: the samples.
     """
 
     def __init__(self, feeds: list[Feeds]) -> None:
-        self._rest = iter(feeds)
+        self._iterator = iter(feeds)
 
     def get_next(self) -> Feeds | None:
-        """Return the next sample, or `None` behind the last."""
-        return next(self._rest, None)
+        """Return the next sample, or `None` after the last."""
+        return next(self._iterator, None)
 
 
 def quantize_static(source: Path, target: Path, feeds: list[Feeds], *, by_channel: bool) -> Path:
-    """Write what onnxruntime's own quantization makes of a graph."""
+    """Write a graph as onnxruntime's own quantization quantizes it."""
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quant_pre_process
     from onnxruntime.quantization import quantize_static as quantize
 
@@ -120,7 +120,7 @@ def quantize_static(source: Path, target: Path, feeds: list[Feeds], *, by_channe
 
 
 def session_of(path: Path, threads: int, entries: dict[str, str] | None = None) -> onnxruntime.InferenceSession:
-    """Open a model so that threads of others do not wait beside it."""
+    """Open a model whose threads do not spin while others are timed."""
     spinning = {"session.intra_op.allow_spinning": "0"}
     return open_session(path, threads=threads, entries={**(entries or {}), **spinning})
 
@@ -134,7 +134,7 @@ def bench(
     calibration = folder / "calibration.npz"
     arrays: dict[str, Any] = {name: np.stack([sample[name] for sample in first]) for name in first[0]}
     np.savez(calibration, **arrays)
-    recipes = {OURS: "percentile", BY_EXTREMES: "minmax"}
+    recipes = {GRAPHOPT: "percentile", BY_EXTREMES: "minmax"}
     artifacts = {}
     for name, ranges in recipes.items():
         recipe = graphopt.load_recipe("int8", options=[f"quantize_convolutions.ranges={ranges}"])

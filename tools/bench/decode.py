@@ -4,7 +4,7 @@
     python tools/bench/decode.py small medium --read 512                               # how fast prompts are read
     python tools/bench/decode.py kept --gguf model.Q4_1.gguf --ggml llama.cpp/build    # llama-bench beside them
 
-Each round opens one artifact after the other anew, so that no idle session's threads spin beside the one that is timed.
+Each round opens one artifact after the other, so that no idle session's threads spin beside the one that is timed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def tokens_per_second(folder: Path, prompt: str, tokens: int, threads: int) -> f
     """Return the speed of greedy decoding of ``tokens`` tokens, after a run to warm up."""
     session = graphopt.load(folder, threads=threads)
     graphopt.generate(session, prompt, max_new_tokens=8)
-    started = time.perf_counter()
-    made = graphopt.generate(session, prompt, max_new_tokens=tokens)[0].tokens
-    return len(made) / (time.perf_counter() - started)
+    begin = time.perf_counter()
+    new_tokens = graphopt.generate(session, prompt, max_new_tokens=tokens)[0].tokens
+    return len(new_tokens) / (time.perf_counter() - begin)
 
 
 def prompt_tokens_per_second(folder: Path, tokens: int, threads: int) -> float:
@@ -42,22 +42,22 @@ def prompt_tokens_per_second(folder: Path, tokens: int, threads: int) -> float:
     prompt = np.random.default_rng(0).integers(0, session.interface.vocabulary or 1, (1, tokens))
     for _ in Decoder(session, 1, room=tokens).feed(prompt):
         pass
-    decoder, started = Decoder(session, 1, room=tokens), time.perf_counter()
+    decoder, begin = Decoder(session, 1, room=tokens), time.perf_counter()
     for _ in decoder.feed(prompt):
         pass
-    return tokens / (time.perf_counter() - started)
+    return tokens / (time.perf_counter() - begin)
 
 
-def llama_bench(file: Path, build: Path, tokens: int, threads: int, read: int) -> float:
-    """Return what llama.cpp's own benchmark says of decoding ``tokens`` tokens of a GGUF file, or reading."""
+def llama_bench(file: Path, build: Path, tokens: int, threads: int, prompt_tokens: int) -> float:
+    """Return tokens per second of a GGUF file by llama.cpp's own benchmark: decoding, or reading ``prompt_tokens``."""
     command = [
         str(build / "bin" / "llama-bench"),
         "-m",
         str(file),
         "-p",
-        str(read),
+        str(prompt_tokens),
         "-n",
-        "0" if read else str(tokens),
+        "0" if prompt_tokens else str(tokens),
         "-r",
         "1",
         "-o",
@@ -72,7 +72,9 @@ def main(
     folders: Annotated[list[Path], typer.Argument(help="artifacts; ratios are to the first")],
     prompt: str = "def read_lines(path):",
     tokens: int = 128,
-    read: Annotated[int, typer.Option(min=0, help="time reading a prompt of so many tokens instead of decoding")] = 0,
+    prompt_tokens: Annotated[
+        int, typer.Option("--read", min=0, help="time reading a prompt of so many tokens instead of decoding")
+    ] = 0,
     rounds: int = 7,
     threads: Annotated[int, typer.Option(help="0 lets the engine choose")] = 0,
     gguf: Annotated[Path | None, typer.Option(help="a file for llama.cpp's llama-bench, in every round too")] = None,
@@ -85,10 +87,10 @@ def main(
     speeds: dict[Path, list[float]] = {folder: [] for folder in [*folders, *([] if gguf is None else [gguf])]}
     for _ in range(rounds):
         for folder in folders:
-            speed = prompt_tokens_per_second(folder, read, threads) if read else None
+            speed = prompt_tokens_per_second(folder, prompt_tokens, threads) if prompt_tokens else None
             speeds[folder].append(speed or tokens_per_second(folder, prompt, tokens, threads))
         if gguf is not None and ggml is not None:
-            speeds[gguf].append(llama_bench(gguf, ggml, tokens, threads, read))
+            speeds[gguf].append(llama_bench(gguf, ggml, tokens, threads, prompt_tokens))
     first = statistics.median(speeds[folders[0]])
     table = Table("artifact", "tokens/s", "lowest", "highest", "ratio")
     rows = []

@@ -1,12 +1,12 @@
-"""Measure drafts: how often they are right by place, and how fast texts are with them, against single tokens.
+"""Measure drafts: how often each guess of a draft is right, and the speed with drafts relative to single tokens.
 
     python tools/bench/drafts.py made --drafter lookup --drafter auto --drafter self:layers=3 --rounds 5
     python tools/bench/drafts.py large --drafter known:0.7 --draft-tokens 3 --draft-tokens 7 --kind completing
 
-The second one has a drafter that knows the text and errs by chance, beside the speed that costs and acceptance predict.
-Completing and editing are apart (tools/bench/parts/drafting.py says what they are); cases that lose are in the table
-like all others. Runs with and without drafts take turns; the ratio is the median over rounds. The texts of both must be
-the same wherever the model's steps are, or the run ends with an error.
+The second one has a drafter that knows the text and errs at random, beside the speed that costs and acceptance predict.
+Completing and editing are separate tasks (see tools/bench/parts/drafting.py); cases that lose are in the table like all
+others. Runs with and without drafts take turns; the ratio is the median over rounds. Both must write the same text
+where the model's steps of all widths have the same bits, or the run ends with an error.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.decoding.step_costs import costs_of
 from graphopt.inference.session import Session
-from tools.bench.parts.drafting import Known, Task, step_medians, tasks, tokens_of, written
+from tools.bench.parts.drafting import OracleProposer, Task, step_medians, tasks, tokens_of, write_text
 
-KNOWN = "known:"
-"""What begins the name of a drafter that knows the text and is right with the chance that follows."""
-
-
-def predicted(session: Session, chance: float, length: int) -> float:
-    """Return the speed against single tokens as the medians of steps say it: E c(1) / c(1 + length)."""
-    alone, together = step_medians(session, (1, 1 + length))
-    return tokens_of(chance, length) * alone / together
+ORACLE = "known:"
+"""Prefix of the name of a drafter that knows the text; the probability that a guess is right follows."""
 
 
-def measured(
-    session: Session, of: list[Task], name: str, length: str, tokens: int, rounds: int, sampling: Sampling
+def predict_speedup(session: Session, chance: float, length: int) -> float:
+    """Return the speedup over single tokens that medians of steps predict: E c(1) / c(1 + length)."""
+    single_step, draft_step = step_medians(session, (1, 1 + length))
+    return tokens_of(chance, length) * single_step / draft_step
+
+
+def measure(
+    session: Session, kind_tasks: list[Task], name: str, length: str, tokens: int, rounds: int, sampling: Sampling
 ) -> dict[str, Any]:
-    """Return what a drafter does on tasks of one kind."""
+    """Return the row of a drafter on tasks of one kind."""
     exact = not costs_of(session, 1).different
-    known = name.startswith(KNOWN)
-    speculation = Speculation(Lookup()) if known else open_speculation(session, name, length)
+    is_oracle = name.startswith(ORACLE)
+    speculation = Speculation(Lookup()) if is_oracle else open_speculation(session, name, length)
     ratios, speeds = [], []
     for number in range(rounds):
         seconds = {False: 0.0, True: 0.0}
         count = 0
-        for task in of:
+        for task in kind_tasks:
             texts = {}
-            if known:
-                chance = float(name.removeprefix(KNOWN))
-                plain, _ = written(session, task, tokens, sampling)
+            if is_oracle:
+                chance = float(name.removeprefix(ORACLE))
+                plain, _ = write_text(session, task, tokens, sampling)
                 wrong = next(token for token in range(len(plain) + 1) if token not in plain)
-                speculation.proposer, speculation.tokens = Known(plain, chance, wrong), int(length)
-            for drafted in (False, True) if number % 2 else (True, False):
-                chosen = speculation if drafted else None
-                texts[drafted], took = written(session, task, tokens, sampling, chosen)
-                seconds[drafted] += took
+                speculation.proposer, speculation.tokens = OracleProposer(plain, chance, wrong), int(length)
+            for with_drafts in (False, True) if number % 2 else (True, False):
+                drafts = speculation if with_drafts else None
+                texts[with_drafts], text_seconds = write_text(session, task, tokens, sampling, drafts)
+                seconds[with_drafts] += text_seconds
             if exact and texts[True] != texts[False]:
                 raise SystemExit(f"{name} changed the text of {task.name}: {texts[False]} became {texts[True]}")
             count += len(texts[False]) - 1
@@ -68,13 +68,13 @@ def measured(
         speeds.append(count / seconds[False])
     report = speculation.stats.report()
     return {
-        "task": of[0].kind,
+        "task": kind_tasks[0].kind,
         "sampling": "greedy" if sampling == GREEDY else f"temperature {sampling.temperature}",
         "drafter": name,
         "draft_tokens": length,
         "plain_tokens_per_second": statistics.median(speeds),
         "ratio": statistics.median(ratios),
-        "predicted": predicted(session, float(name.removeprefix(KNOWN)), int(length)) if known else None,
+        "predicted": predict_speedup(session, float(name.removeprefix(ORACLE)), int(length)) if is_oracle else None,
         "lowest": min(ratios),
         "highest": max(ratios),
         **{key: report[key] for key in ("tokens_per_pass", "widths", "acceptance", "notes")},
@@ -99,23 +99,23 @@ def main(
     """Print a row for each task, drafter and length."""
     session = graphopt.load(folder, threads=threads)
     costs = costs_of(session, 1)
-    every = tasks(session, window, modules)
+    all_tasks = tasks(session, window, modules)
     samplings = [GREEDY, *([Sampling(temperature, top_p=0.95, seed=1)] if temperature else [])]
     table = Table("task", "sampling", "drafter", "tokens", "a pass", "right by place", "ratio", "range", "predicted")
     rows = []
-    for wanted in kind or ["completing", "editing", "own editing"]:
-        of = [task for task in every if task.kind == wanted]
-        for sampling in samplings if wanted != "editing" else samplings[:1]:
+    for task_kind in kind or ["completing", "editing", "own editing"]:
+        kind_tasks = [task for task in all_tasks if task.kind == task_kind]
+        for sampling in samplings if task_kind != "editing" else samplings[:1]:
             for name in drafter or ["lookup", "auto"]:
                 for length in draft_tokens or ["auto"]:
-                    row = measured(session, of, name, length, tokens, rounds, sampling)
+                    row = measure(session, kind_tasks, name, length, tokens, rounds, sampling)
                     rows.append(row)
                     right = "; ".join(
                         f"{source} {' '.join(f'{share:.2f}' for share in shares)}"
                         for source, shares in row["acceptance"].items()
                     )
                     table.add_row(
-                        *(wanted, row["sampling"], name, length, f"{row['tokens_per_pass']:.2f}", right),
+                        *(task_kind, row["sampling"], name, length, f"{row['tokens_per_pass']:.2f}", right),
                         *(f"{row['ratio']:.3f}", f"{row['lowest']:.2f}-{row['highest']:.2f}"),
                         "" if row["predicted"] is None else f"{row['predicted']:.3f}",
                     )

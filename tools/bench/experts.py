@@ -3,15 +3,15 @@
     python tools/bench/experts.py                                  # 64 experts of 2048 x 768, top 8, int4; two minutes
     python tools/bench/experts.py --tokens 1,8,128 --format fp6-e2m3
     python tools/bench/experts.py --experts 8 --hidden 4096 --inner 14336 --top 2
-    python tools/bench/experts.py --processor                      # what processors take, where others use them too
-    python tools/bench/experts.py --nodes 3                        # and ours in so many nodes, as of so many formats
+    python tools/bench/experts.py --processor                      # processor time, on a busy machine
+    python tools/bench/experts.py --nodes 3                        # also graphopt's in 3 nodes, as for 3 formats
 
-Each engine gets the scores of a router and gives the sum of its experts: choices, weights, gated SiLU and both products
-are inside. Weights are the same numbers in blocks of 32; QMoE rounds inputs of products at accuracy level 4, and not at
-its default level, where MatMulExperts rounds them to int8. With a format that QMoE does not have it runs int4. A call
-goes through several layers in turn and has tokens of its own, so that weights come from memory and choices differ.
-Engines take turns, in an order drawn anew; times are medians, ratios medians of the ratios of each round. An engine
-whose numbers are farther from float64 than 2% of the largest is an error.
+Each engine gets the scores of a router and returns the sum of its experts: it computes choices, weights, gated SiLU and
+both products. Weights are the same numbers in blocks of 32. MatMulExperts rounds inputs of products to int8; QMoE does
+so at accuracy level 4, and not at its default level. For a format that QMoE does not have, it runs int4. Calls go
+through several layers in turn and have tokens of their own, so that weights come from memory and choices differ.
+Engines take turns, in a new random order in each round; times are medians, ratios medians of the ratios of each round.
+An engine that is off from float64 by more than 2% of the largest number is an error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from graphopt.runtime_ops.matmul_table.spec.packing import pack, tile
 
 BLOCK = 32
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
-OURS, DEFAULT, LEVEL_4 = "MatMulExperts", "QMoE", "QMoE, level 4"
+GRAPHOPT, DEFAULT, LEVEL_4 = "MatMulExperts", "QMoE", "QMoE, level 4"
 
 Arrays = dict[str, np.ndarray]
 
@@ -71,15 +71,15 @@ class Layer:
 
 
 def reference(layer: Layer, x: np.ndarray, scores: np.ndarray, top: int) -> np.ndarray:
-    """Return what a mixture means, float64 [tokens, hidden]."""
+    """Return the output of a mixture by its definition, float64 [tokens, hidden]."""
     choices = np.argsort(-scores, axis=1, kind="stable")[:, :top]
     shares = np.exp(np.take_along_axis(scores, choices, 1).astype(np.float64))
     shares /= shares.sum(1, keepdims=True)
     y = np.zeros(x.shape)
     for expert in np.unique(choices):
         token, slot = np.nonzero(choices == expert)
-        both = x[token].astype(np.float64) @ layer.matrix(0, expert)
-        gate, up = both[:, : layer.inner], both[:, layer.inner :]
+        gate_and_up = x[token].astype(np.float64) @ layer.matrix(0, expert)
+        gate, up = gate_and_up[:, : layer.inner], gate_and_up[:, layer.inner :]
         np.add.at(
             y, token, shares[token, slot][:, None] * ((gate / (1 + np.exp(-gate)) * up) @ layer.matrix(1, expert))
         )
@@ -88,11 +88,11 @@ def reference(layer: Layer, x: np.ndarray, scores: np.ndarray, top: int) -> np.n
 
 def graph_of(nodes: list[ir.Node], weights: Arrays, inputs: list[ir.Value], y: ir.Value) -> ir.Model:
     """Return a model of nodes whose initializers are named values."""
-    stored = {value.name: value for node in nodes for value in node.inputs if value is not None}
+    values = {value.name: value for node in nodes for value in node.inputs if value is not None}
     constants = []
     for name, array in weights.items():
-        stored[name].const_value = ir.tensor(array, name=name)
-        constants.append(stored[name])
+        values[name].const_value = ir.tensor(array, name=name)
+        constants.append(values[name])
     opsets = {"": 23, "com.microsoft": 1}
     graph = ir.Graph(inputs, [y], nodes=nodes, initializers=constants, opset_imports=opsets, name="mixture")
     model = ir.Model(graph, ir_version=10)
@@ -105,8 +105,8 @@ def ports(layer: Layer, hidden: int) -> list[ir.Value]:
     return [ir.val("x", FLOAT, ["tokens", hidden]), ir.val("scores", FLOAT, ["tokens", len(layer.codes[0])])]
 
 
-def ours(layer: Layer, hidden: int, top: int, bits: int, parts: int = 1) -> ir.Model:
-    """Return a mixture as `group_experts` leaves it, of experts in several formats where there are several parts."""
+def graphopt_model(layer: Layer, hidden: int, top: int, bits: int, parts: int = 1) -> ir.Model:
+    """Return a mixture in the form of `group_experts`; with several parts, as for experts in several formats."""
     x, scores = ports(layer, hidden)
     nodes: list[ir.Node] = []
     weights: Arrays = {
@@ -133,7 +133,7 @@ def ours(layer: Layer, hidden: int, top: int, bits: int, parts: int = 1) -> ir.M
         return total
 
     def part_of_product(number: int, part: int, data: ir.Value, experts: ir.Value) -> ir.Value:
-        """Return the products of every so many-th expert, and zeros for the others."""
+        """Return the products of every ``parts``-th expert, from ``part`` on, and zeros for the others."""
         rows, columns = layer.codes[number].shape[1:]
         name = f"{number}.{part}"
         stacks = {
@@ -146,12 +146,12 @@ def ours(layer: Layer, hidden: int, top: int, bits: int, parts: int = 1) -> ir.M
         if parts > 1:
             stacks[f"places{name}"] = np.where(indices % parts == part, indices // parts, -1)
         weights.update(stacks)
-        codes, stacked_scales, *places = (
+        codes, stacked_scales, *positions = (
             ir.val(name, ir.DataType.from_numpy(array.dtype), array.shape) for name, array in stacks.items()
         )
-        if places:
+        if positions:
             shape = experts.shape
-            (experts,) = op("Gather", places[0], experts)
+            (experts,) = op("Gather", positions[0], experts)
             experts.dtype, experts.shape = INT64, shape
         attributes = {"rows": rows, "columns": columns, "group": BLOCK, "activations": "int8"}
         tensors = [data, codes, stacked_scales, values["table"], values["none"], values["bias"], experts]
@@ -164,22 +164,22 @@ def ours(layer: Layer, hidden: int, top: int, bits: int, parts: int = 1) -> ir.M
     choices.dtype, choices.shape = INT64, ir.Shape(["tokens", top])
     (shares,) = op("Softmax", best, axis=-1)
     gate, up = op("Split", product(0, x, choices), outputs=2, axis=-1, num_outputs=2)
-    (activated,) = op("Mul", *op("Mul", gate, *op("Sigmoid", gate)), up)
-    activated.dtype, activated.shape = FLOAT, ir.Shape(["tokens", top, layer.inner])
-    down = product(1, activated, choices)
-    (weighted,) = op("Mul", down, *op("Unsqueeze", shares, values["last"]))
-    (y,) = op("ReduceSum", weighted, values["axis"], keepdims=0)
+    (gate_product,) = op("Mul", *op("Mul", gate, *op("Sigmoid", gate)), up)
+    gate_product.dtype, gate_product.shape = FLOAT, ir.Shape(["tokens", top, layer.inner])
+    down = product(1, gate_product, choices)
+    (terms,) = op("Mul", down, *op("Unsqueeze", shares, values["last"]))
+    (y,) = op("ReduceSum", terms, values["axis"], keepdims=0)
     y.name, y.dtype, y.shape = "y", FLOAT, x.shape
     return graph_of(nodes, weights, [x, scores], y)
 
 
-def theirs(layer: Layer, hidden: int, top: int, level: int) -> ir.Model:
+def qmoe_model(layer: Layer, hidden: int, top: int, level: int) -> ir.Model:
     """Return a mixture as one node of onnxruntime; codes are those of int4 from -8 to 7."""
     x, scores = ports(layer, hidden)
     weights: Arrays = {}
     for number in range(2):
         codes, scales = (stack.transpose(0, 2, 1) for stack in (layer.codes[number], layer.scales[number]))
-        if not number:  # rows of gates and of what they multiply by turns
+        if not number:  # QMoE interleaves the rows of gate and up
             order = np.arange(2 * layer.inner).reshape(2, layer.inner).T.reshape(-1)
             codes, scales = codes[:, order], scales[:, order]
         weights[f"codes{number}"] = np.ascontiguousarray(codes[..., ::2] | codes[..., 1::2] << 4)
@@ -213,9 +213,9 @@ def session_of(model: ir.Model, threads: int) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
 
 
-def confirm(name: str, y: np.ndarray, expected: np.ndarray) -> None:
-    """Refuse an engine that computes something else."""
-    error = np.abs(y - expected).max() / np.abs(expected).max()
+def confirm(name: str, y: np.ndarray, reference_y: np.ndarray) -> None:
+    """End with an error where an engine computes something else."""
+    error = np.abs(y - reference_y).max() / np.abs(reference_y).max()
     if not error < 0.02:
         raise SystemExit(f"{name} is off by {error:.1e} of the largest number")
 
@@ -233,21 +233,23 @@ def main(
     nodes: Annotated[int, typer.Option(help="that share the experts of a product, timed beside one, if more")] = 1,
     processor: Annotated[bool, typer.Option(help="time of processors, for machines that are busy")] = False,
 ) -> None:
-    """Print the median time of each engine, and how many times as long the others take."""
+    """Print the median time of each engine, and its ratio to MatMulExperts."""
     clock = time.process_time if processor else time.perf_counter
     sizes, chosen_format = (experts, hidden, inner), format_of(format)
     int4 = np.arange(-8, 8, dtype=np.float32)
     table = int4 if format == "int4" else np.array(chosen_format.operands["table"], np.float32)
     stacks = [Layer(sizes, int4, seed) for seed in range(layers)]
-    own = stacks if format == "int4" else [Layer(sizes, table, seed) for seed in range(layers)]
+    table_layers = stacks if format == "int4" else [Layer(sizes, table, seed) for seed in range(layers)]
     engines = {
-        OURS: [session_of(ours(layer, hidden, top, chosen_format.bits), threads) for layer in own],
-        DEFAULT: [session_of(theirs(layer, hidden, top, 0), threads) for layer in stacks],
-        LEVEL_4: [session_of(theirs(layer, hidden, top, 4), threads) for layer in stacks],
+        GRAPHOPT: [
+            session_of(graphopt_model(layer, hidden, top, chosen_format.bits), threads) for layer in table_layers
+        ],
+        DEFAULT: [session_of(qmoe_model(layer, hidden, top, 0), threads) for layer in stacks],
+        LEVEL_4: [session_of(qmoe_model(layer, hidden, top, 4), threads) for layer in stacks],
     }
     if nodes > 1:
         engines[f"in {nodes} nodes"] = [
-            session_of(ours(layer, hidden, top, chosen_format.bits, nodes), threads) for layer in own
+            session_of(graphopt_model(layer, hidden, top, chosen_format.bits, nodes), threads) for layer in table_layers
         ]
     print(f"{experts} experts of {hidden} x {inner}, top {top}, {format}; {instructions_here()}, {threads} threads")
     for count in map(int, tokens.split(",")):
@@ -264,7 +266,9 @@ def main(
             confirm(
                 name,
                 y,
-                reference((stacks if name in (DEFAULT, LEVEL_4) else own)[0], calls[0]["x"], calls[0]["scores"], top),
+                reference(
+                    (stacks if name in (DEFAULT, LEVEL_4) else table_layers)[0], calls[0]["x"], calls[0]["scores"], top
+                ),
             )
         times: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(rounds):
@@ -273,7 +277,8 @@ def main(
                 engines[name][number % layers].run(None, calls[number % layers])
                 times[name].append(clock() - start)
         ratios = {
-            name: statistics.median(a / b for a, b in zip(times[name], times[OURS], strict=True)) for name in engines
+            name: statistics.median(a / b for a, b in zip(times[name], times[GRAPHOPT], strict=True))
+            for name in engines
         }
         for name in engines:
             print(f"{count:5} tokens  {name:14} {statistics.median(times[name]) * 1e3:9.3f} ms  {ratios[name]:6.2f} x")

@@ -4,15 +4,15 @@
     python tools/bench/gpu.py --only 'Hadamard*' --json cuda.json
     python tools/bench/gpu.py --rows 1,8,16 --only '* t?,*, 8192 x 8192' --only '* int4, x in float16,*, 8192 x 8192'
 
-Needs an NVIDIA GPU from sm_80 on, torch with CUDA, and graphopt installed where nvcc is found. Without, it says what is
-missing and exits 2.
+Needs an NVIDIA GPU from sm_80 on, torch with CUDA, and graphopt installed where nvcc is found. Without these, it prints
+what is missing and exits with 2.
 
-How it is measured: a case has as many copies of its tensors as twice the L2 cache holds, and calls go through them in
-turn. A CUDA graph replays them, as starting a kernel from Python takes longer than some kernels run. Ours and the
-others' run in the same rounds, in an order drawn anew for each; a time is the median of the rounds by CUDA events, and
-a ratio is the median of the rounds' own ratios. Bandwidth is compared with that of a large copy in
-the same run. Before a call is timed its output is poisoned with NaN, computed, and compared with float64: where it is
-farther off than rounding explains, the case counts as wrong, is not timed, and the exit code is 1.
+How it is measured: the copies of a case's tensors fill twice the L2 cache, and calls go through them in turn. A CUDA
+graph replays them, as starting a kernel from Python takes longer than some kernels run. graphopt and its rivals run in
+the same rounds, in a new random order in each; a time is the median of the rounds by CUDA events, and a ratio is the
+median of the rounds' own ratios. Bandwidth is compared with that of a large copy in the same run. Before a call is
+timed, its output is filled with NaN, computed, and compared with float64: where it is farther off than rounding
+explains, the case counts as wrong, is not timed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def missing() -> str | None:
     return None
 
 
-def recorded(torch: Any, call: Callable[[int], object], copies: int) -> tuple[Callable[[], None], int]:
-    """Return a CUDA graph's replay of whole turns through all copies, and how many calls are in it; both are warm."""
+def record_replay(torch: Any, call: Callable[[int], object], copies: int) -> tuple[Callable[[], None], int]:
+    """Return the warm replay of a CUDA graph that goes through all copies, and how many calls are in it."""
     for index in range(copies):
         call(index)
     torch.cuda.synchronize()
@@ -77,7 +77,7 @@ def recorded(torch: Any, call: Callable[[int], object], copies: int) -> tuple[Ca
 
 
 def time_of(torch: Any, replay: Callable[[], None], calls: int) -> float:
-    """Return the microseconds of a call, of the ``calls`` that a replay makes."""
+    """Return the microseconds of one of the ``calls`` of a replay."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     replay()
@@ -87,9 +87,9 @@ def time_of(torch: Any, replay: Callable[[], None], calls: int) -> float:
 
 
 def copy_bandwidth(torch: Any) -> float:
-    """Return bytes per second, read and written, of a copy that no cache holds."""
+    """Return bytes per second, read and written, of a copy that is larger than any cache."""
     a, b = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
-    replay, calls = recorded(torch, lambda _: b.copy_(a), 1)
+    replay, calls = record_replay(torch, lambda _: b.copy_(a), 1)
     times = [time_of(torch, replay, calls) for _ in range(10)]
     return 2 * COPY_BYTES / statistics.median(times) * 1e6
 
@@ -103,27 +103,29 @@ def measure(torch: Any, case: Case, rounds: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         errors.append(case.error(copy))
     worst = max(errors, key=lambda error: error if error == error else float("inf"))
-    row: dict[str, Any] = {"case": case.name, "error": worst, "allowed": case.allowed}
-    if not worst <= case.allowed:
+    row: dict[str, Any] = {"case": case.name, "error": worst, "allowed": case.tolerance}
+    if not worst <= case.tolerance:
         return row | {"wrong": True}
     calls: dict[str, Callable[[int], object]] = {"graphopt": case.run, **case.rivals}
-    replays = {name: recorded(torch, call, case.copies) for name, call in calls.items()}
+    replays = {name: record_replay(torch, call, case.copies) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name in random.sample(list(calls), len(calls)):
             times[name].append(time_of(torch, *replays[name]))
-    row["us"] = {name: statistics.median(each) for name, each in times.items()}
-    ours = times["graphopt"]
+    row["us"] = {name: statistics.median(durations) for name, durations in times.items()}
+    graphopt_times = times["graphopt"]
     row["times_as_fast_as"] = {
-        name: statistics.median(theirs / mine for mine, theirs in zip(ours, times[name], strict=True))
+        name: statistics.median(
+            rival_us / graphopt_us for graphopt_us, rival_us in zip(graphopt_times, times[name], strict=True)
+        )
         for name in case.rivals
     }
-    row["bandwidth"] = case.moved / row["us"]["graphopt"] * 1e6
+    row["bandwidth"] = case.bytes_moved / row["us"]["graphopt"] * 1e6
     return row
 
 
 def show(row: dict[str, Any], copy: float) -> str:
-    """Return a row for a reader."""
+    """Return a row as a line of text."""
     if row.get("wrong"):
         return f"{row['case']}: WRONG, error {row['error']:.2e} where rounding explains {row['allowed']:.2e}"
     times = ", ".join(f"{name} {us:.1f} us" for name, us in row["us"].items())
@@ -164,7 +166,7 @@ def main(
     rows: list[dict[str, Any]] = []
     for module in MODULES:
         for case in import_module(f"tools.bench.parts.{module}").cases(
-            library, torch, wanted=lambda name: is_wanted(name, only, counts)
+            library, torch, is_selected=lambda name: is_wanted(name, only, counts)
         ):
             rows.append(measure(torch, case, rounds))
             print(show(rows[-1], copy), flush=True)

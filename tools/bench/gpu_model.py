@@ -6,21 +6,20 @@
     python tools/bench/gpu_model.py int4 --profile                                # time by kinds of nodes
 
 ``--make`` writes graphs alone, of a few hundred kB, and prints how many nodes they have: the one that
-`graphopt optimize --target ort-cuda --float16 --last-logits 1` writes, or the builder's. Every pass runs, on weights
-that are drawn at random; numbers that rounding would make are drawn too. The builder is given 2 layers, and the nodes
-of the last are copied for all further ones.
-Where graphs are timed, the files of weights that they name are made first, if they are not there: random codes, scales
-and norms that keep activations finite. So a model of any size needs neither a checkpoint nor hours, and its text means
-nothing.
+`graphopt optimize --target ort-cuda --float16 --last-logits 1` writes, or the builder's. Every pass runs on random
+weights; codes and scales are random too. The builder gets 2 layers, and the nodes of the last are copied for all
+further ones.
+Where graphs are timed, the files of weights that they name are written first, unless they exist: random codes, scales
+and norms that keep activations finite. So a model of any size needs neither a checkpoint nor hours; its text is noise.
 
-How it is measured: all models are opened side by side and warmed up. In each round every model decodes and reads, in an
-order drawn anew; a figure is the median of the rounds, a ratio the median of the rounds' own ratios to the first model.
-``decode R``: R rows of ``--context`` tokens each, then ``--tokens`` steps, R tokens each; what counts is the time of
-the steps. ``prompt``: one row of ``--prompt`` tokens in one run, logits of its last token. graphopt's models run by
-:class:`graphopt.inference.decoding.decoder.Decoder`, the builder's in buffers that are past and present at once, as
-onnxruntime-genai does: caches stay on the GPU, tokens and logits are in memory of the host, in both. Nothing samples.
-Memory is what a model takes away from what the driver has left, from before it is opened to after all was run once:
-weights, caches, and what onnxruntime's arena holds.
+How it is measured: all models are opened side by side and warmed up. In each round every model decodes and reads, in a
+new random order; a figure is the median of the rounds, a ratio the median of the rounds' own ratios to the first model.
+``decode R``: R rows of ``--context`` tokens each, then ``--tokens`` steps of R tokens each; only the steps are timed.
+``prompt``: one row of ``--prompt`` tokens in one run, logits of its last token. graphopt's models are run by
+:class:`graphopt.inference.decoding.decoder.Decoder`, the builder's with buffers that past and present share, as in
+onnxruntime-genai: in both, caches stay on the GPU, tokens and logits are in memory of the host. Nothing samples.
+Memory is how much less the driver has free after all figures ran once than before the model was opened: weights,
+caches, and onnxruntime's arena.
 
 ``--profile`` times nothing else: for each model it prints, of one step of decoding and of a prompt, the time by kind of
 node and by provider, from onnxruntime's own profile; copies between host and GPU are nodes of their own. onnxruntime
@@ -98,10 +97,10 @@ class Model:
         name: of its folder.
         session: onnxruntime's.
         vocabulary: tokens are drawn from below this.
-        start: begins a batch of so many rows with room for so many tokens; returns what feeds tokens [rows, length].
+        start: begins a batch, given rows and room for tokens; returns the function that feeds tokens [rows, length].
         opening: seconds that opening took.
-        memory: bytes of the GPU that it takes; ``None`` where there is none, or it cannot be asked.
-        failures: what figures failed of.
+        memory: bytes of the GPU that it takes; ``None`` without a GPU, or where its driver cannot be asked.
+        failures: why a figure failed, by figure.
         seconds: of each round, by figure.
     """
 
@@ -120,7 +119,7 @@ class Model:
 
 
 def is_of_builder(folder: Path) -> bool:
-    """Return whether onnxruntime-genai's builder made a model: ours say in their manifest what they are."""
+    """Return whether onnxruntime-genai's builder made a model: it has no manifest of graphopt."""
     return not (folder / MANIFEST).is_file() and (folder / GENAI_CONFIG).is_file()
 
 
@@ -157,7 +156,7 @@ def _cannot_start(rows: int, room: int) -> Callable[[Any], Any]:
 
 
 def decode_seconds(model: Model, rows: int, work: Work) -> float:
-    """Return the seconds of a step of decoding, behind a context and one step to warm up."""
+    """Return the seconds of a step of decoding, after a context and one step to warm up."""
     feed = model.start(rows, work.context + work.tokens + 1)
     feed(model.tokens(rows, work.context))
     token = model.tokens(rows, 1)
@@ -177,7 +176,7 @@ def prompt_seconds(model: Model, work: Work) -> float:
 
 
 def figures_of(work: Work) -> dict[str, tuple[Callable[[Model], float], int]]:
-    """Return what is timed, by name: a function that returns seconds, and the tokens that these make."""
+    """Return what is timed, by name: a function that returns seconds, and the tokens of a run of it."""
     figures: dict[str, tuple[Callable[[Model], float], int]] = {}
     for rows in work.rows:
         figures[f"decode {rows}"] = partial(decode_seconds, rows=rows, work=work), rows
@@ -228,18 +227,18 @@ def rows_of(models: Sequence[Model], work: Work) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"model": model.name, "opening": model.opening, "memory": model.memory}
         row["failures"] = model.failures
         for name, (_, tokens) in figures_of(work).items():
-            mine, first = model.seconds.get(name), models[0].seconds.get(name)
-            if mine is None:
+            durations, first = model.seconds.get(name), models[0].seconds.get(name)
+            if durations is None:
                 continue
-            row[name] = {"tokens_per_second": tokens / statistics.median(mine), "seconds": mine}
+            row[name] = {"tokens_per_second": tokens / statistics.median(durations), "seconds": durations}
             if first is not None:
-                row[name]["ratio"] = statistics.median(a / b for a, b in zip(first, mine, strict=True))
+                row[name]["ratio"] = statistics.median(a / b for a, b in zip(first, durations, strict=True))
         rows.append(row)
     return rows
 
 
 def table_of(rows: Sequence[dict[str, Any]], work: Work) -> Table:
-    """Return the rows for a reader."""
+    """Return the rows as a table."""
     names = list(figures_of(work))
     table = Table("model", *(f"{name}, tokens/s" for name in names), "GPU memory, GB", "opened in, s")
     for row in rows:
@@ -273,13 +272,13 @@ def profile_of(folder: Path, device: Device, work: Work) -> dict[str, list[dict[
 def by_kind(runs: Sequence[Sequence[Event]], micros: Sequence[int]) -> list[dict[str, Any]]:
     """Return the kinds of nodes of equal runs: nodes and microseconds of a run, and the share of its time.
 
-    What no node took has the operator ``between nodes``.
+    Time outside of nodes is listed as the operator ``between nodes``.
     """
-    taken: dict[tuple[str, str], list[int]] = {}
+    duration_lists: dict[tuple[str, str], list[int]] = {}
     for event in (event for run in runs for event in run):
-        taken.setdefault((event.operator, event.provider), []).append(event.duration)
+        duration_lists.setdefault((event.operator, event.provider), []).append(event.duration)
     total = sum(micros)
-    taken["between nodes", ""] = [total - sum(map(sum, taken.values()))]
+    duration_lists["between nodes", ""] = [total - sum(map(sum, duration_lists.values()))]
     kinds = [
         {
             "operator": operator,
@@ -288,7 +287,7 @@ def by_kind(runs: Sequence[Sequence[Event]], micros: Sequence[int]) -> list[dict
             "microseconds": sum(durations) / len(runs),
             "share": sum(durations) / total,
         }
-        for (operator, provider), durations in taken.items()
+        for (operator, provider), durations in duration_lists.items()
     ]
     return sorted(kinds, key=lambda kind: -kind["microseconds"])
 
@@ -314,7 +313,7 @@ def make(folder: Path, model: str, recipe: str | None, peer: str | None, **optio
     """Write one graph; see :mod:`tools.bench.parts.large_graphs`.
 
     Raises:
-        typer.BadParameter: not one of a recipe and a peer is named.
+        typer.BadParameter: neither or both of a recipe and a peer are named.
     """
     from tools.bench.large import MODELS
     from tools.bench.parts.large_graphs import write_graph, write_peer_graph
@@ -333,7 +332,7 @@ def make(folder: Path, model: str, recipe: str | None, peer: str | None, **optio
 
 def main(
     folders: Annotated[list[Path], typer.Argument(help="models; ratios are to the first. With --make: where it goes")],
-    made: Annotated[
+    source: Annotated[
         str | None, typer.Option("--make", help="write a graph: llama-3.1-8b, -70b, or a folder with a config.json")
     ] = None,
     recipe: Annotated[str | None, typer.Option("-r", "--recipe", help="of --make")] = None,
@@ -352,12 +351,12 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here too")] = None,
 ) -> None:
     """Time whole models on the first GPU, or write graphs of large ones."""
-    if made is not None:
+    if source is not None:
         (folder,) = folders
-        make(folder, made, recipe, peer, caches=caches, layers=layers, block=block, builder=builder, device=device)
+        make(folder, source, recipe, peer, caches=caches, layers=layers, block=block, builder=builder, device=device)
         return
     work = Work(tuple(int(number) for number in rows.split(",") if number), context, tokens, prompt)
-    chosen, console = cast("Device", device), Console(width=140)
+    target_device, console = cast("Device", device), Console(width=140)
     figures: dict[str, Any] = {"machine": describe(), "device": device, "work": asdict(work)}
 
     def write() -> None:
@@ -365,19 +364,20 @@ def main(
             json_file.write_text(json.dumps(figures, indent=1) + "\n")
 
     for folder in folders:
-        begin, written = time.perf_counter(), fill_external_data(folder / MODEL)
-        if written:
+        begin, bytes_written = time.perf_counter(), fill_external_data(folder / MODEL)
+        if bytes_written:
             print(
-                f"{folder}: {written / 1e9:.2f} GB of weights drawn in {time.perf_counter() - begin:.1f} s", flush=True
+                f"{folder}: {bytes_written / 1e9:.2f} GB of weights drawn in {time.perf_counter() - begin:.1f} s",
+                flush=True,
             )
     models: list[Model] = []
     if profile:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # the driver reads it when it is first used
-        figures["profiles"] = {folder.name: profile_of(folder, chosen, work) for folder in folders}
+        figures["profiles"] = {folder.name: profile_of(folder, target_device, work) for folder in folders}
         for name, parts in figures["profiles"].items():
             print_profile(name, parts, console)
     else:
-        models = [open_warm(folder, chosen, work) for folder in folders]
+        models = [open_warm(folder, target_device, work) for folder in folders]
 
         def keep() -> None:
             figures["rows"] = rows_of(models, work)
@@ -386,7 +386,7 @@ def main(
         measure(models, work, rounds, keep)
         console.print(table_of(figures["rows"], work))
     write()
-    failures = [f"{model.name}, {name}: {what}" for model in models for name, what in model.failures.items()]
+    failures = [f"{model.name}, {name}: {reason}" for model in models for name, reason in model.failures.items()]
     if failures:
         print("\n".join(failures), file=sys.stderr)
         raise typer.Exit(1)

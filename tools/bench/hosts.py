@@ -1,17 +1,17 @@
-"""Serving over several hosts, each a network namespace of this machine: what becomes of streams, and of prompts.
+"""Serving over several hosts, each a network namespace of this machine: streams that survive, prompts that are reused.
 
     python tools/bench/hosts.py streams SERVED      # hosts are killed, cut off, ended and added under 32 streams
-    python tools/bench/hosts.py registry SERVED     # etcd is killed under them, and comes back or not
+    python tools/bench/hosts.py registry SERVED     # etcd is killed under 32 streams, and comes back or not
     python tools/bench/hosts.py prefixes SERVED     # prompt tokens that are computed, by how requests are routed
 
 SERVED is what `graphopt optimize --add serve` made. Run it as root, with etcd (Debian's `etcd-server`) and iproute2.
 The front with etcd is one host, workers are on others, and each has an address and a link to the front's bridge. All
 share this machine's processors. Nothing outside of the namespaces is touched.
 
-``streams`` and ``registry`` compare every text with what the same servers make undisturbed: every second one is drawn
-with a seed, the others are greedy. A silence is the time in which a stream got nothing, the wait for its first token
-included. ``prefixes`` asks every front, started anew, the same: 8 prefixes in common, as many requests with each, in an
-order drawn once.
+``streams`` and ``registry`` compare every text with that of the same servers undisturbed: every second one is sampled
+with a seed, the others are greedy. A silence is a time in which a stream received nothing, including the wait for its
+first token. ``prefixes`` sends every newly started front the same requests: 8 prefixes, as many requests with each, in
+one random order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rich.table import Table
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.artifact.genai import GENAI_CONFIG
-from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.machine import OtherLoad, describe, quiet
 from tools.bench.parts.options import JsonFile
 from tools.bench.parts.unavailable import UnavailableError
 
@@ -56,38 +56,40 @@ app = typer.Typer(help=__doc__)
 
 @dataclass
 class Stream:
-    """What a client got.
+    """What a client received.
 
     Attributes:
         text: of the reply.
         came: seconds since the Unix epoch of the request, of each part, and of the end.
         error: what went wrong, or nothing.
         prompt_tokens: of the prompt.
-        cached_tokens: of those that the worker had.
+        cached_tokens: tokens of the prompt that the worker had in its cache.
     """
 
     text: str = ""
-    came: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
     error: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
     @property
     def silence(self) -> float:
-        """Seconds of the longest time without a part."""
-        return max((later - earlier for earlier, later in zip(self.came, self.came[1:], strict=False)), default=0.0)
+        """The longest time without a part, in seconds."""
+        return max(
+            (later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)), default=0.0
+        )
 
 
 class Hosts:
     """A front's host, which is this process's, and hosts of workers behind links.
 
     Args:
-        served: the model's folder.
+        model_folder: the model's folder.
         work: for logs, and etcd's data.
     """
 
-    def __init__(self, served: Path, work: Path) -> None:
-        self._served, self._work = served.resolve(), work
+    def __init__(self, model_folder: Path, work: Path) -> None:
+        self._model_folder, self._work = model_folder.resolve(), work
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._numbers: dict[str, int] = {}
         if ctypes.CDLL(None, use_errno=True).unshare(NEWNET):
@@ -116,7 +118,7 @@ class Hosts:
         self._processes["etcd"].wait()
 
     def forget_etcd(self) -> None:
-        """Lose what a dead etcd has on its disk."""
+        """Delete the data of an etcd that was killed."""
         shutil.rmtree(self._work / "etcd")
 
     def start_front(self, routing: str) -> None:
@@ -136,7 +138,8 @@ class Hosts:
         options = ["--no-front", "--discovery", "etcd", "--threads", "1", "--address", self.address(name)]
         inside = ["ip", "netns", "exec", _namespace(name)]
         self._run(
-            name, [*inside, *_GRAPHOPT, "serve", str(self._served), "--name", NAME, *options, "--metrics-port", "9100"]
+            name,
+            [*inside, *_GRAPHOPT, "serve", str(self._model_folder), "--name", NAME, *options, "--metrics-port", "9100"],
         )
 
     def address(self, name: str) -> str:
@@ -144,11 +147,11 @@ class Hosts:
         return f"10.77.0.{self._numbers[name]}"
 
     def link(self, name: str, state: str) -> None:
-        """Let the link of a host be ``up`` or ``down``."""
+        """Set the link of a host ``up`` or ``down``."""
         _ip(f"link set to-{name} {state}")
 
     def kill(self, name: str, number: int) -> None:
-        """Send a signal to what serves on a host; SIGKILL goes to its worker too, at the same moment."""
+        """Send a signal to the server on a host; SIGKILL goes to its worker at the same moment."""
         process = self._processes[name]
         workers = []
         if number == signal.SIGKILL:
@@ -169,16 +172,16 @@ class Hosts:
 
     def metrics(self, name: str = "front") -> dict[str, float]:
         """Return the sum of each metric of a front, or of a worker, over its labels."""
-        place = f"{FRONT}:{PORT}" if name == "front" else f"{self.address(name)}:9100"
+        endpoint = f"{FRONT}:{PORT}" if name == "front" else f"{self.address(name)}:9100"
         sums: dict[str, float] = {}
-        for line in (_get(f"http://{place}/metrics") or "").splitlines():
+        for line in (_get(f"http://{endpoint}/metrics") or "").splitlines():
             if line and not line.startswith("#"):
                 key, value = line.rsplit(" ", 1)
                 sums[key.split("{")[0]] = sums.get(key.split("{")[0], 0.0) + float(value)
         return sums
 
     def close(self) -> None:
-        """End everything, and wait for it: so its time does not count as that of other processes."""
+        """End all processes and wait for them, so that their time does not count as that of other processes."""
         for process in self._processes.values():
             process.terminate()
         end = time.monotonic() + 30
@@ -193,7 +196,7 @@ class Hosts:
         self._processes, self._numbers = {}, {}
 
     def stop(self, *names: str) -> None:
-        """Let something end."""
+        """End processes by SIGTERM and wait for them."""
         for name in names:
             self._processes[name].send_signal(signal.SIGTERM)
         for name in names:
@@ -217,9 +220,9 @@ def _namespace(name: str) -> str:
 
 
 def _ip(command: str) -> None:
-    done = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
-    if done.returncode:
-        raise UnavailableError(f"ip {command}: {done.stderr.strip()}")
+    result = subprocess.run(["ip", *command.split()], capture_output=True, text=True)
+    if result.returncode:
+        raise UnavailableError(f"ip {command}: {result.stderr.strip()}")
 
 
 def _get(url: str) -> str | None:
@@ -239,9 +242,9 @@ def _wait(is_so: Callable[[], bool], problem: str) -> None:
 
 
 @contextlib.contextmanager
-def _hosts(served: Path) -> Iterator[Hosts]:
+def _hosts(model_folder: Path) -> Iterator[Hosts]:
     with tempfile.TemporaryDirectory(prefix="graphopt-hosts-", ignore_cleanup_errors=True) as work:
-        hosts = Hosts(served, Path(work))
+        hosts = Hosts(model_folder, Path(work))
         try:
             hosts.start_etcd()
             yield hosts
@@ -252,8 +255,8 @@ def _hosts(served: Path) -> Iterator[Hosts]:
 async def _ask(
     prompt: list[int], tokens: int, on_part: Callable[[], None] = lambda: None, seed: int | None = None
 ) -> Stream:
-    """Read a stream to its end, whatever that is; tokens are drawn where there is a seed."""
-    stream = Stream(came=[time.time()])
+    """Read a stream to its end or error; with a seed its tokens are sampled."""
+    stream = Stream(arrivals=[time.time()])
     body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     body |= {} if seed is None else {"temperature": 0.8, "seed": seed}
@@ -275,7 +278,7 @@ async def _ask(
                 stream.error = part.get("message", "") if "choices" not in part else stream.error
                 if part.get("choices"):
                     stream.text += part["choices"][0]["text"]
-                    stream.came.append(time.time())
+                    stream.arrivals.append(time.time())
                     on_part()
                 if usage := part.get("usage"):
                     stream.prompt_tokens = usage["prompt_tokens"]
@@ -285,12 +288,12 @@ async def _ask(
         stream.error = str(error)
     if not is_whole and not stream.error:
         stream.error = "the stream ended without its last part"
-    stream.came.append(time.time())
+    stream.arrivals.append(time.time())
     return stream
 
 
 async def _ask_all(prompts: list[list[int]], tokens: int, disturb: Callable[[], None]) -> tuple[list[Stream], float]:
-    """Ask all at once, and disturb once a quarter of all tokens has come; return streams and when that was."""
+    """Send all requests at once; call ``disturb`` after a quarter of all tokens; return streams and its time."""
     count, moment = 0, 0.0
 
     def on_part() -> None:
@@ -301,25 +304,25 @@ async def _ask_all(prompts: list[list[int]], tokens: int, disturb: Callable[[], 
             asyncio.get_running_loop().run_in_executor(None, disturb)
 
     seeds = [number if number % 2 else None for number in range(len(prompts))]
-    asked = (_ask(prompt, tokens, on_part, seed) for prompt, seed in zip(prompts, seeds, strict=True))
-    return list(await asyncio.gather(*asked)), moment
+    requests = (_ask(prompt, tokens, on_part, seed) for prompt, seed in zip(prompts, seeds, strict=True))
+    return list(await asyncio.gather(*requests)), moment
 
 
-def _prompts(served: Path, count: int, length: int) -> list[list[int]]:
-    vocabulary = json.loads((served / GENAI_CONFIG).read_text())["model"]["vocab_size"]
-    drawn = random.Random(0)
-    return [[drawn.randrange(1, vocabulary) for _ in range(length)] for _ in range(count)]
+def _prompts(model_folder: Path, count: int, length: int) -> list[list[int]]:
+    vocabulary = json.loads((model_folder / GENAI_CONFIG).read_text())["model"]["vocab_size"]
+    generator = random.Random(0)
+    return [[generator.randrange(1, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
 @app.command()
 def streams(
-    served: Path,
+    folder: Annotated[Path, typer.Argument(metavar="SERVED")],
     count: Annotated[int, typer.Option(help="streams at once")] = 32,
     tokens: Annotated[int, typer.Option(help="of each reply")] = 400,
     json_file: JsonFile = None,
 ) -> None:
     """Disturb hosts while streams run."""
-    with _hosts(served) as hosts:
+    with _hosts(folder) as hosts:
 
         def cut_for_five_seconds() -> None:
             hosts.link("a", "down")
@@ -339,20 +342,20 @@ def streams(
             Disturbance("a link is down for 5 s", cut_for_five_seconds),
             Disturbance("a link is down for good", lambda: hosts.link("a", "down"), "b", mend_link),
             Disturbance("a host is ended: SIGTERM", lambda: hosts.kill("a", signal.SIGTERM), "b", add_again),
-            Disturbance("a third host joins", lambda: hosts.add("c"), "abc", mended="abc"),
+            Disturbance("a third host joins", lambda: hosts.add("c"), "abc", hosts_mended="abc"),
         ]
-        _try_all(hosts, disturbances, _prompts(served, count, 24), tokens, json_file)
+        _try_all(hosts, disturbances, _prompts(folder, count, 24), tokens, json_file)
 
 
 @app.command()
 def registry(
-    served: Path,
+    folder: Annotated[Path, typer.Argument(metavar="SERVED")],
     count: Annotated[int, typer.Option(help="streams at once")] = 32,
     tokens: Annotated[int, typer.Option(help="of each reply")] = 400,
     json_file: JsonFile = None,
 ) -> None:
     """Disturb etcd while streams run: they do not need it, and hosts that join do."""
-    with _hosts(served) as hosts:
+    with _hosts(folder) as hosts:
 
         def lose_for(seconds: float, forget: bool = False) -> None:
             hosts.lose_etcd()
@@ -375,8 +378,8 @@ def registry(
             Disturbance("etcd is away for 20 s", lambda: lose_for(20)),
             Disturbance("etcd comes back without its data", lambda: lose_for(3, forget=True)),
             # the front asks etcd when it is asked for its list
-            Disturbance("etcd is killed for good", hosts.lose_etcd, None, mended=None),
-            Disturbance("etcd is still away", left=None, mend=hosts.start_etcd),
+            Disturbance("etcd is killed for good", hosts.lose_etcd, None, hosts_mended=None),
+            Disturbance("etcd is still away", hosts_after=None, mend=hosts.start_etcd),
             Disturbance(
                 "etcd and a host are killed",
                 lambda: lose_and(lambda: hosts.kill("a", signal.SIGKILL)),
@@ -391,7 +394,7 @@ def registry(
                 "abc",
             ),
         ]
-        _try_all(hosts, disturbances, _prompts(served, count, 24), tokens, json_file)
+        _try_all(hosts, disturbances, _prompts(folder, count, 24), tokens, json_file)
 
 
 @dataclass(frozen=True)
@@ -400,17 +403,17 @@ class Disturbance:
 
     Attributes:
         title: of its row.
-        begin: lets it happen.
-        left: hosts that the front lists afterwards; ``None`` where that cannot be said.
-        mend: lets everything be as before.
+        begin: causes it.
+        left: hosts that the front lists afterwards; ``None`` where that is not checked.
+        mend: undoes it.
         mended: hosts that the front lists then, or ``None``.
     """
 
     title: str
     begin: Callable[[], None] = lambda: None
-    left: str | None = "ab"
+    hosts_after: str | None = "ab"
     mend: Callable[[], None] = lambda: None
-    mended: str | None = "ab"
+    hosts_mended: str | None = "ab"
 
 
 def _try_all(
@@ -420,28 +423,30 @@ def _try_all(
     tokens: int,
     json_file: Path | None,
 ) -> None:
-    console, others = Console(width=120), Others()
+    console, load = Console(width=120), OtherLoad()
     rows: list[dict[str, Any]] = []
     hosts.start_front("prefix")
     for name in "ab":
         hosts.add(name)
     hosts.wait_for("ab")
-    expected: list[str] = []
+    reference_texts: list[str] = []
     for disturbance in disturbances:
         before = hosts.metrics()
-        found, moment = asyncio.run(_ask_all(prompts, tokens, disturbance.begin))
-        expected = expected or [stream.text for stream in found]
-        moved = _difference(before, hosts.metrics(), "dynamo_frontend_model_migration_total")
-        rows.append({"disturbance": disturbance.title, "moved": int(moved), **_row(found, expected, moment)})
+        replies, moment = asyncio.run(_ask_all(prompts, tokens, disturbance.begin))
+        reference_texts = reference_texts or [stream.text for stream in replies]
+        migrations = _difference(before, hosts.metrics(), "dynamo_frontend_model_migration_total")
+        rows.append(
+            {"disturbance": disturbance.title, "moved": int(migrations), **_row(replies, reference_texts, moment)}
+        )
         console.print(json.dumps(rows[-1]), markup=False, highlight=False, soft_wrap=True)
-        if disturbance.left is not None:
-            hosts.wait_for(disturbance.left)
+        if disturbance.hosts_after is not None:
+            hosts.wait_for(disturbance.hosts_after)
         disturbance.mend()
-        if disturbance.mended is not None:
-            hosts.wait_for(disturbance.mended)
+        if disturbance.hosts_mended is not None:
+            hosts.wait_for(disturbance.hosts_mended)
     asyncio.run(_ask_all(prompts, tokens, lambda: None))
-    joined = {name: int(hosts.metrics(name).get("graphopt_worker_requests_total", 0)) for name in "abc"}
-    console.print(f"requests of each host, once the third one is there: {joined}", highlight=False)
+    request_counts = {name: int(hosts.metrics(name).get("graphopt_worker_requests_total", 0)) for name in "abc"}
+    console.print(f"requests of each host, once the third one is there: {request_counts}", highlight=False)
     hosts.close()
     heads = ("same text", "another greedy", "another drawn", "errors", "moves", "last error after, s", "silence, s")
     table = Table("while", *heads)
@@ -449,56 +454,65 @@ def _try_all(
         figures = [str(row[name]) for name in ("same", "other_greedy", "other_drawn", "errors", "moved")]
         table.add_row(row["disturbance"], *figures, f"{row['last_error']:.1f}", f"{row['silence']:.1f}")
     console.print(table)
-    _conclude(console, others, json_file, rows)
+    _conclude(console, load, json_file, rows)
 
 
-def _row(found: list[Stream], expected: list[str], moment: float) -> dict[str, Any]:
-    failed = [stream for stream in found if stream.error]
-    other = [number for number, stream in enumerate(found) if not stream.error and stream.text != expected[number]]
+def _row(replies: list[Stream], reference_texts: list[str], moment: float) -> dict[str, Any]:
+    failures = [stream for stream in replies if stream.error]
+    differences = [
+        number for number, stream in enumerate(replies) if not stream.error and stream.text != reference_texts[number]
+    ]
     return {
-        "same": len(found) - len(other) - len(failed),
-        "other_greedy": sum(number % 2 == 0 for number in other),
-        "other_drawn": sum(number % 2 for number in other),
-        "errors": len(failed),
-        "last_error": max((stream.came[-1] - moment for stream in failed), default=0.0),
-        "silence": max(stream.silence for stream in found),
-        "seconds": max(stream.came[-1] for stream in found) - min(stream.came[0] for stream in found),
-        "messages": sorted({stream.error for stream in failed}),
+        "same": len(replies) - len(differences) - len(failures),
+        "other_greedy": sum(number % 2 == 0 for number in differences),
+        "other_drawn": sum(number % 2 for number in differences),
+        "errors": len(failures),
+        "last_error": max((stream.arrivals[-1] - moment for stream in failures), default=0.0),
+        "silence": max(stream.silence for stream in replies),
+        "seconds": max(stream.arrivals[-1] for stream in replies) - min(stream.arrivals[0] for stream in replies),
+        "messages": sorted({stream.error for stream in failures}),
     }
 
 
 @app.command()
 def prefixes(
-    served: Path,
+    folder: Annotated[Path, typer.Argument(metavar="SERVED")],
     count: Annotated[int, typer.Option(help="prefixes")] = 8,
     requests: Annotated[int, typer.Option(help="with each prefix")] = 12,
     length: Annotated[int, typer.Option(help="tokens of a prefix")] = 512,
-    own: Annotated[int, typer.Option(help="tokens of each request behind its prefix")] = 24,
+    suffix_tokens: Annotated[int, typer.Option("--own", help="tokens of each request behind its prefix")] = 24,
     concurrent: Annotated[int, typer.Option(help="requests at once")] = 4,
     json_file: JsonFile = None,
 ) -> None:
     """Count prompt tokens that are computed, where requests are routed by prefix, in turn, and at random."""
-    console, others = Console(width=120), Others()
-    suffixes = _prompts(served, count * requests, own)
-    shared = _prompts(served, count, length + 1)
-    prompts = [shared[i % count] + suffix for i, suffix in enumerate(suffixes)]
+    console, load = Console(width=120), OtherLoad()
+    suffixes = _prompts(folder, count * requests, suffix_tokens)
+    common = _prompts(folder, count, length + 1)
+    prompts = [common[i % count] + suffix for i, suffix in enumerate(suffixes)]
     random.Random(1).shuffle(prompts)
     rows: list[dict[str, Any]] = []
-    with _hosts(served) as hosts:
+    with _hosts(folder) as hosts:
         for routing in ("prefix", "turns", "random"):
             hosts.start_front(routing)
             for name in "ab":
                 hosts.add(name)
             hosts.wait_for("ab")
-            found = asyncio.run(_some_at_once(prompts, concurrent))
-            if failed := [stream.error for stream in found if stream.error]:
-                raise UnavailableError(failed[0])
-            whole = sum(stream.prompt_tokens for stream in found)
-            computed = whole - sum(stream.cached_tokens for stream in found)
+            replies = asyncio.run(_some_at_once(prompts, concurrent))
+            if errors := [stream.error for stream in replies if stream.error]:
+                raise UnavailableError(errors[0])
+            whole = sum(stream.prompt_tokens for stream in replies)
+            computed_tokens = whole - sum(stream.cached_tokens for stream in replies)
             workers = [hosts.metrics(name) for name in "ab"]
-            counted = sum(metrics.get("graphopt_worker_prompt_tokens_total", 0.0) for metrics in workers)
-            counted -= sum(metrics.get("graphopt_worker_cached_prompt_tokens_total", 0.0) for metrics in workers)
-            rows.append({"routing": routing, "prompt_tokens": whole, "computed": computed, "by_workers": int(counted)})
+            worker_tokens = sum(metrics.get("graphopt_worker_prompt_tokens_total", 0.0) for metrics in workers)
+            worker_tokens -= sum(metrics.get("graphopt_worker_cached_prompt_tokens_total", 0.0) for metrics in workers)
+            rows.append(
+                {
+                    "routing": routing,
+                    "prompt_tokens": whole,
+                    "computed": computed_tokens,
+                    "by_workers": int(worker_tokens),
+                }
+            )
             console.print(json.dumps(rows[-1]), markup=False, highlight=False)
             hosts.stop("front", "a", "b")
     of_prefix = rows[0]["computed"]
@@ -506,26 +520,26 @@ def prefixes(
         console.print(
             f"{row['routing']}: {row['computed'] / of_prefix:.2f} times the tokens of prefix", highlight=False
         )
-    _conclude(console, others, json_file, rows)
+    _conclude(console, load, json_file, rows)
 
 
 async def _some_at_once(prompts: list[list[int]], concurrent: int) -> list[Stream]:
-    left, found = list(reversed(prompts)), []
+    queue, replies = list(reversed(prompts)), []
 
     async def client() -> None:
-        while left:
-            found.append(await _ask(left.pop(), 8))
+        while queue:
+            replies.append(await _ask(queue.pop(), 8))
 
     await asyncio.gather(*(client() for _ in range(concurrent)))
-    return found
+    return replies
 
 
 def _difference(before: dict[str, float], after: dict[str, float], name: str) -> float:
     return after.get(name, 0.0) - before.get(name, 0.0)
 
 
-def _conclude(console: Console, others: Others, json_file: Path | None, rows: list[dict[str, Any]]) -> None:
-    share = others.share()
+def _conclude(console: Console, load: OtherLoad, json_file: Path | None, rows: list[dict[str, Any]]) -> None:
+    share = load.share()
     console.print(f"{describe()}; {quiet(share)}", highlight=False)
     if json_file is not None:
         json_file.write_text(json.dumps({"machine": describe(), "others": share, "rows": rows}, indent=2) + "\n")

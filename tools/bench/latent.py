@@ -1,9 +1,9 @@
-"""One decode step of one layer of latent attention (DeepSeek-V2-Lite's sizes), by what its cache holds and reads.
+"""Time a decode step of a layer of latent attention (DeepSeek-V2-Lite's sizes) by the form of its cache.
 
     python tools/bench/latent.py --past 8k --rounds 15
 
-The forms take turns, so their ratios hold on a machine that is not quiet. Products in front of the queries and behind
-the outputs of heads are the same in all of them and left out.
+The forms take turns, so their ratios hold on a busy machine. The projections of queries and outputs are the same in all
+of them and left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLOAT = ir.DataType.FLOAT
 
 
 class Graph:
-    """A graph in the making; its weights are random."""
+    """Builds a graph with random weights."""
 
     def __init__(self, ports: dict[str, list[Any]]) -> None:
         self.inputs = {name: ir.val(name, FLOAT, shape) for name, shape in ports.items()}
@@ -45,7 +45,7 @@ class Graph:
     def op(
         self, op_type: str, inputs: Sequence[ir.Value | None], *dims: Sequence[Any], domain: str = "", **attributes: Any
     ) -> Any:
-        """Return the outputs of a new node, of these shapes; one of them by itself."""
+        """Return the outputs of a new node, one for each shape of ``dims``; a single one without a list."""
         name = f"{op_type}.{len(list(self.graph))}"
         node = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=len(dims), name=name)
         for index, (value, shape) in enumerate(zip(node.outputs, dims, strict=True)):
@@ -69,7 +69,7 @@ class Graph:
 
 
 def made_from_latents() -> ir.Model:
-    """What exporters write: the cache holds latents, and each step makes the keys and values of all tokens of them."""
+    """Return the exporters' form: the cache holds latents, and each step computes the keys and values of all tokens."""
     g = Graph(
         {
             "query": [1, HEADS, 1, KEY + ROTARY],
@@ -94,16 +94,16 @@ def made_from_latents() -> ir.Model:
     return g.model(y, latent, rotary)
 
 
-def absorbed() -> ir.Model:
-    """The same behind ``absorb_latent``."""
+def absorb_latents() -> ir.Model:
+    """Return the same graph after the pass ``absorb_latent``."""
     model = made_from_latents()
     report = PASSES["absorb_latent"]()(model).report
     assert not report.skips, report.skips
     return model
 
 
-def expanded() -> ir.Model:
-    """A cache of the keys and values of each head."""
+def per_head_cache() -> ir.Model:
+    """Return attention over a cache of the keys and values of each head."""
     g = Graph(
         {
             "query": [1, HEADS, 1, KEY + ROTARY],
@@ -125,8 +125,8 @@ def expanded() -> ir.Model:
     return g.model(y, keys, values, product)
 
 
-def paged(attributes: KVAttributes) -> ir.Model:
-    """``KVAttention`` over pages of latents, with the products of queries and outputs."""
+def paged_latents(attributes: KVAttributes) -> ir.Model:
+    """Return ``KVAttention`` over pages of latents, with the products of queries and outputs."""
     states = attributes.state(1, "pages", RANK + ROTARY)
     g = Graph({"query": [1, HEADS, 1, KEY + ROTARY], "row": [1, 1, RANK + ROTARY]})
     ports = [ir.val(name, ir.DataType.INT64, [1]) for name in ("past", "new")]
@@ -134,11 +134,11 @@ def paged(attributes: KVAttributes) -> ir.Model:
     g.graph.inputs.extend(ports)
     sizes: list[list[Any]] = [[1, HEADS, 1, size] for size in (KEY, ROTARY)]
     parts = g.op("Split", [g.inputs["query"], g.integers([KEY, ROTARY])], *sizes, axis=-1)
-    lifted = g.op("MatMul", [parts[0], g.weight("up", HEADS, KEY, RANK)], [1, HEADS, 1, RANK])
-    query = g.op("Concat", [lifted, parts[1]], [1, HEADS, 1, RANK + ROTARY], axis=-1)
+    latent_query = g.op("MatMul", [parts[0], g.weight("up", HEADS, KEY, RANK)], [1, HEADS, 1, RANK])
+    query = g.op("Concat", [latent_query, parts[1]], [1, HEADS, 1, RANK + ROTARY], axis=-1)
     rows = g.op("Reshape", [query, g.integers([1, 1, -1])], [1, 1, HEADS * (RANK + ROTARY)])
-    nothing = new_weight(g.graph, "nothing", ir.tensor(np.zeros(0, np.float32)))
-    inputs = [rows, g.inputs["row"], nothing, *ports[:2], nothing, nothing, *ports[2:]]
+    no_numbers = new_weight(g.graph, "nothing", ir.tensor(np.zeros(0, np.float32)))
+    inputs = [rows, g.inputs["row"], no_numbers, *ports[:2], no_numbers, no_numbers, *ports[2:]]
     dims: list[list[Any]] = [[1, 1, HEADS * RANK], *(list(tensor.shape) for _, tensor in states)]
     y, *after = g.op("KVAttention", inputs, *dims, domain=DOMAIN, **attributes.for_node())
     for value, port in zip(after, ports[2:], strict=True):
@@ -149,7 +149,7 @@ def paged(attributes: KVAttributes) -> ir.Model:
 
 
 class Form:
-    """A session with its inputs bound once; states of pages are changed in place, and growing ones are made anew."""
+    """A session with its inputs bound once; pages are updated in place, growing caches are new outputs of each step."""
 
     def __init__(self, model: ir.Model, past: int, attributes: KVAttributes | None, threads: int) -> None:
         options = onnxruntime.SessionOptions()
@@ -182,13 +182,13 @@ class Form:
                 self.binding.bind_output(output.name)
 
     def outputs(self) -> list[np.ndarray]:
-        """Run a step; return what it made."""
+        """Run a step; return its outputs."""
         self.session.run_with_iobinding(self.binding)
         results: list[np.ndarray] = self.binding.copy_outputs_to_cpu()
         return results
 
     def seconds(self) -> float:
-        """Run a step; return what it took."""
+        """Run a step; return its seconds."""
         start = time.perf_counter()
         self.session.run_with_iobinding(self.binding)
         return time.perf_counter() - start
@@ -207,9 +207,12 @@ def main(
     }
     forms = {
         "latents cached, keys and values made again": (made_from_latents(), None),
-        "keys and values of heads cached": (expanded(), None),
-        "latents absorbed, cache grows": (absorbed(), None),
-        **{f"latents in pages, {storage}": (paged(attributes), attributes) for storage, attributes in pages.items()},
+        "keys and values of heads cached": (per_head_cache(), None),
+        "latents absorbed, cache grows": (absorb_latents(), None),
+        **{
+            f"latents in pages, {storage}": (paged_latents(attributes), attributes)
+            for storage, attributes in pages.items()
+        },
     }
     sessions = {name: Form(model, tokens, attributes, threads) for name, (model, attributes) in forms.items()}
     times: dict[str, list[float]] = {name: [] for name in sessions}

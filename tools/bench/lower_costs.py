@@ -1,4 +1,4 @@
-"""Write the costs by which the pass ``lower`` chooses between onnxruntime's kernel and graphopt's, from measurements.
+"""Write measured costs, by which the pass ``lower`` chooses between onnxruntime's kernel and graphopt's.
 
     ENGINES='graphopt-int4,graphopt-int8,onnxruntime-matmulnbits-4-g128,onnxruntime-matmulnbits-8-g128'
     python tools/bench/ops.py --transforms '' --engines "$ENGINES" --json avx512.json
@@ -23,31 +23,31 @@ from graphopt.artifact.manifest import installed_versions
 from graphopt.runtime_ops import costs
 from graphopt.runtime_ops.costs import Cost, Costs
 
-_THEIRS = re.compile(r"onnxruntime-matmulnbits-(\d)-g(\d+)")
+_MATMULNBITS = re.compile(r"onnxruntime-matmulnbits-(\d)-g(\d+)")
 
 
-def read(instructions: str, report: dict[str, Any]) -> list[Cost]:
+def read_costs(instructions: str, report: dict[str, Any]) -> list[Cost]:
     """Return a cost for each case in which both kernels were timed with codes of the same width and the same groups."""
     times = {(tuple(row["case"].items()), row["engine"]): float(row["median_us"]) for row in report["rows"]}
-    found = []
-    for (key, engine), theirs in times.items():
-        case, named = dict(key), _THEIRS.fullmatch(engine)
-        if named is None or int(named[2]) != case["group"]:
+    cost_rows = []
+    for (key, engine), peer_us in times.items():
+        case, match = dict(key), _MATMULNBITS.fullmatch(engine)
+        if match is None or int(match[2]) != case["group"]:
             continue
-        ours = times.get((key, f"graphopt-int{named[1]}"))
-        if ours is not None:
-            found.append(
+        own_us = times.get((key, f"graphopt-int{match[1]}"))
+        if own_us is not None:
+            cost_rows.append(
                 Cost(
-                    bits=int(named[1]),
+                    bits=int(match[1]),
                     group=case["group"],
                     instructions=instructions,
                     rows_of_x=case["rows"],
                     shape=(case["inner"], case["outer"]),
-                    matmulnbits_us=round(theirs, 1),
-                    matmultable_us=round(ours, 1),
+                    matmulnbits_us=round(peer_us, 1),
+                    matmultable_us=round(own_us, 1),
                 )
             )
-    return found
+    return cost_rows
 
 
 def main(
@@ -57,22 +57,22 @@ def main(
     """Show the costs, and write them beside the pass if asked to."""
     rows: list[Cost] = []
     machines = set()
-    for given in reports:
-        instructions, _, file = given.partition("=")
+    for argument in reports:
+        instructions, _, file = argument.partition("=")
         report = json.loads(Path(file).read_text(encoding="utf-8"))
         machines.add(str(report["machine"]))
-        rows += read(instructions, report)
+        rows += read_costs(instructions, report)
     if not rows:
         raise typer.BadParameter("no case has both kernels")
     given_sets = {row.instructions for row in rows}
-    kept = [row for row in costs.shipped_costs().costs if row.instructions not in given_sets]
-    if kept:
+    kept_rows = [row for row in costs.shipped_costs().costs if row.instructions not in given_sets]
+    if kept_rows:
         machines.add(costs.shipped_costs().machine)
-    made = Costs(
+    new_costs = Costs(
         source="tools/bench/ops.py, read by tools/bench/lower_costs.py",
         machine="; ".join(sorted(machines)),
         versions=installed_versions(),
-        costs=(*kept, *rows),
+        costs=(*kept_rows, *rows),
     )
     table = Table("instructions", "bits", "rows of x", "shape", "group", "MatMulNBits us", "MatMulTable us", "ratio")
     for row in rows:
@@ -81,7 +81,9 @@ def main(
         table.add_row(row.instructions, str(row.bits), str(row.rows_of_x), shape, str(row.group), *figures)
     Console().print(table)
     if write:
-        Path(costs.__file__).with_name(costs.FILE).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        Path(costs.__file__).with_name(costs.FILE).write_text(
+            new_costs.model_dump_json(indent=2) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Write a Llama of random weights as a Hugging Face checkpoint: for measuring speed, it has learnt nothing.
+"""Write a Llama of random weights as a Hugging Face checkpoint, to measure speed.
 
     python tools/bench/make_llama.py llama-250m            # 254 million parameters
 
-The tokenizer is the shipped model's, whose vocabulary is a part of this one, so that the folder runs everywhere.
+The tokenizer is the shipped model's, whose vocabulary is a part of this one.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def make_llama(
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float16)
     model.save_pretrained(folder)
-    shipped = shipped_models()["stdlib_lm"]
+    tokenizer_folder = shipped_models()["stdlib_lm"]
     for name in _TOKENIZER:
-        shutil.copy(shipped / name, folder)
+        shutil.copy(tokenizer_folder / name, folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

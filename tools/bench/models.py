@@ -5,10 +5,10 @@
 
 The peers are built from the same checkpoint with the same shapes: onnxruntime-genai by its own model builder (int4,
 blocks of 128, accuracy level 4), llama.cpp by llama-quantize; `tools/bench/ops.py --help` says how to build it. That of
-OpenVINO GenAI is made by optimum-intel, which wants an older transformers: `--optimum` names the Python of its
-environment (`pip install optimum-intel nncf openvino`); openvino-genai itself is installed beside graphopt. What stands
-in the folder is not built again. Each round opens one engine after the other anew, so that no idle engine's threads
-spin beside the one that is timed.
+OpenVINO GenAI is made by optimum-intel, which needs an older transformers: `--optimum` names the Python of its
+environment (`pip install optimum-intel nncf openvino`); openvino-genai itself is installed beside graphopt. A model
+that exists in the folder is not built again. Each round opens one engine after the other, so that no idle engine's
+threads spin beside the one that is timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.table import Column, Table
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.bench.make_llama import make_llama
-from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.machine import OtherLoad, describe, quiet
 from tools.bench.parts.models import Model, Speeds, Work, models
 from tools.bench.parts.options import Ggml, JsonFile
 from tools.bench.parts.unavailable import UnavailableError
@@ -41,7 +41,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1)] = 7,
     threads: Annotated[int, typer.Option(min=1, help="of each engine")] = 2,
     context: Annotated[int, typer.Option(help="tokens before the first that is decoded")] = 128,
-    decoded: Annotated[int, typer.Option(help="tokens to decode")] = 64,
+    new_tokens: Annotated[int, typer.Option("--decoded", help="tokens to decode")] = 64,
     prompt: Annotated[int, typer.Option(help="tokens to prefill")] = 512,
     layers: int = 16,
     hidden: int = 1024,
@@ -61,30 +61,31 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
         make_llama(checkpoint, layers=layers, hidden=hidden, inner=inner)
     vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    work = Work(threads, context, decoded, prompt, vocabulary, ggml, optimum)
+    work = Work(threads, context, new_tokens, prompt, vocabulary, ggml, optimum)
     absent: dict[str, str] = {}
-    ready = [model for model in models(recipes.split(","), work) if _built(model, checkpoint, absent)]
+    ready = [model for model in models(recipes.split(","), work) if _build_missing(model, checkpoint, absent)]
     console.print(f"{describe()}; {threads} threads, {rounds} rounds", highlight=False)
-    others = Others()
+    load = OtherLoad()
     speeds = _measure(ready, folder, work, rounds, absent)
     rows = [
         {
-            "case": {"context": context, "decoded": decoded, "prompt": prompt},
+            "case": {"context": context, "decoded": new_tokens, "prompt": prompt},
             "engine": name,
             "bytes": _size(folder / name),
-            "decode": statistics.median(speed.decode for speed in found),
-            "prefill": statistics.median(speed.prefill for speed in found),
-            "rounds": [{"decode": speed.decode, "prefill": speed.prefill} for speed in found],
+            "decode": statistics.median(speed.decode for speed in engine_speeds),
+            "prefill": statistics.median(speed.prefill for speed in engine_speeds),
+            "rounds": [{"decode": speed.decode, "prefill": speed.prefill} for speed in engine_speeds],
         }
-        for name, found in speeds.items()
+        for name, engine_speeds in speeds.items()
     ]
     comparisons = _compare(speeds)
-    share = others.share()
+    share = load.share()
     console.print(_table(rows))
     console.print(quiet(share), highlight=False)
-    for found in comparisons:
-        ratios = f"decodes {found['decode']:.2f} and prefills {found['prefill']:.2f} times as fast as {found['peer']}"
-        console.print(f"{found['engine']} {ratios}", highlight=False)
+    for comparison in comparisons:
+        decode, prefill = f"{comparison['decode']:.2f}", f"{comparison['prefill']:.2f}"
+        ratios = f"decodes {decode} and prefills {prefill} times as fast as {comparison['peer']}"
+        console.print(f"{comparison['engine']} {ratios}", highlight=False)
     for name, reason in absent.items():
         console.print(f"absent: {name}: {reason}", highlight=False, markup=False)
     if json_file is not None:
@@ -93,23 +94,23 @@ def main(
         json_file.write_text(json.dumps({**report, **lists}, indent=2) + "\n")
 
 
-def _built(model: Model, checkpoint: Path, absent: dict[str, str]) -> bool:
-    """Return whether what the engine runs is there, now or from an earlier time; note why not in ``absent``."""
+def _build_missing(model: Model, checkpoint: Path, absent: dict[str, str]) -> bool:
+    """Build the engine's model unless it exists; return whether it does, and note in ``absent`` why not."""
     target = checkpoint.with_name(model.name)
     if target.exists():
         return True
-    unfinished = checkpoint.with_name(f"{model.name}.unfinished")
-    _remove(unfinished)
+    build_path = checkpoint.with_name(f"{model.name}.unfinished")
+    _remove(build_path)
     try:
-        model.build(checkpoint, unfinished)
+        model.build(checkpoint, build_path)
     except UnavailableError as error:
         absent[model.name] = str(error)
     except Exception as error:  # a recipe may need what this graphopt lacks; the others are still run
         absent[model.name] = f"{type(error).__name__}: {error}"
     else:
-        unfinished.rename(target)
+        build_path.rename(target)
         return True
-    _remove(unfinished)
+    _remove(build_path)
     return False
 
 
@@ -118,9 +119,9 @@ def _measure(
 ) -> dict[str, list[Speeds]]:
     """Return the speeds of every round by engine; one that cannot run is noted in ``absent`` and left out."""
     speeds: dict[str, list[Speeds]] = {model.name: [] for model in ready}
-    shuffled = random.Random(0)
+    generator = random.Random(0)
     for _ in range(rounds):
-        for model in shuffled.sample(ready, len(ready)):
+        for model in generator.sample(ready, len(ready)):
             if model.name not in speeds:
                 continue
             try:
@@ -138,22 +139,22 @@ def _compare(speeds: dict[str, list[Speeds]]) -> list[dict[str, Any]]:
         {
             "engine": engine,
             "peer": peer,
-            "decode": statistics.median(a.decode / b.decode for a, b in zip(ours, theirs, strict=True)),
-            "prefill": statistics.median(a.prefill / b.prefill for a, b in zip(ours, theirs, strict=True)),
+            "decode": statistics.median(a.decode / b.decode for a, b in zip(own_speeds, peer_speeds, strict=True)),
+            "prefill": statistics.median(a.prefill / b.prefill for a, b in zip(own_speeds, peer_speeds, strict=True)),
         }
-        for engine, ours in speeds.items()
-        for peer, theirs in speeds.items()
+        for engine, own_speeds in speeds.items()
+        for peer, peer_speeds in speeds.items()
         if engine.startswith("graphopt") and not peer.startswith("graphopt")
     ]
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(Column("engine", no_wrap=True))
+    table = Table(Column("engine", no_wrap=True))
     for name in ("decode, tokens/s", "prefill, tokens/s", "MB"):
-        made.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for row in rows:
-        made.add_row(row["engine"], f"{row['decode']:.0f}", f"{row['prefill']:.0f}", f"{row['bytes'] / 1e6:.0f}")
-    return made
+        table.add_row(row["engine"], f"{row['decode']:.0f}", f"{row['prefill']:.0f}", f"{row['bytes'] / 1e6:.0f}")
+    return table
 
 
 def _size(path: Path) -> int:

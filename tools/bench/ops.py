@@ -1,4 +1,4 @@
-"""Time graphopt's operators and what others have for the same, side by side in one process.
+"""Time graphopt's operators and their peers, side by side in one process.
 
     python tools/bench/ops.py                                     # every engine that is installed; minutes
     python tools/bench/ops.py --rows 1 --shapes 4096x4096 --engines 'graphopt-int4,*-4-*,llama.cpp-q4*'
@@ -16,10 +16,10 @@ can stop them while others are timed.
 
 How it is measured: a call of an engine computes several copies of the product, whose weights together are four times
 the last-level cache, as the layers of a model are; so the cost of a call is spread as in a model. All engines run in
-every round, in an order drawn anew, and between any two of them the memory's read bandwidth is measured with as many
-threads. No engine's threads spin beside another's. Rounding activations is inside the time. An engine whose
-output is farther from float64, with its own weights, than rounding the activations explains is listed as wrong and not
-timed; "error" is that distance.
+every round, in a new random order, and between any two of them the memory's read bandwidth is measured with as many
+threads. No engine's threads spin beside another's. The time includes rounding activations. An engine whose output is
+farther from float64 with the same weights than rounding the activations explains is listed as wrong and not timed;
+"error" is that distance.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def main(
     plot: Plot = None,
 ) -> None:
     """Compare every engine with float64, time those that are right, print medians and ratios."""
-    asked = contest(PRODUCTS, _engines, engines, rounds=rounds, threads=threads, cache=cache, ggml=ggml)
-    with asked as (found, settings, chosen):
+    contest_context = contest(PRODUCTS, _engines, engines, rounds=rounds, threads=threads, cache=cache, ggml=ggml)
+    with contest_context as (bench, settings, contestants):
         for problem in _problems(settings, rows, shapes, transforms, group):
-            found.run(problem, [engine for engine in chosen if engine.kind == problem.case.kind])
-    found.close(json_file, plot)
+            bench.run(problem, [engine for engine in contestants if engine.kind == problem.case.kind])
+    bench.close(json_file, plot)
 
 
 def _engines() -> list[Engine]:

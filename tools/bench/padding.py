@@ -3,10 +3,10 @@
     python tools/bench/padding.py float32                      # an artifact of an encoder with its tokenizer
     python tools/bench/padding.py float32 --recipe w8a8 --batch 16 --longest 512 --rounds 31
 
-Texts are the docstrings of Python's standard library, in an order drawn once: a corpus that code search embeds. Batches
-take them as they come, which is what a server gets; `by length` has the batches that `EncoderSession.embed` makes of
-the same texts, sorted by length. Both models take turns on the same batch; times are medians over batches, ratios
-medians of the ratios of each batch.
+Texts are the docstrings of Python's standard library, in one random order: such texts are embedded for code search. `as
+they come` batches them in this order, as a server does; `by length` sorts them by length first, as
+`EncoderSession.embed` does. Both models take turns on the same batch; times are medians over batches, ratios medians of
+the ratios of each batch.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from graphopt.inference.embeddings import EncoderSession
 from graphopt.ort.session import open_session, run
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.util.stdlib_text import training_texts
-from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.machine import OtherLoad, describe, quiet
 
-PADDED, PACKED = "padded", "packed"
+WITH_PADDING, WITHOUT_PADDING = "padded", "packed"
 
 Batch = tuple[np.ndarray, np.ndarray]
 
 
 def docstrings() -> Iterator[str]:
-    """Yield the docstrings of Python's standard library; its tests, some of which are no Python, have few."""
+    """Yield the docstrings of Python's standard library without its tests, some of which are not valid Python."""
     for source in (source for path, source in training_texts().items() if "test" not in path):
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -63,7 +63,7 @@ def batches_of(sequences: list[list[int]], size: int) -> list[Batch]:
 
 
 def compare(sessions: dict[str, EncoderSession], batches: list[Batch], title: str) -> None:
-    """Time both models on the same batches, and print medians and how far their hidden states are apart."""
+    """Time both models on the same batches; print medians and the largest difference of their hidden states."""
     times: dict[str, list[float]] = {name: [] for name in sessions}
     largest = 0.0
     for number, (ids, mask) in enumerate([batches[0], *batches]):
@@ -75,11 +75,14 @@ def compare(sessions: dict[str, EncoderSession], batches: list[Batch], title: st
             states[name] = run(session.inference, [HIDDEN], feeds)[0]
             if number:  # the first call sets up
                 times[name].append(1e3 * (time.perf_counter() - start))
-        change = np.abs(states[PADDED] - states[PACKED])[mask > 0].max() / np.abs(states[PADDED][mask > 0]).max()
+        change = (
+            np.abs(states[WITH_PADDING] - states[WITHOUT_PADDING])[mask > 0].max()
+            / np.abs(states[WITH_PADDING][mask > 0]).max()
+        )
         largest = max(largest, float(change))
     share = sum(int(mask.sum()) for _, mask in batches) / sum(mask.size for _, mask in batches)
-    ratio = statistics.median(a / b for a, b in zip(times[PADDED], times[PACKED], strict=True))
-    medians = ", ".join(f"{name} {statistics.median(each):.1f} ms" for name, each in times.items())
+    ratio = statistics.median(a / b for a, b in zip(times[WITH_PADDING], times[WITHOUT_PADDING], strict=True))
+    medians = ", ".join(f"{name} {statistics.median(durations):.1f} ms" for name, durations in times.items())
     print(f"  {title:12} {share:4.0%} tokens: {medians}; {ratio:.2f} times as fast; largest change {largest:.1e}")
 
 
@@ -92,19 +95,21 @@ def main(
     rounds: Annotated[int, typer.Option(help="batches of each kind", min=1)] = 15,
 ) -> None:
     """Compare an encoder with padding and without."""
-    others = Others()
+    load = OtherLoad()
     with tempfile.TemporaryDirectory() as folder:
         sessions = {}
-        for name, steps in ((PADDED, []), (PACKED, ["pack_tokens"])):
+        for name, steps in ((WITH_PADDING, []), (WITHOUT_PADDING, ["pack_tokens"])):
             artifact = Path(folder) / name
             graphopt.optimize(model, graphopt.load_recipe(recipe, add=steps), artifact, quality_tokens=0)
-            opened = graphopt.load_encoder(artifact)
-            entries = {**opened.manifest.session, "session.intra_op.allow_spinning": "0"}
-            inference = open_session(opened.file, threads=threads, entries=entries)
-            sessions[name] = EncoderSession(opened.file, inference, opened.interface, opened.manifest, opened.tokenizer)
+            encoder = graphopt.load_encoder(artifact)
+            entries = {**encoder.manifest.session, "session.intra_op.allow_spinning": "0"}
+            inference = open_session(encoder.file, threads=threads, entries=entries)
+            sessions[name] = EncoderSession(
+                encoder.file, inference, encoder.interface, encoder.manifest, encoder.tokenizer
+            )
         texts = list(dict.fromkeys(docstrings()))
         random.Random(0).shuffle(texts)
-        sequences = [sessions[PADDED].encode(text)[:longest] for text in texts[: batch * rounds]]
+        sequences = [sessions[WITH_PADDING].encode(text)[:longest] for text in texts[: batch * rounds]]
         lengths = sorted(map(len, sequences))
         print(
             f"{model.name}, {recipe}, {rounds} batches of {batch} docstrings of {lengths[0]} to {lengths[-1]} tokens, "
@@ -112,7 +117,7 @@ def main(
         )
         compare(sessions, batches_of(sequences, batch), "as they come")
         compare(sessions, batches_of(sorted(sequences, key=len), batch), "by length")
-    print(f"{describe()}; {quiet(others.share())}")
+    print(f"{describe()}; {quiet(load.share())}")
 
 
 if __name__ == "__main__":

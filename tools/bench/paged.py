@@ -1,14 +1,14 @@
-"""Time attention of many requests over a pool of blocks, beside attention over pages of their own, in one process.
+"""Time attention of many requests over a shared pool of blocks, beside attention over pages of each request.
 
     python tools/bench/paged.py                                     # decoding and prompts; minutes
     python tools/bench/paged.py --past 4k --storages int8,int4 --blocks 16
     python tools/bench/paged.py --past '' --prefix 16k              # ten requests with a common prefix, and without
 
-`PagedAttention` looks blocks up through a table, in an order drawn at random; `KVAttention` reads the same float32
-numbers from pages of 64 tokens of each row. Each time is the median of interleaved rounds, each ratio the median of the
-rounds' own ratios to the first line; the time of processors says more where other programs run. A call goes through
-several pools, so that what a step reads is, over the call, four times the last-level cache. The error is the largest
-difference of y from that of the first line, by the largest number there.
+`PagedAttention` finds blocks through a table, in random order; `KVAttention` reads the same float32 numbers from pages
+of 64 tokens of each row. Each time is the median of interleaved rounds, each ratio the median of the rounds' own ratios
+to the first line; on a busy machine compare processor time. A call goes through several pools, together four times the
+last-level cache. The error is the largest difference of y from that of the first line, relative to the largest number
+there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values
 from graphopt.runtime_ops.paged_attention.spec.layout import pack, store_tokens
-from tools.bench.parts.machine import Others, describe, last_level_cache, quiet
+from tools.bench.parts.machine import OtherLoad, describe, last_level_cache, quiet
 from tools.bench.parts.onnxruntime_engines import STOP_SPINNING
 from tools.bench.parts.options import Rounds, Threads, token_count, token_counts
 
@@ -45,7 +45,7 @@ _PAGE = 64
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of one step: what each has stored, how many tokens are new, and what they have in common.
+    """Requests of one step: tokens that each has stored, new tokens, and their common prefix.
 
     Attributes:
         past: tokens that each request has stored.
@@ -71,45 +71,47 @@ class Work:
 
     @property
     def bytes(self) -> int:
-        """What keys and values take as float32."""
+        """Bytes of keys and values as float32."""
         return 8 * self.requests * self.pages * _PAGE * self.kv_heads * self.size
 
     def numbers(self) -> Array:
         """Return keys and values, float32 [2, request, page, head, token, channel]."""
         shape = (2, self.requests, self.pages, self.kv_heads, _PAGE, self.size)
-        made = np.random.default_rng(0).standard_normal(shape, np.float32)
-        made[:, :, : self.prefix // _PAGE] = made[:, :1, : self.prefix // _PAGE]
-        return made
+        numbers = np.random.default_rng(0).standard_normal(shape, np.float32)
+        numbers[:, :, : self.prefix // _PAGE] = numbers[:, :1, : self.prefix // _PAGE]
+        return numbers
 
     def tokens(self) -> dict[str, Array]:
         """Return query, key and value, float32 [request, token, channels]."""
-        made = np.random.default_rng(1)
+        generator = np.random.default_rng(1)
         across = {"query": self.heads, "key": self.kv_heads, "value": self.kv_heads}
         shape = (self.requests, self.new)
-        return {name: made.standard_normal((*shape, n * self.size), np.float32) for name, n in across.items()}
+        return {name: generator.standard_normal((*shape, n * self.size), np.float32) for name, n in across.items()}
 
 
 class Engine:
     """A session of one node, and pools that its calls go through in turn."""
 
-    def __init__(self, node: str, attributes: dict[str, Any], fed: dict[str, Array], pools: dict[str, Array]) -> None:
+    def __init__(self, node: str, attributes: dict[str, Any], feeds: dict[str, Array], pools: dict[str, Array]) -> None:
         """Open a session; ``pools`` come back as outputs in the same memory."""
-        self.name, self._fed, self._copies = node, fed, [pools]
+        self.name, self._feeds, self._copies = node, feeds, [pools]
         operator = OPERATORS[node]
         values = {
             name: ir.val(name, ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape))
-            for name, array in {**fed, **pools}.items()
+            for name, array in {**feeds, **pools}.items()
         }
-        made = operator.node(values, attributes, name=node)
-        for name, value in zip(operator.schema.output_names, made.outputs, strict=True):
+        op_node = operator.node(values, attributes, name=node)
+        for name, value in zip(operator.schema.output_names, op_node.outputs, strict=True):
             value.name = f"made_{name}"
-        graph = ir.Graph(list(values.values()), made.outputs, nodes=[made], opset_imports={"": 23}, name="attention")
+        graph = ir.Graph(
+            list(values.values()), op_node.outputs, nodes=[op_node], opset_imports={"": 23}, name="attention"
+        )
         self._model = ir.Model(graph, ir_version=11)
         declare(self._model)
         self._outputs = operator.schema.output_names
 
     def open(self, copies: int, threads: int) -> Callable[[], Array]:
-        """Return what runs a step over each of so many pools and returns the last y."""
+        """Return a function that runs a step over each of ``copies`` pools and returns the last y."""
         first = self._copies[0]
         self._copies += [{name: _copy(array) for name, array in first.items()} for _ in range(copies - 1)]
         with tempfile.TemporaryDirectory() as folder:
@@ -118,13 +120,13 @@ class Engine:
         steps = []
         for pools in self._copies:
             binding = session.io_binding()
-            given = {name: ort_value(array) for name, array in {**self._fed, **pools}.items()}
-            for name, value in given.items():
+            values = {name: ort_value(array) for name, array in {**self._feeds, **pools}.items()}
+            for name, value in values.items():
                 binding.bind_ortvalue_input(name, value)
             for name in self._outputs:
                 pool = name.removeprefix("new_")
                 if pool in pools and pools[pool].size:
-                    binding.bind_ortvalue_output(f"made_{name}", given[pool])
+                    binding.bind_ortvalue_output(f"made_{name}", values[pool])
                 else:
                     binding.bind_output(f"made_{name}", "cpu")
             steps.append(binding)
@@ -132,28 +134,28 @@ class Engine:
         def run() -> Array:
             for binding in steps:
                 session.run_with_iobinding(binding)
-            found: Array = steps[-1].get_outputs()[0].numpy()
-            return found
+            y: Array = steps[-1].get_outputs()[0].numpy()
+            return y
 
         return run
 
 
 def _copy(array: Array) -> Array:
-    made = aligned_zeros(array.shape, array.dtype)
-    made[...] = array
-    return made
+    copy = aligned_zeros(array.shape, array.dtype)
+    copy[...] = array
+    return copy
 
 
 def rows(work: Work, numbers: Array) -> Engine:
     """Return ``KVAttention`` over pages of each row."""
     attrs = KVAttributes(kv_heads=work.kv_heads, scale=work.size**-0.5, page=_PAGE)
     pools = dict(attrs.state(work.requests, work.pages, work.size).zeros())
-    for name, pack_page, each in zip(("keys", "values"), (pack_keys, pack_values), numbers, strict=True):
-        pools[name] = _copy(pack_page(each.swapaxes(1, 2), "float32"))
+    for name, pack_page, array in zip(("keys", "values"), (pack_keys, pack_values), numbers, strict=True):
+        pools[name] = _copy(pack_page(array.swapaxes(1, 2), "float32"))
     count = np.full(work.requests, work.new)
-    fed = {**work.tokens(), "past": np.full(work.requests, work.past), "new": count}
-    fed |= dict.fromkeys(("sink_logits", "sink_query"), np.zeros(0, np.float32))
-    return Engine("KVAttention", attrs.for_node(), fed, pools)
+    feeds = {**work.tokens(), "past": np.full(work.requests, work.past), "new": count}
+    feeds |= dict.fromkeys(("sink_logits", "sink_query"), np.zeros(0, np.float32))
+    return Engine("KVAttention", attrs.for_node(), feeds, pools)
 
 
 def blocks(work: Work, numbers: Array, storage: str, block: int, *, share: bool = False) -> Engine:
@@ -162,45 +164,49 @@ def blocks(work: Work, numbers: Array, storage: str, block: int, *, share: bool 
     columns = work.pages * parts
     table = np.random.default_rng(2).permutation(work.requests * columns).reshape(work.requests, columns)
     pools: dict[str, Array] = {}
-    for name, each in zip(("keys", "values"), numbers, strict=True):
-        held, scales = store_tokens(each, storage)
+    for name, pool_numbers in zip(("keys", "values"), numbers, strict=True):
+        codes, scales = store_tokens(pool_numbers, storage)
         # request, page, head, part, token of the block, ... -> block, head, token of the block, ...
-        split = held.reshape(*held.shape[:3], parts, block, work.size).swapaxes(2, 3)
+        split = codes.reshape(*codes.shape[:3], parts, block, work.size).swapaxes(2, 3)
         in_order = split.reshape(-1, work.kv_heads, block, work.size)
-        made = np.empty_like(in_order)
-        made[table.ravel()] = in_order
-        pools[name] = _copy(pack(made, storage, are_keys=name == "keys"))
+        pool = np.empty_like(in_order)
+        pool[table.ravel()] = in_order
+        pools[name] = _copy(pack(pool, storage, are_keys=name == "keys"))
         steps: Array = np.zeros(0, np.float32)
         if scales is not None:
-            apart = scales.reshape(*scales.shape[:3], parts, block).swapaxes(2, 3).reshape(-1, work.kv_heads, block)
-            by_head = np.empty_like(apart)
-            by_head[table.ravel()] = apart
+            block_scales = (
+                scales.reshape(*scales.shape[:3], parts, block).swapaxes(2, 3).reshape(-1, work.kv_heads, block)
+            )
+            by_head = np.empty_like(block_scales)
+            by_head[table.ravel()] = block_scales
             steps = by_head.reshape(-1, block, work.kv_heads)
         pools[f"{name[:-1]}_scales"] = steps
     if share:
         table[:, : work.prefix // block] = table[0, : work.prefix // block]
-    fed: dict[str, Array] = {name: array.reshape(work.requests * work.new, -1) for name, array in work.tokens().items()}
-    fed |= {
+    feeds: dict[str, Array] = {
+        name: array.reshape(work.requests * work.new, -1) for name, array in work.tokens().items()
+    }
+    feeds |= {
         "starts": (np.arange(work.requests + 1) * work.new).astype(np.int32),
         "past": np.full(work.requests, work.past, np.int32),
         "block_table": table.astype(np.int32),
         "sink_logits": np.zeros(0, np.float32),
     }
     attributes = {"kv_heads": work.kv_heads, "window": 0, "scale": work.size**-0.5, "softcap": 0.0, "storage": storage}
-    return Engine("PagedAttention", attributes, fed, pools)
+    return Engine("PagedAttention", attributes, feeds, pools)
 
 
 def compare(title: str, work: Work, engines: dict[str, Engine], rounds: int, threads: int) -> None:
     """Print the time of a step by each engine, and its ratio to that of the first."""
     copies = max(1, -(-4 * last_level_cache() // work.bytes))
     run = {name: engine.open(copies, threads) for name, engine in engines.items()}
-    expected = next(iter(run.values()))().ravel()
+    reference = next(iter(run.values()))().ravel()
     errors = {
-        name: float(np.abs(call().ravel() - expected).max() / np.abs(expected).max()) for name, call in run.items()
+        name: float(np.abs(call().ravel() - reference).max() / np.abs(reference).max()) for name, call in run.items()
     }
     times: dict[str, list[float]] = {name: [] for name in run}
     busy: dict[str, list[float]] = {name: [] for name in run}
-    others, order = Others(), list(run)
+    load, order = OtherLoad(), list(run)
     for _ in range(rounds):
         random.shuffle(order)
         for name in order:
@@ -208,14 +214,16 @@ def compare(title: str, work: Work, engines: dict[str, Engine], rounds: int, thr
             run[name]()
             times[name].append((time.perf_counter() - begin) / copies)
             busy[name].append((time.process_time() - used) / copies)
-    print(f"\n{title}; {copies} pools; {quiet(others.share())}")
+    print(f"\n{title}; {copies} pools; {quiet(load.share())}")
     for name in run:
-        said = f"  {name:24}"
-        for what, of in (("ms", times), ("ms of processors", busy)):
-            mine, first = of[name], next(iter(of.values()))
-            ratio = statistics.median(one / other for one, other in zip(mine, first, strict=True))
-            said += f" {1e3 * statistics.median(mine):9.2f} {what} {ratio:5.2f}x"
-        print(f"{said}  error {errors[name]:.1e}")
+        line = f"  {name:24}"
+        for unit, samples in (("ms", times), ("ms of processors", busy)):
+            own_times, first = samples[name], next(iter(samples.values()))
+            ratio = statistics.median(
+                seconds / first_seconds for seconds, first_seconds in zip(own_times, first, strict=True)
+            )
+            line += f" {1e3 * statistics.median(own_times):9.2f} {unit} {ratio:5.2f}x"
+        print(f"{line}  error {errors[name]:.1e}")
 
 
 def main(
@@ -233,7 +241,7 @@ def main(
 ) -> None:
     """Time decoding, prompts, and requests that share a prefix."""
     print(f"{describe()}; {threads} threads, {rounds} rounds; {heads} heads, {kv_heads} KV heads of {size}")
-    chosen = [(storage, int(block)) for storage in storages.split(",") for block in block_sizes.split(",")]
+    variants = [(storage, int(block)) for storage in storages.split(",") for block in block_sizes.split(",")]
     for count in token_counts(past):
         for new in (1, prompt):
             if not new:
@@ -241,7 +249,7 @@ def main(
             work = Work(count - new, new, requests if new == 1 else 2, heads, kv_heads, size)
             numbers = work.numbers()
             engines = {"KVAttention": rows(work, numbers)}
-            for storage, block in chosen:
+            for storage, block in variants:
                 engines[f"{storage}, blocks of {block}"] = blocks(work, numbers, storage, block)
             del numbers
             title = f"{work.requests} requests, {new} new of {count} tokens each"
@@ -250,7 +258,7 @@ def main(
         count = token_count(prefix)
         work = Work(count + _PAGE - 1, 1, 10, heads, kv_heads, size, count)
         numbers = work.numbers()
-        for storage, block in chosen:
+        for storage, block in variants:
             engines = {"each reads its own": blocks(work, numbers, storage, block)}
             engines["one prefix"] = blocks(work, numbers, storage, block, share=True)
             title = f"10 requests, {count} tokens in common, {storage}, blocks of {block}"

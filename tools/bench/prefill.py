@@ -1,17 +1,16 @@
-"""Time a prompt that is read densely and in part, and measure what the tokens behind it lose.
+"""Time a prompt that is read with dense and with sparse attention, and measure the loss of the tokens after it.
 
     python tools/bench/prefill.py                                  # SmolLM2, 7936 tokens; `make real` fetches it
     python tools/bench/make_llama.py llama-250m --positions 40960
     python tools/bench/prefill.py --model llama-250m --tokens 32768 --rounds 1
     python tools/bench/prefill.py policy=sparse_prefill,prefill_mass=0.9 policy=streaming,recent=1024
 
-Each variant is a list of options of the step `sparse_kv`, behind the steps of `--recipe`. The text is Python's
-documentation of its language, again and again where the prompt is longer. The prompt goes through `Decoder.feed`;
-then the next 256 tokens are fed, 16 at a time, so that blocks of queries are never whole, and their logits are
-compared with those behind the dense prompt: KL in nats, mean and what one token of a hundred exceeds. A model of
-random weights attends to everything alike: there a mass says little, and a KL nothing. Rounds are interleaved,
-figures are medians. Where others use the machine, compare seconds of processors, with `--threads 1`: idle threads of
-onnxruntime spin.
+Each variant is a list of options of the step `sparse_kv`, after the steps of `--recipe`. The text is the documentation
+of the Python language, repeated where the prompt is longer. The prompt goes through `Decoder.feed`; then the next 256
+tokens are fed, 16 at a time, so that blocks of queries are never whole, and their logits are compared with those after
+the dense prompt: KL in nats, mean and 99th percentile. A model of random weights attends to all tokens about equally:
+there a mass says little, and a KL nothing. Rounds are interleaved, figures are medians. On a busy machine compare
+processor seconds, with `--threads 1`: idle threads of onnxruntime spin.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import graphopt
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.passes.recipe import load_recipe
-from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.machine import OtherLoad, describe, quiet
 from tools.bench.parts.options import JsonFile, token_count
 from tools.studies.cache_quality import python_documentation
 from tools.studies.real.models import fetch
@@ -48,16 +47,18 @@ Logs = npt.NDArray[np.float64]
 _VARIANTS = ["policy=sparse_prefill,prefill_mass=0.9", "policy=sparse_prefill,prefill_mass=0.95"]
 
 
-def read(folder: Path, ids: list[int], tokens: int, threads: int) -> tuple[float, float, Logs]:
-    """Read a prompt; return the seconds that took, those of processors, and logarithms of probabilities behind it."""
+def read_prompt(folder: Path, ids: list[int], tokens: int, threads: int) -> tuple[float, float, Logs]:
+    """Read a prompt; return its seconds, its processor seconds, and the log probabilities of the tokens after it."""
     session = graphopt.load(folder, threads=threads)
-    prompt, rest = (np.array([part], np.int64) for part in (ids[:tokens], ids[tokens : tokens + NEXT]))
+    prompt, following = (np.array([part], np.int64) for part in (ids[:tokens], ids[tokens : tokens + NEXT]))
     decoder = Decoder(session, 1, room=tokens + NEXT)
-    began, worked = time.perf_counter(), time.process_time()
+    begin, processor_begin = time.perf_counter(), time.process_time()
     for _ in decoder.feed(prompt):
         pass
-    seconds, work = time.perf_counter() - began, time.process_time() - worked
-    logits = [np.array(decoder.step(rest[:, at : at + PIECE])[0], np.float64) for at in range(0, NEXT, PIECE)]
+    seconds, work = time.perf_counter() - begin, time.process_time() - processor_begin
+    logits = [
+        np.array(decoder.step(following[:, start : start + PIECE])[0], np.float64) for start in range(0, NEXT, PIECE)
+    ]
     del decoder, session
     gc.collect()
     scores = np.concatenate(logits)
@@ -75,7 +76,7 @@ def main(
     threads: Annotated[int, typer.Option(min=1)] = 2,
     json_file: JsonFile = None,
 ) -> None:
-    """Make each variant, read the prompt with each in turns, print a row for each."""
+    """Compile each variant, read the prompt with all in turns, print a row for each."""
     from transformers import AutoTokenizer
 
     checkpoint = fetch(model) if model == "smollm2" else Path(model)
@@ -84,51 +85,58 @@ def main(
     text, count = tokenizer(python_documentation())["input_ids"], token_count(tokens)
     ids = (text * (-(-(count + NEXT) // len(text))))[: count + NEXT]
     codes = (["quantize_kv"], [f"quantize_kv.storage={storage}"]) if storage != "float32" else ([], [])
-    named = {"dense": load_recipe(recipe, *codes)}
+    recipes = {"dense": load_recipe(recipe, *codes)}
     for variant in variants or _VARIANTS:
         options = [f"sparse_kv.{option}" for option in variant.split(",")]
-        named[variant] = load_recipe(recipe, [*codes[0], "sparse_kv"], [*codes[1], *options])
-    seconds: dict[str, list[float]] = {name: [] for name in named}
-    work: dict[str, list[float]] = {name: [] for name in named}
-    found: dict[str, Logs] = {}
-    others = Others()
+        recipes[variant] = load_recipe(recipe, [*codes[0], "sparse_kv"], [*codes[1], *options])
+    seconds: dict[str, list[float]] = {name: [] for name in recipes}
+    work: dict[str, list[float]] = {name: [] for name in recipes}
+    logs_by_name: dict[str, Logs] = {}
+    load = OtherLoad()
     with tempfile.TemporaryDirectory() as temporary:
-        exported = Path(temporary) / "float32"
-        graphopt.export(checkpoint, exported)
-        for index, each in enumerate(named.values()):
-            graphopt.optimize(exported, each, Path(temporary) / str(index), run=False)
+        float_artifact = Path(temporary) / "float32"
+        graphopt.export(checkpoint, float_artifact)
+        for index, variant_recipe in enumerate(recipes.values()):
+            graphopt.optimize(float_artifact, variant_recipe, Path(temporary) / str(index), run=False)
         for _ in range(rounds):
-            for index, name in enumerate(named):
-                took, worked, found[name] = read(Path(temporary) / str(index), ids, count, threads)
-                seconds[name].append(took)
-                work[name].append(worked)
-                kl = (np.exp(found["dense"]) * (found["dense"] - found[name])).sum(axis=1).mean()
-                print(f"{name}: {took:.1f} s, {worked:.1f} s of processors, KL {kl:.4f}", flush=True)
-    dense, behind = found["dense"], np.array(ids[count + 1 : count + NEXT])
+            for index, name in enumerate(recipes):
+                read_seconds, processor_seconds, logs_by_name[name] = read_prompt(
+                    Path(temporary) / str(index), ids, count, threads
+                )
+                seconds[name].append(read_seconds)
+                work[name].append(processor_seconds)
+                kl = (np.exp(logs_by_name["dense"]) * (logs_by_name["dense"] - logs_by_name[name])).sum(axis=1).mean()
+                print(f"{name}: {read_seconds:.1f} s, {processor_seconds:.1f} s of processors, KL {kl:.4f}", flush=True)
+    dense, next_ids = logs_by_name["dense"], np.array(ids[count + 1 : count + NEXT])
     head = ("prompt", "seconds", "times as fast", "of processors", "times less", "KL, mean", "KL, 99%", "perplexity")
     table, rows = Table(*head), []
-    for name, logs in found.items():
+    for name, logs in logs_by_name.items():
         kl = (np.exp(dense) * (dense - logs)).sum(axis=1)
         median, first = statistics.median(seconds[name]), statistics.median(seconds["dense"])
-        worked, dense_work = statistics.median(work[name]), statistics.median(work["dense"])
+        processor_seconds, dense_work = statistics.median(work[name]), statistics.median(work["dense"])
         row = {
             "variant": name,
             "tokens": count,
             "seconds": median,
             "speedup": first / median,
-            "work": worked,
-            "less_work": dense_work / worked,
+            "work": processor_seconds,
+            "less_work": dense_work / processor_seconds,
             "kl": float(kl.mean()),
             "kl_99": float(np.quantile(kl, 0.99)),
-            "perplexity": float(np.exp(-logs[np.arange(NEXT - 1), behind].mean())),
+            "perplexity": float(np.exp(-logs[np.arange(NEXT - 1), next_ids].mean())),
         }
         rows.append(row)
-        times = (f"{median:.1f}", f"{first / median:.2f}", f"{worked:.1f}", f"{dense_work / worked:.2f}")
+        times = (
+            f"{median:.1f}",
+            f"{first / median:.2f}",
+            f"{processor_seconds:.1f}",
+            f"{dense_work / processor_seconds:.2f}",
+        )
         table.add_row(name, *times, f"{row['kl']:.4f}", f"{row['kl_99']:.3f}", f"{row['perplexity']:.3f}")
     console = Console(width=120)
     console.print(f"{describe()}; {threads} threads, {rounds} rounds, {recipe}, {storage}, {count} tokens")
     console.print(table)
-    console.print(quiet(others.share()), highlight=False)
+    console.print(quiet(load.share()), highlight=False)
     if json_file is not None:
         json_file.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=2) + "\n")
 

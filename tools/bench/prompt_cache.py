@@ -1,13 +1,13 @@
-"""Measure files of prompts: their bytes, the time to load them beside reading, and what `--loss` costs.
+"""Measure files of prompts: their bytes, the time to load them and to read the prompt, and the KL of each `--loss`.
 
     python tools/bench/prompt_cache.py                       # SmolLM2, 7936 tokens; `make real` fetches it
     python tools/bench/prompt_cache.py --tokens 2048 --recipe kv4
 
-The text is Python's documentation of its language. A prompt is read once and saved with each loss; each file is loaded,
-and the next 256 tokens (`--next`) are fed behind it, 16 at a time: KL in nats beside those behind states that were
-never saved. Bytes are given beside those of the states in memory; those of pages and their scales alone, without pages
-that are still floats, beside the same in memory. `zstandard` compresses the states as they lie in memory. Seconds are
-those of processors, with one thread, as others may use the machine.
+The text is the documentation of the Python language. A prompt is read once and saved with each loss; each file is
+loaded, and the next 256 tokens (`--next`) are fed after it, 16 at a time: the KL, in nats, is from the logits after
+states that were never saved. `of states` is the size of the file over that of the states in memory, `of pages` the same
+without pages that are still floats. `zstandard` compresses the bytes of the states in memory. Seconds are processor
+time of one thread, as other programs may use the machine.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ def main(
             graphopt.optimize(Path(temporary) / "float32", recipe, model, run=False)
         session = graphopt.load(model, threads=1)
         ids = np.array(session.encode(python_documentation()), np.int64)
-        decoder, began = Decoder(session, 1, room=count + following), time.process_time()
+        decoder, begin = Decoder(session, 1, room=count + following), time.process_time()
         for _ in decoder.feed(ids[None, :count]):
             pass
-        reading = time.process_time() - began
+        reading = time.process_time() - begin
         states = decoder.states.save(decoder.tokens).arrays
         in_floats = {name for name in states if name.endswith(".recent")}
         whole = sum(array.nbytes for array in states.values())
         pages = whole - sum(states[name].nbytes for name in in_floats)
         zstd: int = sum(len(zstandard.compress(array.tobytes(), 3)) for array in states.values())
-        expected = logs_behind(decoder.fork([0]), ids[count : count + following])
+        reference_logs = logs_behind(decoder.fork([0]), ids[count : count + following])
         for loss in get_args(Loss):
-            began = time.process_time()
+            begin = time.process_time()
             decoder.save(file, loss=loss)
-            saving, began = time.process_time() - began, time.process_time()
-            restored = Decoder.restore(session, file)
-            loading = time.process_time() - began
-            found = logs_behind(restored, ids[count : count + following])
-            kl = (np.exp(expected) * (expected - found)).sum(axis=1)
+            saving, begin = time.process_time() - begin, time.process_time()
+            restored_decoder = Decoder.restore(session, file)
+            loading = time.process_time() - begin
+            logs = logs_behind(restored_decoder, ids[count : count + following])
+            kl = (np.exp(reference_logs) * (reference_logs - logs)).sum(axis=1)
             with safe_open(file, framework="numpy") as reader:
                 floats = sum(reader.get_tensor(name).nbytes for name in in_floats)
             size = file.stat().st_size

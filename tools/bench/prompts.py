@@ -1,4 +1,4 @@
-"""Time prompts of different length in one batch: side by side with padding, and one after the other.
+"""Time prompts of different length in one batch: together with padding, and one after the other.
 
     python tools/bench/prompts.py made
     python tools/bench/prompts.py made --lengths 100,200,300,400 --rounds 7
@@ -46,23 +46,25 @@ def main(
         raise InputError("its caches grow", file=folder, remedy="make it with --target ort-cpu")
     text = session.require_tokenizer().encode(held_out_texts()[0][:200_000], add_special_tokens=False).ids
     table = Table("tokens of the prompts", "with padding, ms", "apart, ms", "ratio", "chosen")
-    for each in lengths:
-        counts = np.array([int(count) for count in each.split(",")])
+    for batch in lengths:
+        counts = np.array([int(count) for count in batch.split(",")])
         longest = int(counts.max())
         mask = (np.arange(longest) >= longest - counts[:, None]).astype(np.int64)
         ids = np.stack([np.array(text[longest * row : longest * (row + 1)]) for row in range(len(counts))])
-        found: dict[bool, list[float]] = {False: [], True: []}
+        samples: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(rounds):
-            for apart, seconds in found.items():
+            for is_unpadded, seconds in samples.items():
                 decoder = decoding.Decoder(session, len(counts), room=longest)
-                with mock.patch.object(decoding, "is_faster_unpadded", lambda mask, apart=apart: apart):
-                    began = time.perf_counter()
+                with mock.patch.object(
+                    decoding, "is_faster_unpadded", lambda mask, is_unpadded=is_unpadded: is_unpadded
+                ):
+                    begin = time.perf_counter()
                     for _ in decoder.feed(ids, mask):
                         pass
-                    seconds.append(time.perf_counter() - began)
-        padded, alone = (statistics.median(seconds) * 1e3 for seconds in (found[False], found[True]))
-        chosen = "apart" if is_faster_unpadded(mask) else "padding"
-        table.add_row(each, f"{padded:.0f}", f"{alone:.0f}", f"{padded / alone:.2f}", chosen)
+                    seconds.append(time.perf_counter() - begin)
+        padded_ms, unpadded_ms = (statistics.median(seconds) * 1e3 for seconds in (samples[False], samples[True]))
+        choice = "apart" if is_faster_unpadded(mask) else "padding"
+        table.add_row(batch, f"{padded_ms:.0f}", f"{unpadded_ms:.0f}", f"{padded_ms / unpadded_ms:.2f}", choice)
     Console().print(table)
 
 

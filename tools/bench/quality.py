@@ -4,13 +4,13 @@
     python tools/bench/quality.py smollm2.gguf -o work --llama-quantize llama.cpp/build/bin/llama-quantize
     python tools/bench/quality.py stdlib_lm -o work                                     # a model in floats
 
-A GGUF file has weights on a grid of codes; they get noise of half a step (seed 0), so that none profits from the grid.
-Any other model is taken as it is: what ``graphopt export`` takes, or a folder that it made. Every row is compared with
-that float model on the text of the verdict (docs/quality.md): half English, half Python, which nothing here is
-calibrated on. MB are those of the weights, all of them.
+Weights of a GGUF file are on a grid of codes; they get noise of half a step (seed 0), so that no engine profits from
+the grid. Any other model is used unchanged: an input of ``graphopt export``, or a folder that it made. Every row is
+compared with the float model on the text of the verdict (docs/quality.md): half English, half Python, which no engine
+is calibrated on. MB are those of all weights.
 
-llama.cpp's files are decoded and run as floats, and so are its inputs; ours and onnxruntime's run as they do in an app.
-Its rows need a GGUF file to begin with, or a Llama's checkpoint, of which one is written.
+llama.cpp's files are decoded and run as floats, with inputs in floats; graphopt's and onnxruntime's run as in an app.
+llama.cpp's rows need a GGUF file, or the checkpoint of a Llama, of which a GGUF file is written.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tools.studies.real.dither import dither, dithered, put_weights
 RECIPES = ("int3", "int4-rtn", "int4", "nf4", "small", "medium", "fp6", "large")
 KINDS = ("IQ2_XS", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K")
 _WINDOW = 512
-# That onnxruntime's GPTQ runs the model on, once for each of its products' inputs.
+# Windows of text for onnxruntime's GPTQ, which runs the model on each, once for every input of a product.
 _WINDOWS = 8
 
 
@@ -61,10 +61,10 @@ class Row:
     """One artifact.
 
     Attributes:
-        engine: who made it.
-        name: what it calls the way.
+        engine: whose quantizer made it.
+        name: of the method.
         bytes: of its weights.
-        quality: beside the float model.
+        quality: relative to the float model.
     """
 
     engine: str
@@ -73,16 +73,17 @@ class Row:
     quality: Quality
 
     def __str__(self) -> str:
-        found = self.quality
+        quality = self.quality
         return (
-            f"| {self.engine} | {self.name} | {self.bytes / 1e6:.1f} | {found.kl_mean:.4f} +- {found.kl_error:.4f} | "
-            f"{found.kl_99:.3f} | {found.same_first_choice:.1%} | {found.perplexity:.2f} |"
+            f"| {self.engine} | {self.name} | {self.bytes / 1e6:.1f} | "
+            f"{quality.kl_mean:.4f} +- {quality.kl_error:.4f} | {quality.kl_99:.3f} | "
+            f"{quality.same_first_choice:.1%} | {quality.perplexity:.2f} |"
         )
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The float model and where everything goes.
+    """The float model, and the folder of all artifacts.
 
     Attributes:
         file: a GGUF file of the model; ``None`` where there is none.
@@ -93,49 +94,51 @@ class Bench:
     """
 
     file: Path | None
-    exported: Path
+    source: Path
     floats: Path
     folder: Path
     tokens: int
 
-    def row(self, engine: str, name: str, made: Path, size: int) -> Row:
+    def row(self, engine: str, name: str, folder: Path, size: int) -> Row:
         """Compare an artifact, or a folder with a model, with the float model."""
-        return Row(engine, name, size, compare(self.floats, made, held_out_texts(), tokens=self.tokens, window=_WINDOW))
+        return Row(
+            engine, name, size, compare(self.floats, folder, held_out_texts(), tokens=self.tokens, window=_WINDOW)
+        )
 
-    def ours(self, recipe: str) -> Row:
+    def preset(self, recipe: str) -> Row:
         """Return the row of a preset or recipe."""
         folder = self.folder / "made"
-        kept = self.folder / "statistics"
-        made = graphopt.optimize(
-            self.floats, recipe, folder, overwrite=True, quality_tokens=0, statistics=kept, target="ort-cpu"
+        statistics = self.folder / "statistics"
+        result = graphopt.optimize(
+            self.floats, recipe, folder, overwrite=True, quality_tokens=0, statistics=statistics, target="ort-cpu"
         )
-        assert made.manifest.weights is not None
-        return self.row("graphopt", Path(recipe).stem, folder, made.manifest.weights.bytes)
+        assert result.manifest.weights is not None
+        return self.row("graphopt", Path(recipe).stem, folder, result.manifest.weights.bytes)
 
     def onnxruntime(self, method: str, group: int) -> Row:
         """Return the row of one of onnxruntime's quantizers."""
         folder, feeds = self.folder / "nbits", self.feeds() if method == "GPTQ" else ()
-        size = nbits.quantized(self.canonical(), method, group, folder, feeds)
+        size = nbits.quantize(self.canonical(), method, group, folder, feeds)
         return self.row("onnxruntime", f"{method}, groups of {group}", folder, size)
 
     def olive(self, method: str, group: int) -> Row:
         """Return the row of one of Olive's quantizers."""
         folder, hessians = self.folder / "olive", {}
         if method == "GPTQ":
-            kept = collect(self.floats, "int4", self.folder / "statistics")
-            hessians = {each.value: each.hessian().numpy() for each in kept}
-        size = olive.quantized(self.canonical(), method, group, folder, hessians)
+            statistics = collect(self.floats, "int4", self.folder / "statistics")
+            hessians = {entry.value: entry.hessian().numpy() for entry in statistics}
+        size = olive.quantize(self.canonical(), method, group, folder, hessians)
         return self.row("Olive", f"{method}, groups of {group}", folder, size)
 
     def canonical(self) -> Path:
-        """Return the folder of the model that other tools of onnxruntime's begin with."""
+        """Return the folder of the model that quantizers of ONNX graphs start from."""
         plain = self.folder / "canonical"
         if not plain.exists():
             graphopt.optimize(self.floats, Recipe(name="canonical", steps=(Canonicalize(),)), plain)
         return plain
 
     def feeds(self) -> list[dict[str, np.ndarray]]:
-        """Return what onnxruntime's GPTQ calibrates on: a few windows of the text that ours does."""
+        """Return the calibration inputs of onnxruntime's GPTQ: a few windows of graphopt's own calibration text."""
         source = artifact.read(self.floats)
         options = CalibrationOptions(windows=_WINDOWS, window=_WINDOW)
         texts = texts_of(source.companions, options, source.manifest.model.max_positions)
@@ -143,7 +146,7 @@ class Bench:
         return [dict(task_of(graph).text_feeds(graph, text[None])) for text in texts]
 
     def llama_cpp(self, binary: Path, kinds: list[str]) -> Iterator[Row]:
-        """Yield a row for each type of llama.cpp's; the model came in a GGUF file."""
+        """Yield a row for each type of llama.cpp's; needs a model from a GGUF file."""
         assert self.file is not None
         file = open_gguf(self.file)
         floats, importance = self.folder / "floats.gguf", self.folder / "importance.dat"
@@ -151,15 +154,15 @@ class Bench:
             llama_cpp.write_floats(dithered(file, 0), floats)
         llama_cpp.write_importance(self.mean_squares(file), importance)
         for kind in kinds:
-            made = llama_cpp.quantized(binary, floats, kind, importance, self.folder / "quantized.gguf")
+            quantized_file = llama_cpp.quantize(binary, floats, kind, importance, self.folder / "quantized.gguf")
             # The float model's weights are the file's with noise, so the artifact is made of what was exported.
-            put_weights(self.exported, file, made, f"{kind} of {self.file.name}", self.folder / "decoded")
-            name = f"{kind} ({llama_cpp.kinds(made)})"
-            yield self.row("llama.cpp", name, self.folder / "decoded", llama_cpp.weight_bytes(made))
+            put_weights(self.source, file, quantized_file, f"{kind} of {self.file.name}", self.folder / "decoded")
+            name = f"{kind} ({llama_cpp.kinds(quantized_file)})"
+            yield self.row("llama.cpp", name, self.folder / "decoded", llama_cpp.weight_bytes(quantized_file))
 
     def mean_squares(self, file: GgufFile) -> dict[str, np.ndarray]:
         """Return the mean squares of the inputs of each product, by the name of its tensor in the file."""
-        found = {each.value: each for each in collect(self.floats, "int4", self.folder / "statistics")}
+        statistics = {entry.value: entry for entry in collect(self.floats, "int4", self.folder / "statistics")}
         parts = expressions_of(file, empty_model(file))
         names = {tensor: name for name, tensor in file.tensors.items()}
         squares: dict[str, np.ndarray] = {}
@@ -168,28 +171,30 @@ class Bench:
             assert weight is not None
             assert x is not None
             expression = parts.get(weight.name or "")
-            stored = [] if expression is None else [each for each in nodes_below(expression) if isinstance(each, Ggml)]
-            for tensor in stored:
-                squares[names[tensor]] = np.diagonal(found[x.name or ""].hessian().numpy())
+            tensors = [] if expression is None else [part for part in nodes_below(expression) if isinstance(part, Ggml)]
+            for tensor in tensors:
+                squares[names[tensor]] = np.diagonal(statistics[x.name or ""].hessian().numpy())
         return squares
 
 
-def opened(model: str, output: Path, tokens: int) -> Bench:
-    """Return a bench for a model: its float artifact is made in ``output`` unless it is there."""
-    floats, exported = output / "floats", output / "exported"
+def open_bench(model: str, output: Path, tokens: int) -> Bench:
+    """Return a bench for a model: its float artifact is made in ``output`` unless it exists."""
+    floats, source = output / "floats", output / "exported"
     if (Path(model) / artifact.MODEL).is_file():
         return Bench(None, Path(model), Path(model), output, tokens)
-    stepped = model.endswith(".gguf")
-    if not (exported if stepped else floats).exists():
-        graphopt.export(model, exported if stepped else floats)
-    if not stepped:
-        return Bench(written(shipped_models().get(model, Path(model)), output), floats, floats, output, tokens)
+    is_gguf = model.endswith(".gguf")
+    if not (source if is_gguf else floats).exists():
+        graphopt.export(model, source if is_gguf else floats)
+    if not is_gguf:
+        return Bench(
+            write_checkpoint_gguf(shipped_models().get(model, Path(model)), output), floats, floats, output, tokens
+        )
     if not floats.exists():
-        dither(exported, Path(model), floats)
-    return Bench(Path(model), exported, floats, output, tokens)
+        dither(source, Path(model), floats)
+    return Bench(Path(model), source, floats, output, tokens)
 
 
-def written(checkpoint: Path, output: Path) -> Path | None:
+def write_checkpoint_gguf(checkpoint: Path, output: Path) -> Path | None:
     """Return a GGUF file of a checkpoint, written to ``output``; ``None`` unless it is a Llama in one file."""
     config, file = checkpoint / "config.json", output / "checkpoint.gguf"
     if not config.is_file() or not (checkpoint / "model.safetensors").is_file():
@@ -215,12 +220,12 @@ def main(
 ) -> None:
     """Make every row, print it as it comes, and the rows that are best for their bytes at the end."""
     output.mkdir(parents=True, exist_ok=True)
-    bench, engines = opened(model, output, tokens), only or ["graphopt", "onnxruntime", "Olive", "llama.cpp"]
+    bench, engines = open_bench(model, output, tokens), only or ["graphopt", "onnxruntime", "Olive", "llama.cpp"]
     print("| engine | way | MB | divergence, nats | 99% | same first choice | perplexity |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     jobs: list[Callable[[], Row]] = []
     if "graphopt" in engines:
-        jobs += [lambda name=name: bench.ours(name) for name in recipe or RECIPES]  # type: ignore[misc]
+        jobs += [lambda name=name: bench.preset(name) for name in recipe or RECIPES]  # type: ignore[misc]
     if "onnxruntime" in engines:
         ways = [(name, size) for name in method or nbits.METHODS for size in group or [32]]
         jobs += [lambda way=way: bench.onnxruntime(*way) for way in ways]  # type: ignore[misc]

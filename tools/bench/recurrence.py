@@ -3,12 +3,12 @@
     python tools/bench/recurrence.py                                  # a gated delta rule, 32 heads of 128; a minute
     python tools/bench/recurrence.py --tokens 1,8,512 --rule linear
     python tools/bench/recurrence.py --shape mamba --rule gated       # thousands of channels, each a head of 16 x 1
-    python tools/bench/recurrence.py --processor                      # what processors take, where others use them too
-    python tools/bench/recurrence.py --scan --tokens 512              # beside a `Scan` of opset 17, as others write it
+    python tools/bench/recurrence.py --processor                      # processor time, on a busy machine
+    python tools/bench/recurrence.py --scan --tokens 512              # beside a `Scan` of opset 17, the exporters' form
 
-A call goes through the states of several layers in turn, as in a model, so that they come from as far away as there.
-Engines take turns, in an order drawn anew, and a time is the median of all rounds. Outputs go to buffers that stay. An
-engine whose numbers are farther from the definition than 1e-4 of the largest is an error.
+Calls go through the states of several layers in turn, as in a model, so that they are read from the same level of
+memory. Engines take turns, in a new random order in each round, and a time is the median of all rounds. Outputs are
+bound to buffers once. An engine that is off from the definition by more than 1e-4 of the largest number is an error.
 """
 
 from __future__ import annotations
@@ -116,33 +116,35 @@ def engines_of(feeds: Arrays, rule: str, layers: int, threads: int) -> dict[str,
     delta, is_gated = RULES[rule]
     attributes: dict[str, Any] = {"delta": delta, "scale": 0.5}
     shapes = [feeds["value"].shape, feeds["state"].shape]
-    ours = helper.make_node("LinearRecurrence", INPUTS, ["output", "new_state"], domain=DOMAIN, **attributes)
-    engines = {"graphopt": Engine(ours, feeds, layers, threads, shapes)}
+    own_node = helper.make_node("LinearRecurrence", INPUTS, ["output", "new_state"], domain=DOMAIN, **attributes)
+    engines = {"graphopt": Engine(own_node, feeds, layers, threads, shapes)}
     heads, key_heads = feeds["value"].shape[2], feeds["query"].shape[2]
     flat = {name: array.reshape(*array.shape[:2], -1) for name, array in feeds.items() if array.ndim == 4}
-    # onnxruntime has as many states as key heads: keys are repeated in front of the clock
+    # onnxruntime has as many states as key heads: keys are repeated before the clock starts
     for name in ("query", "key"):
         flat[name] = np.repeat(feeds[name], heads // key_heads, axis=2).reshape(*feeds[name].shape[:2], -1)
     flat["past_state"] = feeds["state"]
     names = ["query", "key", "value", "past_state", "decay" if is_gated else "", "beta" if delta else ""]
-    others = {"q_num_heads": heads, "kv_num_heads": heads, "scale": 0.5, "update_rule": rule}
-    node = helper.make_node("LinearAttention", names, ["output", "new_state"], domain="com.microsoft", **others)
+    peer_attributes = {"q_num_heads": heads, "kv_num_heads": heads, "scale": 0.5, "update_rule": rule}
+    node = helper.make_node(
+        "LinearAttention", names, ["output", "new_state"], domain="com.microsoft", **peer_attributes
+    )
     used = {name: flat[name] for name in names if name}
     engines["onnxruntime"] = Engine(node, used, layers, threads, [flat["value"].shape, shapes[1]])
     arguments: list[Any] = [feeds[name] for name in INPUTS]
-    expected = reference(*arguments, **attributes)
+    definition = reference(*arguments, **attributes)
     for name, engine in engines.items():
         for _ in range(layers):
             engine.call(time.perf_counter)
-        for output, stated in zip(engine.results(), expected, strict=True):
-            distance = np.abs(output.reshape(stated.shape) - stated).max() / np.abs(stated).max()
+        for output, exact in zip(engine.results(), definition, strict=True):
+            distance = np.abs(output.reshape(exact.shape) - exact).max() / np.abs(exact).max()
             if not distance < 1e-4:
                 raise typer.BadParameter(f"{name} is wrong by {distance:.1e} of the largest number")
     return engines
 
 
 def scan_engines(shape: tuple[int, int, int, int], rule: str, tokens: int, threads: int) -> dict[str, Call]:
-    """Return a graph of one `Scan` of standard operators, and what `canonicalize` makes of it, checked against it."""
+    """Return a graph of one `Scan` of standard operators and the same after `canonicalize`, checked against it."""
     delta, is_gated = RULES[rule]
     heads, key_heads, channels, width = shape
     model = attention(
@@ -165,15 +167,15 @@ def scan_engines(shape: tuple[int, int, int, int], rule: str, tokens: int, threa
                 run_pass(model, "canonicalize")
             ir.save(model, Path(folder) / "model.onnx")
             sessions[name] = open_session(Path(folder) / "model.onnx", threads=threads)
-    expected, results = (session.run(None, feeds) for session in sessions.values())
-    for one, other in zip(expected, results, strict=True):
-        distance = np.abs(one - other).max() / np.abs(one).max()
+    scan_outputs, results = (session.run(None, feeds) for session in sessions.values())
+    for scan_y, own_y in zip(scan_outputs, results, strict=True):
+        distance = np.abs(scan_y - own_y).max() / np.abs(scan_y).max()
         if not distance < 1e-4:
             raise typer.BadParameter(f"the two differ by {distance:.1e} of the largest number")
-    return {name: functools.partial(timed, session, feeds) for name, session in sessions.items()}
+    return {name: functools.partial(time_run, session, feeds) for name, session in sessions.items()}
 
 
-def timed(session: onnxruntime.InferenceSession, feeds: Arrays, clock: Callable[[], float]) -> float:
+def time_run(session: onnxruntime.InferenceSession, feeds: Arrays, clock: Callable[[], float]) -> float:
     """Run a session; return its time in seconds."""
     start = clock()
     session.run(None, feeds)

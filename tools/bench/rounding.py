@@ -1,4 +1,4 @@
-"""What rounding by GPTQ costs beside what it cannot do without.
+"""Time rounding by GPTQ, beside the factorization and products that it consists of.
 
     python tools/bench/rounding.py gptq                  # a layer, beside its Cholesky factorization and products
     python tools/bench/rounding.py wide --rows 8192      # a Hessian factored whole, and in panels as wide ones are
@@ -62,7 +62,7 @@ def seconds_of(call: Callable[[], object], rounds: int = 1) -> float:
 
 
 def products(upper: npt.NDArray[np.float64], errors: npt.NDArray[np.float64]) -> None:
-    """Compute what corrects each block of rows for those before it: the products of GPTQ, and nothing else."""
+    """Compute the corrections of each block of rows by those before it: the products of GPTQ, and nothing else."""
     for begin in range(_BLOCK, len(upper), _BLOCK):
         upper[:begin, begin : begin + _BLOCK].T @ errors[:begin]
 
@@ -81,27 +81,27 @@ def gptq(
     inputs += inputs @ (random.standard_normal((rows, rows), np.float32) / np.float32(rows) ** 0.5)
     hessian = inputs.T @ inputs / np.float32(len(inputs))
     weight = random.standard_normal((rows, columns), np.float32)
-    damped = hessian.astype(np.float64) + 0.01 * np.diagonal(hessian).mean() * np.eye(rows)
+    damped_hessian = hessian.astype(np.float64) + 0.01 * np.diagonal(hessian).mean() * np.eye(rows)
     with one_thread():
-        factor = np.linalg.cholesky(damped)
+        factor = np.linalg.cholesky(damped_hessian)
         errors = weight.astype(np.float64)
-        cholesky = seconds_of(lambda: np.linalg.cholesky(damped), rounds)
-        needed = cholesky + seconds_of(lambda: products(factor, errors), rounds)
-    print(f"{rows} x {columns}, groups of {group}; Cholesky {cholesky:.2f} s, with the products {needed:.2f} s")
+        cholesky = seconds_of(lambda: np.linalg.cholesky(damped_hessian), rounds)
+        lower_bound = cholesky + seconds_of(lambda: products(factor, errors), rounds)
+    print(f"{rows} x {columns}, groups of {group}; Cholesky {cholesky:.2f} s, with the products {lower_bound:.2f} s")
     print("| format | GPTQ, s | of Cholesky and products |\n| --- | --- | --- |", flush=True)
     for name in formats or ["int4", "uint4", "nl4", "nf4", "int3", "fp6_e2m3"]:
         table = format_of(name)
-        spent = seconds_of(
+        seconds = seconds_of(
             lambda table=table: GPTQ().round(  # type: ignore[misc]
                 weight, table, group, "least_squares", scale_type=np.float16, statistics=hessian
             ),
             rounds,
         )
-        print(f"| `{name}` | {spent:.2f} | {spent / needed:.2f} |", flush=True)
+        print(f"| `{name}` | {seconds:.2f} | {seconds / lower_bound:.2f} |", flush=True)
 
 
 def low_rank_hessian(rows: int, tokens: int) -> npt.NDArray[np.float32]:
-    """Return X^T X over tokens, of inputs of different sizes: as wide as a layer's, of as few tokens as it sees."""
+    """Return X^T X / tokens of random inputs [tokens, rows] whose channels differ in size, float32 [rows, rows]."""
     random = np.random.default_rng(0)
     inputs = random.standard_normal((tokens, rows), np.float32) * np.exp(random.standard_normal(rows, np.float32) / 2)
     hessian = np.asarray(inputs.T @ inputs)
@@ -146,7 +146,7 @@ def integers(
     random = np.random.default_rng(0)
     x = random.standard_normal((tokens, rows), np.float32)
     matrix = Matrix(random.standard_normal((rows, columns), np.float32))
-    others, sums, product = x + 1, np.zeros((rows, rows)), x @ matrix.numbers
+    second, sums, product = x + 1, np.zeros((rows, rows)), x @ matrix.numbers
 
     def add() -> None:
         vectors = integers_of(x, 0)
@@ -157,7 +157,7 @@ def integers(
         cases: list[tuple[str, int, Callable[[], object]]] = [
             ("a product of floats", columns, lambda: np.matmul(x, matrix.numbers, out=product)),
             ("a product of integers", columns, lambda: multiply(x, [matrix])),
-            ("sums of floats", rows, lambda: x.T @ others),
+            ("sums of floats", rows, lambda: x.T @ second),
             ("sums of integers", rows, add),
         ]
         for name, width, call in cases:
@@ -171,7 +171,7 @@ def integers(
 
 @app.command("wide-part", hidden=True)
 def wide_part(kind: str, rows: int, columns: int, tokens: int, name: str, file: Path) -> None:
-    """Do one row of ``wide``, and print what it takes."""
+    """Do one row of ``wide``, and print its seconds and peak memory."""
     factors.WIDE = rows if kind == "whole" else 0
     hessian = low_rank_hessian(rows, tokens)
     weight = np.random.default_rng(1).standard_normal((rows, columns), np.float32)
@@ -205,16 +205,16 @@ def calibration(
     print(f"{windows} x {window} tokens; a layer: {weights / 1e6:.0f} MB of weights, {sums / 1e6:.0f} MB of sums")
     print("| part | seconds | of the prefill | of processors | of the prefill | peak memory, MB |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
-    found: dict[str, dict[str, float]] = {}
+    costs: dict[str, dict[str, float]] = {}
     for part in ("opening", "prefill", "collecting"):
         command = [sys.executable, __file__, "part", part, str(model), recipe, str(windows), str(window), str(output)]
-        said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        found[part] = said
+        cost = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        costs[part] = cost
         cells = []
         for kind in ("seconds", "worked"):
-            share = f"{said[kind] / found['prefill'][kind]:.2f}" if part == "collecting" else ""
-            cells += [f"{said[kind]:.2f}", share]
-        print(f"| {part} | {' | '.join(cells)} | {said['peak'] / 1e6:.0f} |", flush=True)
+            share = f"{cost[kind] / costs['prefill'][kind]:.2f}" if part == "collecting" else ""
+            cells += [f"{cost[kind]:.2f}", share]
+        print(f"| {part} | {' | '.join(cells)} | {cost['peak'] / 1e6:.0f} |", flush=True)
 
 
 @app.command("part", hidden=True)
@@ -227,7 +227,7 @@ def part(name: str, model: Path, recipe: str, windows: int, window: int, output:
     def prefill() -> None:
         session = open_session(model / artifact.MODEL)
         feeds_of = task_of(source.model.graph).text_feeds
-        names = {each.name for each in session.get_inputs()}
+        names = {port.name for port in session.get_inputs()}
         for text in texts if name == "prefill" else []:
             feeds = feeds_of(source.model.graph, text[None])
             run(session, None, {key: value for key, value in feeds.items() if key in names})
@@ -235,12 +235,12 @@ def part(name: str, model: Path, recipe: str, windows: int, window: int, output:
     def collecting() -> None:
         collect(source, load_recipe(recipe).model_copy(update={"calibration": options}), output)
 
-    begin, worked = time.perf_counter(), time.process_time()
+    begin, processor = time.perf_counter(), time.process_time()
     (collecting if name == "collecting" else prefill)()
-    seconds, worked = time.perf_counter() - begin, time.process_time() - worked
+    seconds, processor = time.perf_counter() - begin, time.process_time() - processor
     print(
         json.dumps(
-            {"seconds": seconds, "worked": worked, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+            {"seconds": seconds, "worked": processor, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
         )
     )
 

@@ -1,13 +1,13 @@
-"""Time a step of an encoder-decoder's decoder against the number of tokens that it made, and the encoder beside it.
+"""Time a step of an encoder-decoder's decoder by the number of tokens before it, and its encoder.
 
     python tools/bench/seq2seq.py                                # T5-small and Whisper-base in shape, random weights
     python tools/bench/seq2seq.py t5 --recipe int8 --source 512 --rounds 31
 
-Decoders of one session read the same source; each has made another number of tokens, and they take steps in turn, from
-the same state again. Times are the least by the processor's clock, one thread. `us a token` is how much longer a step
-takes for each token that was made, and `GB/s` the bytes of keys and values of a token over that time: a step that does
-nothing but read its cache is as fast as the memory that it lies in. The keys and values of the source are bound once:
-`moved` counts those that are outputs of the decoder, which must be none.
+Decoders of one session read the same source; each has another number of tokens, and they take steps in turn, always
+from the same state. Times are the least processor times of one thread. `us a token` is how much longer a step takes for
+each token before it, and `GB/s` the bytes of a token's keys and values over that time: a step that does nothing but
+read its cache reaches the bandwidth of memory. The keys and values of the source are bound once: `moved` counts those
+that are outputs of the decoder, which must be none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import graphopt
 from graphopt.analysis.structure.ports import is_cross_port
 from graphopt.inference.seq2seq import Seq2SeqSession, SourceDecoder
-from tools.bench.parts.machine import Others, describe
+from tools.bench.parts.machine import OtherLoad, describe
 
 LENGTHS = (1, 64, 128, 256, 440)
 
@@ -47,7 +47,7 @@ def write_checkpoint(kind: str, layers: int, folder: Path) -> None:
 
 
 def source_of(session: Seq2SeqSession, tokens: int) -> tuple[dict[str, Any], float]:
-    """Return what the decoder reads of a source of random numbers, and the processor's time of the encoder."""
+    """Return the decoder's inputs from a random source, and the processor time of the encoder in seconds."""
     random = np.random.default_rng(0)
     start = time.process_time()
     if session.reads_recordings:
@@ -69,24 +69,27 @@ def bench(kind: str, layers: int, recipe: str, tokens: int, rounds: int, folder:
         graphopt.optimize(folder / "float32", recipe, model, target="ort-cpu", quality_tokens=0)
     session = graphopt.load_seq2seq(model, threads=1)
     source, seconds = source_of(session, tokens)
-    moved = sum(is_cross_port(port.name) for port in session.decoder.inference.get_outputs())
+    moved_count = sum(is_cross_port(port.name) for port in session.decoder.inference.get_outputs())
     bound = sum(value.numpy().nbytes for name, value in source.items() if is_cross_port(name))
-    print(f"{kind}, {recipe}: encoder {seconds * 1e3:.0f} ms, source {bound / 1e6:.1f} MB, moved {moved}", flush=True)
+    print(
+        f"{kind}, {recipe}: encoder {seconds * 1e3:.0f} ms, source {bound / 1e6:.1f} MB, moved {moved_count}",
+        flush=True,
+    )
     decoders = {length: SourceDecoder(session.decoder, source, 1) for length in LENGTHS}
     for length, decoder in decoders.items():
         decoder.step(np.ones((1, length), np.int64))
-    taken: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    samples: dict[int, list[float]] = {length: [] for length in LENGTHS}
     for _ in range(rounds):
         for length, decoder in decoders.items():
             start = time.process_time()
             decoder.step(np.ones((1, 1), np.int64))
-            taken[length].append(time.process_time() - start)
+            samples[length].append(time.process_time() - start)
             decoder.rewind(length)
-    least = {length: min(times) * 1e6 for length, times in taken.items()}
+    fastest = {length: min(times) * 1e6 for length, times in samples.items()}
     bytes_of_token = decoders[LENGTHS[-1]].states.bytes / LENGTHS[-1]
-    for length, microseconds in least.items():
+    for length, microseconds in fastest.items():
         print(f"  {length:4} tokens before: {microseconds:7.0f} us")
-    slope = float(np.polyfit(list(least), list(least.values()), 1)[0])
+    slope = float(np.polyfit(list(fastest), list(fastest.values()), 1)[0])
     speed = bytes_of_token / slope / 1e3
     print(f"  {slope:.2f} us a token, {bytes_of_token / 1e3:.1f} kB a token, {speed:.1f} GB/s", flush=True)
 
@@ -99,11 +102,11 @@ def main(
     rounds: Annotated[int, typer.Option()] = 21,
 ) -> None:
     """Time models one after the other."""
-    others = Others()
+    load = OtherLoad()
     for kind in kinds.split(","):
         with tempfile.TemporaryDirectory() as folder:
             bench(kind, layers, recipe, source, rounds, Path(folder))
-    print(f"{describe()}; others took {others.share():.0%} of the cores")
+    print(f"{describe()}; others took {load.share():.0%} of the cores")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Both serve the same checkpoint: graphopt as `--recipe` and the step `serve` make it, llama-server (continuous batching,
 a slot for each client) as Q4_0; `cmake --build BUILD --target llama-server` builds it. Prompts are random tokens,
-no two alike; replies have a fixed length. Each round starts one server after the other anew, in an order drawn anew.
+no two alike; replies have a fixed length. Each round starts one server after the other, in a new random order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools.bench.make_llama import make_llama
 from tools.bench.parts.gguf_file import write_gguf
-from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.machine import OtherLoad, describe, quiet
 from tools.bench.parts.options import Ggml, JsonFile
-from tools.bench.parts.serving import Reply, Server, free_port, running, together
+from tools.bench.parts.serving import Reply, Server, free_port, running, send_all
 from tools.bench.parts.unavailable import UnavailableError
 
 GRAPHOPT, LLAMA = "graphopt serve", "llama-server"
@@ -45,7 +45,7 @@ class Work:
 
     Attributes:
         folder: where models are built, and stay.
-        recipe: what makes graphopt's graph.
+        recipe: of graphopt's graph.
         llama_cpp: a build folder of llama.cpp, if there is one.
         threads: of each server.
         prompt: tokens of a prompt.
@@ -59,7 +59,7 @@ class Work:
     threads: int
     prompt: int
     reply: int
-    most: int
+    max_clients: int
 
 
 def main(
@@ -89,90 +89,100 @@ def main(
         _widen_tokenizer(checkpoint)
     servers = {GRAPHOPT: _graphopt, LLAMA: _llama_server}
     absent: dict[str, str] = {}
-    measured: dict[tuple[str, int], list[dict[str, float]]] = {}
+    samples: dict[tuple[str, int], list[dict[str, float]]] = {}
     console.print(f"{describe()}; {threads} threads, {rounds} rounds", highlight=False)
-    others, shuffled = Others(), random.Random(0)
+    load, generator = OtherLoad(), random.Random(0)
     vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     for number in range(rounds):
-        drawn = np.random.default_rng(number)
-        prompts = {count: drawn.integers(0, vocabulary, (max(count, 2), prompt)).tolist() for count in counts}
-        for name in shuffled.sample(sorted(servers), len(servers)):
+        numbers = np.random.default_rng(number)
+        prompts = {count: numbers.integers(0, vocabulary, (max(count, 2), prompt)).tolist() for count in counts}
+        for name in generator.sample(sorted(servers), len(servers)):
             try:
                 with servers[name](work) as server:
-                    # the first request of a server pays for what later ones find
-                    asyncio.run(together(server, [drawn.integers(0, vocabulary, 32).tolist()], 1))
+                    # the first request warms the server up
+                    asyncio.run(send_all(server, [numbers.integers(0, vocabulary, 32).tolist()], 1))
                     for count in counts:
-                        replies, seconds = asyncio.run(together(server, prompts[count], count))
+                        replies, seconds = asyncio.run(send_all(server, prompts[count], count))
                         figures = _figures(replies, seconds, reply)
-                        measured.setdefault((name, count), []).append(figures)
-                        said = (
+                        samples.setdefault((name, count), []).append(figures)
+                        line = (
                             f"round {number + 1}: {name}, {count} at once: {figures['tokens_per_second']:.1f} tokens/s"
                         )
-                        console.print(f"{said}, first token after {figures['first_p50']:.2f} s", highlight=False)
+                        console.print(f"{line}, first token after {figures['first_p50']:.2f} s", highlight=False)
             except UnavailableError as error:
                 absent[name] = str(error)
                 del servers[name]
-    share = others.share()
-    rows = [{"server": name, "clients": count, **_medians(found)} for (name, count), found in measured.items()]
+    share = load.share()
+    rows = [
+        {"server": name, "clients": count, **_medians(round_figures)}
+        for (name, count), round_figures in samples.items()
+    ]
     console.print(_table(rows))
     console.print(quiet(share), highlight=False)
-    ratios = _ratios(measured, counts)
+    ratios = _ratios(samples, counts)
     for count, ratio in ratios.items():
         console.print(f"{count} at once: {GRAPHOPT} makes {ratio:.2f} times the tokens of {LLAMA}", highlight=False)
     for name, reason in absent.items():
         console.print(f"absent: {name}: {reason}", highlight=False, markup=False)
     if json_file is not None:
         report = {"machine": describe(), "threads": threads, "others": share, "absent": absent, "ratios": ratios}
-        rounds_of = [{"server": name, "clients": count, "rounds": found} for (name, count), found in measured.items()]
+        rounds_of = [
+            {"server": name, "clients": count, "rounds": round_figures}
+            for (name, count), round_figures in samples.items()
+        ]
         json_file.write_text(json.dumps({**report, "rows": rows, "measured": rounds_of}, indent=2) + "\n")
 
 
-def _figures(replies: list[Reply], seconds: float, expected: int) -> dict[str, float]:
-    if any(reply.tokens != expected for reply in replies):
-        raise UnavailableError(f"replies of {sorted({reply.tokens for reply in replies})} tokens, and not {expected}")
-    first = [reply.came[0] for reply in replies]
-    between = [later - earlier for reply in replies for earlier, later in zip(reply.came, reply.came[1:], strict=False)]
+def _figures(replies: list[Reply], seconds: float, reply_tokens: int) -> dict[str, float]:
+    if any(reply.tokens != reply_tokens for reply in replies):
+        raise UnavailableError(
+            f"replies of {sorted({reply.tokens for reply in replies})} tokens, and not {reply_tokens}"
+        )
+    first = [reply.arrivals[0] for reply in replies]
+    gaps = [
+        later - earlier for reply in replies for earlier, later in zip(reply.arrivals, reply.arrivals[1:], strict=False)
+    ]
     return {
         "tokens_per_second": sum(reply.tokens for reply in replies) / seconds,
         "first_p50": float(np.percentile(first, 50)),
         "first_p99": float(np.percentile(first, 99)),
-        "between_p50": float(np.percentile(between, 50)),
-        "between_p99": float(np.percentile(between, 99)),
-        "parts_per_token": sum(len(reply.came) for reply in replies) / sum(reply.tokens for reply in replies),
+        "between_p50": float(np.percentile(gaps, 50)),
+        "between_p99": float(np.percentile(gaps, 99)),
+        "parts_per_token": sum(len(reply.arrivals) for reply in replies) / sum(reply.tokens for reply in replies),
     }
 
 
-def _medians(found: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(each[name] for each in found) for name in found[0]}
+def _medians(round_figures: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(figures[name] for figures in round_figures) for name in round_figures[0]}
 
 
-def _ratios(measured: dict[tuple[str, int], list[dict[str, float]]], counts: list[int]) -> dict[int, float]:
+def _ratios(samples: dict[tuple[str, int], list[dict[str, float]]], counts: list[int]) -> dict[int, float]:
     """Return how many times the tokens per second of llama-server, the median over rounds."""
     name = "tokens_per_second"
     return {
         count: statistics.median(
-            a[name] / b[name] for a, b in zip(measured[GRAPHOPT, count], measured[LLAMA, count], strict=False)
+            a[name] / b[name] for a, b in zip(samples[GRAPHOPT, count], samples[LLAMA, count], strict=False)
         )
         for count in counts
-        if (GRAPHOPT, count) in measured and (LLAMA, count) in measured
+        if (GRAPHOPT, count) in samples and (LLAMA, count) in samples
     }
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    made = Table("server", "clients")
+    table = Table("server", "clients")
     for name in ("tokens/s", "first token p50", "p99, s", "between tokens p50", "p99, ms"):
-        made.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for row in sorted(rows, key=lambda row: (row["clients"], row["server"])):
-        first, between = ([row[f"{name}_{part}"] for part in ("p50", "p99")] for name in ("first", "between"))
-        figures = [f"{row['tokens_per_second']:.1f}", *(f"{each:.2f}" for each in first)]
-        made.add_row(row["server"], str(row["clients"]), *figures, *(f"{1000 * each:.1f}" for each in between))
-    return made
+        first, gaps = ([row[f"{name}_{part}"] for part in ("p50", "p99")] for name in ("first", "between"))
+        figures = [f"{row['tokens_per_second']:.1f}", *(f"{value:.2f}" for value in first)]
+        table.add_row(row["server"], str(row["clients"]), *figures, *(f"{1000 * value:.1f}" for value in gaps))
+    return table
 
 
 @contextmanager
 def _graphopt(work: Work) -> Iterator[Server]:
     # the pool is a part of the artifact
-    pool = f"{work.most}x{work.prompt + work.reply}"
+    pool = f"{work.max_clients}x{work.prompt + work.reply}"
     folder = work.folder.resolve() / f"served-{Path(work.recipe).stem}-{pool}"
     if not folder.exists():
         _optimize(work, folder)
@@ -190,13 +200,13 @@ def _optimize(work: Work, target: Path) -> None:
     from graphopt.models.export import export
     from graphopt.passes.recipe import load_recipe
 
-    exported = work.folder / "float32"
-    if not exported.exists():
-        export(str(work.folder / "checkpoint"), exported)
+    float_artifact = work.folder / "float32"
+    if not float_artifact.exists():
+        export(str(work.folder / "checkpoint"), float_artifact)
     # room for all requests at once, and as much for prefixes that are kept
-    memory = 2 * work.most * (work.prompt + work.reply) * _bytes_per_token(exported)
+    memory = 2 * work.max_clients * (work.prompt + work.reply) * _bytes_per_token(float_artifact)
     recipe = load_recipe(work.recipe, ["serve"], [f"serve.memory={memory}"])
-    optimize(exported, chosen_recipe(recipe, "ort-cpu", False, False), target, run=False)
+    optimize(float_artifact, chosen_recipe(recipe, "ort-cpu", False, False), target, run=False)
 
 
 def _bytes_per_token(folder: Path) -> int:
@@ -218,21 +228,21 @@ def _llama_server(work: Work) -> Iterator[Server]:
         write_gguf(work.folder / "checkpoint", source, tokenizer=True)
         subprocess.run([str(quantize), str(source), str(file), "Q4_0"], check=True, capture_output=True)
     port = free_port()
-    slots = work.most * (work.prompt + work.reply + 8)
+    slots = work.max_clients * (work.prompt + work.reply + 8)
     command = [str(server), "-m", str(file), "--port", str(port), "--host", "127.0.0.1", "-t", str(work.threads)]
-    command += ["-c", str(slots), "-np", str(work.most), "-cb"]
+    command += ["-c", str(slots), "-np", str(work.max_clients), "-cb"]
     body = {"n_predict": work.reply, "ignore_eos": True, "temperature": 0, "stream": True, "cache_prompt": False}
     with running(command, port, "/health", work.folder / "llama-server.log"):
         yield Server(port, "/completion", body, ("tokens_predicted",))
 
 
 def _widen_tokenizer(checkpoint: Path) -> None:
-    """Give the tokenizer as many tokens as the model has: every token that a random model makes must have a text."""
+    """Add tokens until there are as many as the model has: every token that a random model samples must have a text."""
     file = checkpoint / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary, size = tokenizer["model"]["vocab"], json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    taken = {*vocabulary.values(), *(each["id"] for each in tokenizer["added_tokens"])}
-    vocabulary |= {f"Ġword{number}": number for number in range(size) if number not in taken}
+    used_ids = {*vocabulary.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocabulary |= {f"Ġword{number}": number for number in range(size) if number not in used_ids}
     file.write_text(json.dumps(tokenizer))
 
 

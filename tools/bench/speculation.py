@@ -10,9 +10,9 @@ llama.cpp's drafts are those of n-grams, which need no second model: `llama-serv
     python tools/bench/make_gguf.py stdlib_lm_draft draft.gguf
     python tools/bench/speculation.py made --gguf model.gguf --draft made-draft --draft-gguf draft.gguf --ggml build
 
-Each round starts one engine after the other, in an order drawn anew. Only what comes behind the prompt is timed:
-llama-server says it itself. Both write their own text, greedily, `completing` modules that were held out of training,
-and `own editing`: the prompt holds a file and the beginning of the same file with a name changed.
+Each round starts one engine after the other, in a new random order. Only tokens after the prompt are timed;
+llama-server reports that time itself. Both write their own text, greedily: `completing` modules that were held out of
+training, and `own editing`, where the prompt holds a file and the beginning of the same file with a name changed.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ from graphopt.inference.session import Session
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tools.bench.parts.drafting import Task, tasks, written
-from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.drafting import Task, tasks, write_text
+from tools.bench.parts.machine import OtherLoad, describe, quiet
 from tools.bench.parts.serving import free_port, running
 from tools.bench.parts.unavailable import UnavailableError
 
 KINDS = ("completing", "own editing")
-OURS = ("", "lookup", "auto")
-THEIRS = ("none", "ngram-simple", "ngram-map-k", "ngram-cache", "ngram-mod")
+DRAFTERS = ("", "lookup", "auto")
+SPEC_TYPES = ("none", "ngram-simple", "ngram-map-k", "ngram-cache", "ngram-mod")
 
 Speeds = dict[str, float]
 """Tokens per second by kind of task."""
 
 
-def ours(folder: Path, drafter: str, of: list[Task], tokens: int, threads: int) -> Speeds:
-    """Return graphopt's speed with a drafter, or with none for ``""``; a short text goes before, untimed."""
+def graphopt_speeds(folder: Path, drafter: str, task_list: list[Task], tokens: int, threads: int) -> Speeds:
+    """Return graphopt's speed with a drafter, or with none for ``""``, after a short text to warm up."""
     session = graphopt.load(folder, threads=threads)
     speculation = open_speculation(session, drafter, "auto") if drafter else None
-    written(session, of[0], 8, speculation=speculation)
+    write_text(session, task_list[0], 8, speculation=speculation)
 
-    def timed(task: Task) -> tuple[int, float]:
-        text, seconds = written(session, task, tokens, speculation=speculation)
+    def time_task(task: Task) -> tuple[int, float]:
+        text, seconds = write_text(session, task, tokens, speculation=speculation)
         return len(text) - 1, seconds
 
-    return _by_kind(of, timed)
+    return _by_kind(task_list, time_task)
 
 
-def theirs(
-    file: Path, build: Path, drafter: str, of: list[Task], tokens: int, threads: int, draft: Path | None = None
+def llama_speeds(
+    file: Path, build: Path, drafter: str, task_list: list[Task], tokens: int, threads: int, draft: Path | None = None
 ) -> Speeds:
     """Return the speed of llama-server with ``--spec-type``, and the model ``draft`` where that is of a model.
 
@@ -75,12 +75,12 @@ def theirs(
     server, port = build.resolve() / "bin" / "llama-server", free_port()
     if not server.is_file():
         raise UnavailableError(f"{server} is not there: cmake --build {build} --target llama-server")
-    room = max(len(task.prompt) for task in of) + tokens + 64
+    room = max(len(task.prompt) for task in task_list) + tokens + 64
     command = [str(server), "-m", str(file.resolve()), "--port", str(port), "--host", "127.0.0.1", "-np", "1"]
     command += ["-c", str(room), "--spec-type", drafter, *(["-t", str(threads)] if threads else [])]
     command += ["--spec-draft-model", str(draft.resolve())] if draft else []
 
-    def timed(task: Task) -> tuple[int, float]:
+    def time_task(task: Task) -> tuple[int, float]:
         body = {"prompt": task.prompt, "n_predict": tokens, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -90,15 +90,15 @@ def theirs(
         return int(timings["predicted_n"]), timings["predicted_ms"] / 1000
 
     with tempfile.TemporaryDirectory() as logs, running(command, port, "/health", Path(logs) / "log"):
-        timed(of[0])
-        return _by_kind(of, timed)
+        time_task(task_list[0])
+        return _by_kind(task_list, time_task)
 
 
-def _by_kind(of: list[Task], timed: Callable[[Task], tuple[int, float]]) -> Speeds:
+def _by_kind(task_list: list[Task], time_task: Callable[[Task], tuple[int, float]]) -> Speeds:
     speeds = {}
     for kind in KINDS:
-        found = [timed(task) for task in of if task.kind == kind]
-        speeds[kind] = sum(count for count, _ in found) / sum(seconds for _, seconds in found)
+        results = [time_task(task) for task in task_list if task.kind == kind]
+        speeds[kind] = sum(count for count, _ in results) / sum(seconds for _, seconds in results)
     return speeds
 
 
@@ -120,30 +120,31 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="write the medians here too")] = None,
 ) -> None:
     """Print medians, and each drafter's speed against its own engine without drafts."""
-    of = _tasks(graphopt.load(folder, threads=threads), window, modules)
+    task_list = _tasks(graphopt.load(folder, threads=threads), window, modules)
     engines: dict[tuple[str, str], Callable[[], Speeds]] = {
-        ("graphopt", drafter or "none"): partial(ours, folder, drafter, of, tokens, threads) for drafter in OURS
+        ("graphopt", drafter or "none"): partial(graphopt_speeds, folder, drafter, task_list, tokens, threads)
+        for drafter in DRAFTERS
     }
     if draft is not None:
-        engines["graphopt", "a model"] = partial(ours, folder, str(draft), of, tokens, threads)
+        engines["graphopt", "a model"] = partial(graphopt_speeds, folder, str(draft), task_list, tokens, threads)
     if gguf is not None and ggml is not None:
-        for drafter in THEIRS:
-            run = partial(theirs, gguf, ggml, drafter, of, tokens, threads)
+        for drafter in SPEC_TYPES:
+            run = partial(llama_speeds, gguf, ggml, drafter, task_list, tokens, threads)
             engines["llama.cpp", drafter] = run
         if draft_gguf is not None:
-            run = partial(theirs, gguf, ggml, "draft-simple", of, tokens, threads, draft_gguf)
+            run = partial(llama_speeds, gguf, ggml, "draft-simple", task_list, tokens, threads, draft_gguf)
             engines["llama.cpp", "draft-simple"] = run
-    found: dict[tuple[str, str], list[Speeds]] = {engine: [] for engine in engines}
-    console, others = Console(), Others()
+    samples: dict[tuple[str, str], list[Speeds]] = {engine: [] for engine in engines}
+    console, load = Console(), OtherLoad()
     for _ in range(rounds):
         for engine in random.sample(list(engines), len(engines)):
             try:
-                found[engine].append(engines[engine]())
+                samples[engine].append(engines[engine]())
             except UnavailableError as error:
                 console.print(f"absent: {' '.join(engine)}: {error}", markup=False)
     medians = {
-        engine: {kind: statistics.median(each[kind] for each in speeds) for kind in KINDS}
-        for engine, speeds in found.items()
+        engine: {kind: statistics.median(speed[kind] for speed in speeds) for kind in KINDS}
+        for engine, speeds in samples.items()
         if speeds
     }
     ratios = [f"{kind}, times none" for kind in KINDS]
@@ -152,7 +153,7 @@ def main(
         plain = medians[engine[0], "none"]
         cells = [f"{speeds[kind]:.1f}" for kind in KINDS] + [f"{speeds[kind] / plain[kind]:.2f}" for kind in KINDS]
         table.add_row(*engine, *cells)
-    console.print(describe(), table, quiet(others.share()), sep="\n")
+    console.print(describe(), table, quiet(load.share()), sep="\n")
     if json_file is not None:
         rows = [{"engine": engine, "drafts": drafts, **speeds} for (engine, drafts), speeds in medians.items()]
         json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Measure how long a model takes to start: import, session, first token, beside reading the bytes of its files.
+"""Measure the time that a model takes to start: import, session, first token, beside reading its files.
 
     python tools/bench/start.py int4                               # one artifact, or several
     python tools/bench/start.py int4 --threads 2 --rounds 9 --json start.json
@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-# Times of one start, as a process that has imported nothing sees them.
+# Times of one start, in a process that has imported nothing yet.
 _START = """
 import json, sys, time
 began = time.perf_counter()
@@ -37,7 +37,7 @@ done = time.perf_counter()
 print(json.dumps({"import": imported - began, "session": opened - imported, "first token": done - opened}))
 """
 
-_READ = """
+_READ_PROGRAM = """
 import json, sys, time
 piece = memoryview(bytearray(1 << 20))
 began = time.perf_counter()
@@ -57,7 +57,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def prepare(files: list[Path], *, cold: bool) -> None:
-    """Let the system forget files, or have them in its cache."""
+    """Drop files from the system's cache, or read them into it."""
     for file in files:
         with file.open("rb", buffering=0) as stream:
             if cold:
@@ -68,13 +68,13 @@ def prepare(files: list[Path], *, cold: bool) -> None:
                     pass
 
 
-def measured(program: str, *arguments: object) -> dict[str, float]:
+def run_program(program: str, *arguments: object) -> dict[str, float]:
     """Run a program in a process of its own and return the seconds that it prints."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    seconds: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    return seconds
 
 
 def main(
@@ -84,24 +84,24 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
 ) -> None:
     """Time starts of each artifact in every round, cold and warm, and print medians in milliseconds."""
-    found: dict[tuple[Path, bool], list[dict[str, float]]] = {}
+    samples: dict[tuple[Path, bool], list[dict[str, float]]] = {}
     for _ in range(rounds):
         for folder in folders:
             files = model_files(folder)
             for cold in (True, False):
                 prepare(files, cold=cold)
-                times = measured(_READ, *files)
+                times = run_program(_READ_PROGRAM, *files)
                 prepare(files, cold=cold)
-                found.setdefault((folder, cold), []).append(times | measured(_START, folder, threads))
+                samples.setdefault((folder, cold), []).append(times | run_program(_START, folder, threads))
     table = Table("artifact", "MB", "cache", *(f"{stage}, ms" for stage in STAGES), "session / read")
     rows = []
-    for (folder, cold), starts in found.items():
+    for (folder, cold), starts in samples.items():
         size = sum(file.stat().st_size for file in model_files(folder))
         medians = {stage: statistics.median(start[stage] for start in starts) for stage in STAGES}
         ratio = statistics.median(start["session"] / start["read"] for start in starts)
         state = "cold" if cold else "warm"
-        shown = [f"{1e3 * medians[stage]:.0f}" for stage in STAGES]
-        table.add_row(folder.name, f"{size / 1e6:.0f}", state, *shown, f"{ratio:.2f}")
+        cells = [f"{1e3 * medians[stage]:.0f}" for stage in STAGES]
+        table.add_row(folder.name, f"{size / 1e6:.0f}", state, *cells, f"{ratio:.2f}")
         rows.append({"artifact": str(folder), "bytes": size, "cache": state, **medians, "session_of_read": ratio})
     Console().print(table)
     if json_file is not None:

@@ -10,19 +10,19 @@
     draft     a Llama of 68 million random weights as int4, which reads the first 64 and the newest 192 tokens
 
 The draft guesses, the middle checks its guesses and adds one of its own, until it has enough for the target to check.
-Weights that have learnt nothing agree by chance, so each guess is right by a chance that is *given*: ``--acceptance``
-for the draft's before the middle (or the target), ``--middle-acceptance`` for the middle's before the target. All steps
-are real ones of their widths, with logits of all their tokens in memory of the host and caches that are taken back;
-only which guesses count is drawn. Caches are *not* read from a prompt: they are filled with random keys and values as
-KVAttention would store them, each layer alike.
+Random weights predict nothing, so whether a guess is right is drawn with a *given* probability: ``--acceptance`` for
+the draft's guesses (checked by the middle, or the target), ``--middle-acceptance`` for the middle's (checked by the
+target). All steps are real steps of their widths, with logits of all their tokens in memory of the host and caches that
+are rewound; only the number of accepted guesses is drawn. Caches are *not* read from a prompt: they are filled with
+random keys and values as KVAttention would store them, the same in each layer.
 
-What steps of each width take is measured first; from that the lengths are chosen that should be fastest, and each way
-then writes ``--tokens`` tokens in interleaved rounds, beside single tokens. A token's time is that of steps and of
-taking caches back, which the table names too: on a GPU the summaries of retrieval's newest pages are made on the host.
+Steps of each width are timed first; from these times the fastest lengths are predicted, and each way then writes
+``--tokens`` tokens in interleaved rounds, beside single tokens. A token's time is that of steps and of rewinding
+caches, which has a column of its own: on a GPU the summaries of retrieval's newest pages are made on the host.
 
-The folder gets graphs alone, as `graphopt optimize` makes them, and ``--make`` ends there: it needs torch, transformers
-and onnxscript. The files of weights that graphs name are drawn where they are timed, which needs none of these; see
-:mod:`tools.bench.parts.drawn_weights`. All stays in the folder.
+``--make`` only writes graphs to the folder, as `graphopt optimize` makes them: it needs torch, transformers and
+onnxscript. Random weights for the files that graphs name are written where they are timed, which needs none of these;
+see :mod:`tools.bench.parts.drawn_weights`. Everything stays in the folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from graphopt.util.targets import Device
 from tools.bench.parts.attention_problem import Sequence
 from tools.bench.parts.attention_state import fill, summarize
 from tools.bench.parts.drawn_weights import fill_external_data
-from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.machine import OtherLoad, describe, quiet
 from tools.bench.parts.options import JsonFile, token_count
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12)
@@ -84,10 +84,10 @@ class Level(Protocol):
     """A model with a cache that holds a number of tokens."""
 
     def feed_to(self, length: int) -> None:
-        """Read tokens until the cache has so many."""
+        """Read tokens until the cache has ``length``."""
 
     def take_back(self, length: int) -> None:
-        """Keep so many tokens, or fewer where the cache cannot keep just so many."""
+        """Keep ``length`` tokens, or fewer where the cache cannot keep exactly that many."""
 
 
 @dataclass
@@ -97,8 +97,8 @@ class Running:
     Attributes:
         decoder: of one row, with its context.
         vocabulary: tokens are drawn from below this.
-        seconds: that its steps took, and taking tokens back.
-        rewind_seconds: that taking back took of these.
+        seconds: of its steps and of rewinding.
+        rewind_seconds: of rewinding alone.
     """
 
     decoder: Decoder
@@ -112,23 +112,23 @@ class Running:
         count = length - int(self.decoder.tokens[0])
         if count <= 0:
             return
-        ids, began = self.random.integers(0, self.vocabulary, (1, count)), time.perf_counter()
+        ids, begin = self.random.integers(0, self.vocabulary, (1, count)), time.perf_counter()
         self.decoder.step(ids)
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - begin
 
     def take_back(self, length: int) -> None:
         """See :class:`Level`."""
-        began = time.perf_counter()
+        begin = time.perf_counter()
         if length < int(self.decoder.tokens[0]):
             self.decoder.rewind(self.decoder.nearest(length))
-        took = time.perf_counter() - began
-        self.seconds += took
-        self.rewind_seconds += took
+        seconds = time.perf_counter() - begin
+        self.seconds += seconds
+        self.rewind_seconds += seconds
 
 
 @dataclass
-class Expected:
-    """A level that only adds up what steps of its widths take."""
+class SimulatedLevel:
+    """A level that only adds up the measured times of steps."""
 
     costs: Mapping[int, float]
     length: int
@@ -164,7 +164,7 @@ class Way:
 def write(
     way: Way, levels: Mapping[str, Level], begin: int, tokens: int, chances: tuple[float, float], seed: int
 ) -> int:
-    """Write tokens behind ``begin`` others; return how many: the last step may give some more.
+    """Write tokens after ``begin`` others; return how many: the last step may yield some more than ``tokens``.
 
     Args:
         way: who drafts, and how much.
@@ -174,23 +174,23 @@ def write(
         chances: that a guess of the draft is right, and one of the middle.
         seed: of what is right.
     """
-    random, done = np.random.default_rng(seed), 0
-    while done < tokens:
-        length = begin + done  # the newest token of the text is in no cache yet
+    random, count = np.random.default_rng(seed), 0
+    while count < tokens:
+        length = begin + count  # the newest token of the text is in no cache yet
         guesses = _guess(way, levels, length, chances[0], random)
         levels["target"].feed_to(length + 1 + guesses)
-        done += 1 + _right(guesses, chances[1 if way.middle else 0], random)
+        count += 1 + _right(guesses, chances[1 if way.middle else 0], random)
         for level in levels.values():
-            level.take_back(begin + done)
-    return done
+            level.take_back(begin + count)
+    return count
 
 
 def _guess(way: Way, levels: Mapping[str, Level], length: int, chance: float, random: np.random.Generator) -> int:
-    """Let draft and middle guess behind ``length`` tokens; return how many guesses the target gets."""
+    """Let draft and middle guess after ``length`` tokens; return how many guesses the target gets."""
 
     def draft(first: int) -> None:
-        for each in range(way.draft):
-            levels["draft"].feed_to(first + 1 + each)
+        for index in range(way.draft):
+            levels["draft"].feed_to(first + 1 + index)
 
     if not way.middle:
         draft(length)
@@ -208,37 +208,37 @@ def _guess(way: Way, levels: Mapping[str, Level], length: int, chance: float, ra
 
 def _right(guesses: int, chance: float, random: np.random.Generator) -> int:
     """Return how many guesses are right before the first wrong one."""
-    found = 0
-    while found < guesses and random.random() < chance:
-        found += 1
-    return found
+    count = 0
+    while count < guesses and random.random() < chance:
+        count += 1
+    return count
 
 
-def expected(
+def expected_seconds(
     way: Way, costs: Mapping[str, Mapping[int, float]], chances: tuple[float, float], tokens: int = 2000
 ) -> float:
-    """Return seconds for each token, by what steps take."""
-    levels = {name: Expected(of_level, 0) for name, of_level in costs.items()}
-    done = write(way, levels, 0, tokens, chances, seed=1)
-    return sum(level.seconds for level in levels.values()) / done
+    """Return the expected seconds of a token, from the times of steps."""
+    levels = {name: SimulatedLevel(of_level, 0) for name, of_level in costs.items()}
+    count = write(way, levels, 0, tokens, chances, seed=1)
+    return sum(level.seconds for level in levels.values()) / count
 
 
 def best(
     costs: Mapping[str, Mapping[int, float]], chances: tuple[float, float], longest: int
 ) -> list[tuple[Way, float]]:
-    """Return the fastest lengths of each way, with the seconds of a token that they should take."""
+    """Return the fastest lengths of each way, with the expected seconds of a token."""
     ways = {
         "single tokens": [Way("single tokens")],
         "draft": [Way("draft", draft=n) for n in range(1, longest)],
         "middle": [Way("middle", middle=n) for n in range(1, longest)],
         "three levels": [Way("three levels", *lengths) for lengths in product(range(1, 5), range(1, longest))],
     }
-    found = []
-    for each in ways.values():
-        seconds = {way: expected(way, costs, chances) for way in each}
+    choices = []
+    for candidates in ways.values():
+        seconds = {way: expected_seconds(way, costs, chances) for way in candidates}
         fastest = min(seconds, key=lambda way: seconds[way])
-        found.append((fastest, seconds[fastest]))
-    return found
+        choices.append((fastest, seconds[fastest]))
+    return choices
 
 
 def build(
@@ -249,12 +249,12 @@ def build(
     Raises:
         BadParameter: models of other shapes or for another device lie in the folder.
     """
-    note, asked = folder / "shapes.json", {"device": device, **shapes}
-    made_before = json.loads(note.read_text()) if note.exists() else asked
-    if made_before != asked:
+    note, description = folder / "shapes.json", {"device": device, **shapes}
+    made_before = json.loads(note.read_text()) if note.exists() else description
+    if made_before != description:
         raise typer.BadParameter(f"{folder} holds models of other shapes, {made_before}: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(asked))
+    note.write_text(json.dumps(description))
     target = folder / f"target-{storage}"
     files = {"target": target / MODEL, "middle": target / f"middle-{budget}.onnx", "draft": folder / "draft" / MODEL}
     for name, shape in shapes.items():
@@ -266,7 +266,7 @@ def build(
 
 
 def _write_graph(folder: Path, shape: Mapping[str, int], storage: str | None, device: Device) -> None:
-    """Make one graph, with logits of all tokens of a step; without a storage the caches stream, as a draft's do."""
+    """Write a graph with logits of all tokens of a step; without a storage the caches stream, as the draft's do."""
     # torch, transformers and onnxscript, which the machine with the GPU may lack
     from graphopt.passes.recipe import load_recipe
     from tools.bench.parts.large_graphs import without_caches, write_graph
@@ -305,7 +305,7 @@ def _write_middle(target: Path, budget: int, file: Path) -> None:
 
 
 def open_level(file: Path, threads: int, device: Device, entries: Entries) -> Session:
-    """Open a model without its tokenizer, which no token here is for; the files of its weights are there."""
+    """Open a model without its tokenizer, as tokens are random; the files of its weights must exist."""
     manifest = read_manifest(file.parent)
     of_device = {} if device == "cpu" else _ON_GPU
     entries = {**manifest.session, **of_device, **entries}
@@ -326,23 +326,23 @@ def open_levels(files: Mapping[str, Path], threads: int, device: Device) -> dict
 
 
 def behind_context(session: Session, context: int, threads: int) -> Running:
-    """Return a decoder whose cache holds so many random tokens, as the operator stores them."""
+    """Return a decoder whose cache holds ``context`` random tokens, as the operator stores them."""
     decoder = Decoder(session, 1)
     arrays: dict[str, Any] = {}
-    made: dict[Any, dict[str, Any]] = {}
+    states_by_layer: dict[Any, dict[str, Any]] = {}
     for layer in session.interface.layers:
         attributes, size = layer.attributes, layer.head_size
         key = (attributes, size)
-        if key not in made:
+        if key not in states_by_layer:
             sequence = Sequence(attributes.kv_heads, size)
             pages = layer.pages(context + _SPARE, WIDTHS[-1])
             state = fill(attributes, sequence, context, pages, threads)
             if attributes.summarizes:
                 of_pages = summarize(attributes.summary, attributes.page, sequence, context, pages, threads)
                 state["summaries"] = of_pages
-            made[key] = state
+            states_by_layer[key] = state
         names = layer.states(1, 1)
-        arrays |= {layer.port(name): made[key][name] for name in names}
+        arrays |= {layer.port(name): states_by_layer[key][name] for name in names}
     progress = json.dumps([[0]] * len(session.interface.layers))
     decoder.states.restore(SavedStates(arrays, progress))
     decoder._rows = decoder._rows.at_length(np.array([context]), context)
@@ -352,15 +352,15 @@ def behind_context(session: Session, context: int, threads: int) -> Running:
 def step_seconds(level: Running, context: int, rounds: int) -> dict[int, float]:
     """Return the median time of a step for each of some widths behind the context."""
     seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
-    for width, found in seconds.items():
+    for width, samples in seconds.items():
         # Of one width after another: the first step behind a wide one takes up to twice as long.
         for _ in range(rounds + 1):
             level.take_back(context)
             begin, before = int(level.decoder.tokens[0]), level.seconds
             level.feed_to(begin + width)
-            found.append(level.seconds - before)
+            samples.append(level.seconds - before)
     level.take_back(context)
-    return {width: statistics.median(found[1:]) for width, found in seconds.items()}
+    return {width: statistics.median(samples[1:]) for width, samples in seconds.items()}
 
 
 def main(
@@ -383,21 +383,21 @@ def main(
     """Make the models, time their steps, then write tokens in each way; print a row for each."""
     if shape not in SHAPES or device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"shapes are {', '.join(SHAPES)}, and devices cpu and cuda; not {shape} and {device}")
-    count, chosen = token_count(context), cast("Device", device)
+    count, target_device = token_count(context), cast("Device", device)
     target = SHAPES[shape] | ({} if layers is None else {"layers": layers})
-    shared = {"positions": max(count, 1 << 17) + 2 * _SPARE}  # the same models for any context up to 128k
-    shapes = {"target": target | shared, "draft": {**_DRAFT, "vocabulary": target["vocabulary"]} | shared}
-    others = Others()
-    files = build(folder, shapes, storage, budget, chosen)
+    common = {"positions": max(count, 1 << 17) + 2 * _SPARE}  # the same models for any context up to 128k
+    shapes = {"target": target | common, "draft": {**_DRAFT, "vocabulary": target["vocabulary"]} | common}
+    load = OtherLoad()
+    files = build(folder, shapes, storage, budget, target_device)
     if make:
         return
     gc.collect()
-    began = time.perf_counter()
-    sessions = open_levels(files, threads, chosen)
-    opened = time.perf_counter()
-    writers = threads if chosen == "cpu" else os.cpu_count() or threads
+    begin = time.perf_counter()
+    sessions = open_levels(files, threads, target_device)
+    end = time.perf_counter()
+    writers = threads if target_device == "cpu" else os.cpu_count() or threads
     levels = {name: behind_context(session, count, writers) for name, session in sessions.items()}
-    print(f"opened in {opened - began:.1f} s, caches filled in {time.perf_counter() - opened:.1f} s", flush=True)
+    print(f"opened in {end - begin:.1f} s, caches filled in {time.perf_counter() - end:.1f} s", flush=True)
     costs = {name: step_seconds(level, count, 3) for name, level in levels.items()}
     console, rows = Console(width=120), []
     console.print(
@@ -405,7 +405,7 @@ def main(
         highlight=False,
     )
     for name, seconds in costs.items():
-        steps = ", ".join(f"{width}: {1000 * each:.2f}" for width, each in seconds.items())
+        steps = ", ".join(f"{width}: {1000 * value:.2f}" for width, value in seconds.items())
         console.print(f"{name}, milliseconds by tokens of a step: {steps}", highlight=False)
     head = ("right: draft, middle", "way", "draft", "middle", "ms a token", "taking back", "predicted")
     table = Table(*head, "times single tokens")
@@ -417,7 +417,7 @@ def main(
         figures = (f"{row[name]:.2f}" for name in ("milliseconds", "rewind_milliseconds", "predicted", "speedup"))
         table.add_row(*cells, str(row["middle"]), *figures)
     console.print(table)
-    console.print(quiet(others.share()), highlight=False)
+    console.print(quiet(load.share()), highlight=False)
     if json_file is not None:
         report = {"machine": describe(), "device": device, "shape": shape, "storage": storage, "context": count}
         report |= {"steps": costs, "rows": rows}
@@ -435,7 +435,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Write tokens in the best of each way, in interleaved rounds; return a row for each."""
     ways = best(costs, chances, longest)
-    found: dict[Way, list[float]] = {way: [] for way, _ in ways}
+    samples: dict[Way, list[float]] = {way: [] for way, _ in ways}
     rewinds: dict[Way, list[float]] = {way: [] for way, _ in ways}
     for number in range(rounds):
         for way, _ in ways:
@@ -443,10 +443,10 @@ def measure(
                 level.take_back(context)
                 level.feed_to(context)
                 level.seconds = level.rewind_seconds = 0.0
-            done = write(way, levels, context, tokens, chances, seed=number)
-            found[way].append(sum(level.seconds for level in levels.values()) / done)
-            rewinds[way].append(sum(level.rewind_seconds for level in levels.values()) / done)
-    single = found[ways[0][0]]
+            count = write(way, levels, context, tokens, chances, seed=number)
+            samples[way].append(sum(level.seconds for level in levels.values()) / count)
+            rewinds[way].append(sum(level.rewind_seconds for level in levels.values()) / count)
+    single = samples[ways[0][0]]
     return [
         {
             "acceptance": chances[0],
@@ -454,12 +454,12 @@ def measure(
             "way": way.name,
             "draft": way.draft,
             "middle": way.middle,
-            "milliseconds": 1000 * statistics.median(found[way]),
+            "milliseconds": 1000 * statistics.median(samples[way]),
             "rewind_milliseconds": 1000 * statistics.median(rewinds[way]),
-            "predicted": 1000 * predicted,
-            "speedup": statistics.median(a / b for a, b in zip(single, found[way], strict=True)),
+            "predicted": 1000 * seconds,
+            "speedup": statistics.median(a / b for a, b in zip(single, samples[way], strict=True)),
         }
-        for way, predicted in ways
+        for way, seconds in ways
     ]
 
 

@@ -33,7 +33,7 @@ from rich.table import Table
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.families import randomize
-from tools.bench.parts.drafting import Known
+from tools.bench.parts.drafting import OracleProposer
 
 RECIPES = ("rotate", "int4-rtn", "small-rtn", "rotate-kv4-rtn", "w4a8-rtn")
 """One recipe for each kind of rewrite: rotations, onnxruntime's products, ours, caches, inputs in codes."""
@@ -312,7 +312,7 @@ def _draft(folder: Path, recipes: Sequence[str]) -> None:
         session = graphopt.load(folder / name)
         (plain,) = graphopt.generate(session, [_prompts()[0]], max_new_tokens=TOKENS)
         wrong = next(token for token in range(SIZES["vocab_size"]) if token not in plain.tokens)
-        known = Speculation(Known(plain.tokens, 0.75, wrong), 3)
+        known = Speculation(OracleProposer(plain.tokens, 0.75, wrong), 3)
         (drafted,) = graphopt.generate(session, [_prompts()[0]], max_new_tokens=TOKENS, proposer=known)
         # Where onnxruntime's own products sum 1 row and 4 rows in other orders, a note says so.
         if drafted.tokens != plain.tokens and not known.stats.report()["notes"]:

@@ -29,7 +29,7 @@ from graphopt.compile.doctor.examinations.float_products import weight_bytes
 from graphopt.ort.session import open_session
 from tests.compile.doctor import planted
 from tests.passes.lift.canonicalize.recurrences.common import attention
-from tools.bench.parts.machine import Others, describe
+from tools.bench.parts.machine import OtherLoad, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -129,7 +129,7 @@ def main(
     only: Annotated[str, typer.Option(help="names, with commas between")] = "",
 ) -> None:
     """Print a table."""
-    others, names = Others(), only.split(",") if only else [*TEXTS, *SIGNALS] if families else list(FAULTS)
+    others, names = OtherLoad(), only.split(",") if only else [*TEXTS, *SIGNALS] if families else list(FAULTS)
     if families:
         print("| family | found |\n| --- | --- |")
     else:

@@ -19,7 +19,7 @@ import typer
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tools.bench.parts.machine import Others, describe
+from tools.bench.parts.machine import OtherLoad, describe
 
 app = typer.Typer(help=__doc__, add_completion=False)
 
@@ -32,7 +32,7 @@ def skipping(
     """Time graphs that skip tokens beside the same layers that do not."""
     from tools.studies.graphs.skipping import rows
 
-    others = Others()
+    others = OtherLoad()
     print("| graph | tokens out | ms a run | times as fast as all tokens | relative change from torch |")
     print("| --- | --- | --- | --- | --- |")
     for row in rows(tuple(recipes.split(",")), rounds):

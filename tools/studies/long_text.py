@@ -26,7 +26,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.passes.cache.page_kv import PageKV
 from graphopt.passes.cache.sparse_kv import SparseKV
 from graphopt.passes.lift.canonicalize import Canonicalize
-from tools.bench.parts.held_out import Nats, as_one, nats_in_windows, optimized, shipped, without_limit
+from tools.bench.parts.held_out import (
+    Nats,
+    as_one,
+    nats_in_windows,
+    open_shipped_model,
+    optimize_artifact,
+    without_limit,
+)
 from tools.bench.parts.options import JsonFile
 
 STREAMING = SparseKV(policy="streaming", sinks=16, recent=496)
@@ -45,13 +52,13 @@ def main(
     rows: list[tuple[str, int, Nats, int | None]] = []
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "float32"
-        plain, text = shipped(source, tokens)
+        plain, text = open_shipped_model(source, tokens)
         ids, trained = text.ids, plain.max_positions or 0
         rows.append(("plain, windows of its trained length", trained, nats_in_windows(plain, ids, trained), None))
-        endless = optimized(source, Path(temporary) / "streaming", Canonicalize(), STREAMING)
+        endless = optimize_artifact(source, Path(temporary) / "streaming", Canonicalize(), STREAMING)
         nats, largest = as_one(endless, ids)
         rows.append((f"streaming, {STREAMING.sinks} first and {STREAMING.recent} newest", len(ids), nats, largest))
-        paged = optimized(source, Path(temporary) / "paged", Canonicalize(), PageKV())
+        paged = optimize_artifact(source, Path(temporary) / "paged", Canonicalize(), PageKV())
         beyond = ids[: TIMES_TRAINED * trained]
         for name, session in (
             ("plain, past its trained length", without_limit(paged)),
@@ -60,7 +67,7 @@ def main(
             nats, largest = as_one(session, beyond)
             rows.append((name, len(beyond), nats[-trained:], largest))
         for step in RETRIEVAL:
-            session = optimized(source, Path(temporary) / step.summary, Canonicalize(), step)
+            session = optimize_artifact(source, Path(temporary) / step.summary, Canonicalize(), step)
             read = step.sinks + step.recent + step.budget * (step.page or 0)
             name = f"retrieval by {step.summary}, at most {read} of {trained} tokens"
             rows.append((name, trained, nats_in_windows(session, ids, trained), None))

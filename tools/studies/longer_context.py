@@ -41,7 +41,14 @@ from graphopt.passes.lift.rescale_rope import RescaleRope
 from graphopt.passes.lift.rescale_rope.methods import METHODS
 from graphopt.passes.recipe import Step, load_recipe
 from graphopt.tasks.ports import IntArray
-from tools.bench.parts.held_out import Nats, as_one, nats_in_windows, optimized, shipped, without_limit
+from tools.bench.parts.held_out import (
+    Nats,
+    as_one,
+    nats_in_windows,
+    open_shipped_model,
+    optimize_artifact,
+    without_limit,
+)
 from tools.bench.parts.options import JsonFile
 
 STREAMING = SparseKV(policy="streaming", sinks=16, recent=496)
@@ -137,7 +144,7 @@ def main(
     times = [int(each) for each in factors.split(",")]
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "float32"
-        exported, text = shipped(source, 1 << 20)
+        exported, text = open_shipped_model(source, 1 << 20)
         trained = exported.manifest.model.max_positions or 0
         longest = max(times) * trained
         ranges, distances = buckets(trained, longest), [trained // 2, *(trained * each * 3 // 4 for each in times)]
@@ -154,7 +161,7 @@ def main(
         ]
         every = list(variants(trained, times, [each for each in methods.split(",") if each], recipe or ()))
         for number, variant in enumerate(track(every, console=Console(stderr=True))):
-            made = optimized(source, Path(temporary) / str(number), Canonicalize(), *variant.steps, run=False)
+            made = optimize_artifact(source, Path(temporary) / str(number), Canonicalize(), *variant.steps, run=False)
             session, most = without_limit(made), variant.most or longest
             at = by_position(session, long_texts, ranges, min(most, longest))
             again = [

@@ -146,7 +146,7 @@ def search(
         haystack = Haystack(attrs.kv_heads, size, positions, needle, seed=first)
         counted = min(attrs.kv_heads, trials - first)
         for name, y in answers(attrs, haystack, context).items():
-            off = np.abs(y - haystack.planted.swapaxes(0, 1)).max(axis=-1)
+            off = np.abs(y - haystack.needle_values.swapaxes(0, 1)).max(axis=-1)
             found[name] += (off[:, :counted] < FOUND).sum(axis=1)
     return {name: of_policy.tolist() for name, of_policy in found.items()}
 

@@ -25,7 +25,7 @@ from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.machine import OtherLoad, describe, quiet
 from tools.bench.parts.unavailable import UnavailableError
 from tools.studies.real.job import QUESTION, SENTENCES, Row, run
 from tools.studies.real.models import CACHE, MODELS, fetch
@@ -51,7 +51,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
 ) -> None:
     """Fetch the models, optimize each by each recipe, and print what the artifacts are worth."""
-    console, others = Console(), Others()
+    console, others = Console(), OtherLoad()
     rows: list[Row] = []
     for name in model or MODELS:
         if name not in MODELS:

@@ -33,7 +33,7 @@ from graphopt.passes.cache.sparse_kv import SparseKV
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval
 from graphopt.tasks.ports import IntArray
-from tools.bench.parts.held_out import nats_in_windows, optimized, shipped, windows
+from tools.bench.parts.held_out import nats_in_windows, open_shipped_model, optimize_artifact, windows
 from tools.bench.parts.options import JsonFile
 
 COUNTED_WINDOWS, COUNTED_STRIDE = 4, 16
@@ -67,14 +67,14 @@ def main(
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "float32"
-        plain, text = shipped(source, tokens)
+        plain, text = open_shipped_model(source, tokens)
         ids, window = text.ids, plain.max_positions or len(text.ids)
         every: list[tuple[str, SparseKV | None]] = [("dense", None), *variants()]
         for index, (name, step) in enumerate(every):
             session, chosen, read = plain, None, window
             if step is not None:
                 made = Path(temporary) / str(index)
-                session = optimized(source, made, Canonicalize(), step, run=False)
+                session = optimize_artifact(source, made, Canonicalize(), step, run=False)
                 read = step.sinks + step.recent
                 if step.policy == "retrieval":
                     chosen = pages_chosen(made, session, ids, window)

@@ -40,7 +40,7 @@ import graphopt
 from graphopt.inference.sampling import sampling_loop
 from graphopt.passes.recipe import Recipe
 from graphopt.tasks.denoiser import TIMESTEP, TIMESTEPS
-from tools.bench.parts.machine import Others, describe
+from tools.bench.parts.machine import OtherLoad, describe
 
 SIDE, BATCH, LOOP, SEEDS, CALIBRATION = 16, 16, 20, 8, 4
 SCHEDULER = {"_class_name": "DDIMScheduler", "clip_sample": True}
@@ -272,7 +272,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="of times")] = 41,
 ) -> None:
     """Train, quantize, sample, and print a table."""
-    others = Others()
+    others = OtherLoad()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         train(folder / "checkpoint", steps)

@@ -33,7 +33,7 @@ from graphopt.inference.decoding.proposers import Heads
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.decoding.step_costs import WIDTHS
 from graphopt.inference.session import Session
-from tools.bench.parts.drafting import step_medians, tasks, written
+from tools.bench.parts.drafting import step_medians, tasks, write_text
 from tools.bench.parts.trees import Best, Costs, Ranks, best, ranks_of
 
 
@@ -156,7 +156,7 @@ def main(
     completing = [task for task in tasks(session, window, modules) if task.kind == "completing"]
     for sampling in (GREEDY, Sampling(temperature, top_p=0.95, seed=1)):
         by = "greedy" if sampling == GREEDY else f"temperature {temperature}"
-        texts = [(task.prompt, written(session, task, tokens, sampling)[0]) for task in completing]
+        texts = [(task.prompt, write_text(session, task, tokens, sampling)[0]) for task in completing]
         for name, cost in costs.items():
             if name in smaller:
                 parts = [of_model(smaller[name], depth, *text) for text in texts]

@@ -50,7 +50,7 @@ def bound(haystack: Haystack, storage: str, context: int) -> float:
     levels = {"int8": 255, "int4": 15}.get(storage)
     here = haystack.positions
     for head in range(HEADS):
-        keys, values = (each.astype(np.float64) for each in haystack.read(head, 0, context))
+        keys, values = (each.astype(np.float64) for each in haystack.read_tokens(head, 0, context))
         largest = max(largest, float(np.abs(values).max()))
         scores = queries[:, head] @ keys.T
         pages = keys.reshape(-1, PAGE, SIZE)
@@ -86,7 +86,7 @@ def native() -> Native:
 def test_needles_and_distractors_are_what_the_test_says(context: int) -> None:
     planted = haystack(context)
     for head in range(HEADS):
-        keys, values = planted.read(head, 0, context)
+        keys, values = planted.read_tokens(head, 0, context)
         queries = planted.query.reshape(DEPTHS, HEADS, SIZE)[:, head]
         # float32 numbers whose squares are 64 in sum
         np.testing.assert_allclose(np.linalg.norm(keys, axis=1), math.sqrt(SIZE), rtol=1e-5)
@@ -94,14 +94,14 @@ def test_needles_and_distractors_are_what_the_test_says(context: int) -> None:
         cosine = (needles * queries).sum(axis=1) / np.linalg.norm(queries, axis=1) / math.sqrt(SIZE)
         np.testing.assert_allclose(cosine, NEEDLE.cosine, rtol=1e-5)
         assert ((queries != 0).sum(axis=1) == NEEDLE.channels).all()
-        np.testing.assert_array_equal(values[planted.positions], planted.planted[head])
+        np.testing.assert_array_equal(values[planted.positions], planted.needle_values[head])
         scores = np.delete(queries @ keys.T / math.sqrt(SIZE), planted.positions, axis=1)
         # the mean of N scores of standard deviation s is off by s / sqrt(N), the deviation by s / sqrt(2 N): 5 of them
         deviation = GAP / NEEDLE.margin(SIZE)
         assert np.abs(scores.mean(axis=1)).max() < 5 * deviation / math.sqrt(context)
         assert np.abs(scores.std(axis=1) / deviation - 1).max() < 5 / math.sqrt(2 * context)
         # parts of a sequence are the same whichever way they are read
-        np.testing.assert_array_equal(planted.read(head, 1000, 3000)[0], keys[1000:3000])
+        np.testing.assert_array_equal(planted.read_tokens(head, 1000, 3000)[0], keys[1000:3000])
 
 
 # what a longer context changes is how many pages there are, which no storage sees
@@ -118,7 +118,7 @@ def test_retrieval_finds_a_needle_at_every_depth(context: int, storage: str, sum
     attrs = attributes(storage, policies=(RETRIEVAL,), summary=summary)
     limit = bound(planted, storage, context)
     assert limit < 0.25  # what is not found is off by more than 0.5, see below
-    off = np.abs(ask(attrs, planted, context, native) - planted.planted.swapaxes(0, 1))
+    off = np.abs(ask(attrs, planted, context, native) - planted.needle_values.swapaxes(0, 1))
     assert off.max() <= limit
 
 
@@ -127,9 +127,9 @@ def test_streaming_finds_it_in_what_it_reads_only(context: int, storage: str, na
     planted = haystack(context)
     limit = bound(planted, storage, context)
     dense = ask(attributes(storage, policies=(DENSE,)), planted, context, native)
-    assert np.abs(dense - planted.planted.swapaxes(0, 1)).max() <= limit
+    assert np.abs(dense - planted.needle_values.swapaxes(0, 1)).max() <= limit
     y = ask(attributes(storage, policies=(STREAMING,)), planted, context, native)
-    off = np.abs(y - planted.planted.swapaxes(0, 1))
+    off = np.abs(y - planted.needle_values.swapaxes(0, 1))
     assert off[[0, -1]].max() <= limit
     # An average over a hundred values of mean 0 is 1 away from +1 or -1, in the mean over channels.
     assert off[1:-1].mean(axis=-1).min() > 0.5
@@ -141,7 +141,7 @@ def test_the_end_of_what_streaming_reads_is_where_it_says(native: Native) -> Non
     # query i stands at 2048 + i and reads what is above 1948 + i
     positions = np.array([7, 8, 1950, 1952])
     planted = Haystack(HEADS, SIZE, positions, NEEDLE)
-    off = np.abs(ask(attrs, planted, context, native) - planted.planted.swapaxes(0, 1)).mean(axis=(1, 2))
+    off = np.abs(ask(attrs, planted, context, native) - planted.needle_values.swapaxes(0, 1)).mean(axis=(1, 2))
     assert (off < 0.01).tolist() == [True, False, False, True]
 
 
@@ -151,7 +151,7 @@ def test_the_body_finds_what_the_kernel_finds(storage: str, policy: int, summary
     context = 1024  # the needle before the last lies outside of the newest 100
     planted = Haystack(HEADS, SIZE, np.linspace(0, context - 1, DEPTHS).astype(np.int64), NEEDLE)
     attrs = attributes(storage, policies=(policy,), summary=summary)
-    off = np.abs(ask(attrs, planted, context, Body()) - planted.planted.swapaxes(0, 1))
+    off = np.abs(ask(attrs, planted, context, Body()) - planted.needle_values.swapaxes(0, 1))
     limit = bound(planted, storage, context)
     if policy == RETRIEVAL:
         assert off.max() <= limit
@@ -165,7 +165,7 @@ def test_a_cache_that_was_fed_call_by_call_keeps_the_needle(storage: str) -> Non
     """The other tests write the cache as the operator would; here it does so itself."""
     context, depth = 1000, 300
     planted = Haystack(HEADS, SIZE, np.array([depth]), NEEDLE)
-    keys, values = zip(*(planted.read(head, 0, context + 1) for head in range(HEADS)), strict=True)
+    keys, values = zip(*(planted.read_tokens(head, 0, context + 1) for head in range(HEADS)), strict=True)
     query = np.zeros((1, context + 1, HEADS * SIZE), np.float32)
     query[0, -1] = planted.query
     none = np.zeros(0, np.float32)
@@ -181,4 +181,4 @@ def test_a_cache_that_was_fed_call_by_call_keeps_the_needle(storage: str) -> Non
     y = fed.calls(*[100] * 10, 1)[0, -1].reshape(HEADS, SIZE)
     limit = bound(planted, storage, context // PAGE * PAGE)
     assert limit < 0.25
-    assert np.abs(y - planted.planted[:, 0]).max() <= limit
+    assert np.abs(y - planted.needle_values[:, 0]).max() <= limit

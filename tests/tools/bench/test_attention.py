@@ -157,7 +157,7 @@ def test_an_engine_that_computes_something_else_is_not_timed(make_problem: MakeP
     prepared = engine.prepare(problem)
     assert prepared.copies > 1
     with pytest.raises(UnavailableError, match="wrong: copy 0"):
-        check(engine, replace(prepared, expected=prepared.expected * 1.1), problem)
+        check(engine, replace(prepared, reference=prepared.reference * 1.1), problem)
     first, *others = prepared.outputs()
     not_numbers = [np.full_like(y, np.nan) for y in others]
     with pytest.raises(UnavailableError, match="wrong: copy 1"):
@@ -197,7 +197,7 @@ def test_the_state_is_what_the_operator_leaves(storage: str, policy: int, summar
     problem = AttentionProblem(case, sequence, None)  # type: ignore[arg-type]
     state = attrs.state(1, pages, _SIZE).zeros()
     none, y = np.zeros(0, np.float32), np.zeros(0)
-    given = [np.array([sequence.read(head, 0, context)[which] for head in range(_KV_HEADS)]) for which in (0, 1)]
+    given = [np.array([sequence.read_tokens(head, 0, context)[which] for head in range(_KV_HEADS)]) for which in (0, 1)]
     steps = [*range(0, context - tokens, 4), context - tokens]
     for past, end in zip(steps, [*steps[1:], context], strict=True):
         query = np.zeros((end - past, 4, _SIZE), np.float32) if end < context else problem.query
@@ -219,5 +219,5 @@ def test_the_state_is_what_the_operator_leaves(storage: str, policy: int, summar
     read = attention_state.masks(attrs, filled, problem)
     # Both are float64.
     np.testing.assert_allclose(
-        attention_state.expected(attrs, filled, problem, read).reshape(y.shape), y, rtol=0, atol=1e-12
+        attention_state.reference(attrs, filled, problem, read).reshape(y.shape), y, rtol=0, atol=1e-12
     )

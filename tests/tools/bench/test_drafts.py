@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 from graphopt.inference.session import load
 from tests.native import needs_library
 from tools.bench import drafts as bench_drafts
-from tools.bench.parts.drafting import edited, tasks, tokens_of, written
+from tools.bench.parts.drafting import rename_identifier, tasks, tokens_of, write_text
 
 
 def test_an_edit_changes_one_name_everywhere() -> None:
-    assert edited("value = other + value\nvalues = 1\n") == "new_value = other + new_value\nvalues = 1\n"
-    assert edited("x = 1\n") == "x = 1\n"
+    assert rename_identifier("value = other + value\nvalues = 1\n") == "new_value = other + new_value\nvalues = 1\n"
+    assert rename_identifier("x = 1\n") == "x = 1\n"
 
 
 def test_the_tokens_of_a_step() -> None:
@@ -31,9 +31,9 @@ def test_rows_of_all_kinds(shipped_artifact: Path, tmp_path: Path) -> None:
     session = load(shipped_artifact, threads=1)
     (completing, editing, own) = tasks(session, 60, 1)
     assert own.prompt[: len(editing.prompt)] == editing.prompt
-    assert editing.given is not None
-    assert written(session, editing, 12)[0] == editing.given[:12]
-    assert len(written(session, completing, 12)[0]) == 12
+    assert editing.text_tokens is not None
+    assert write_text(session, editing, 12)[0] == editing.text_tokens[:12]
+    assert len(write_text(session, completing, 12)[0]) == 12
     app = typer.Typer()
     app.command()(bench_drafts.main)
     options = ["--drafter", "lookup", "--drafter", "known:1.0", "--draft-tokens", "3", "--json", str(tmp_path / "rows")]

@@ -10,7 +10,7 @@ TOLERANCE = 1e-4
 
 
 def test_the_absorbed_form_computes_what_exporters_write() -> None:
-    forms = [latent.Form(model, 20, None, 1) for model in (latent.made_from_latents(), latent.absorbed())]
+    forms = [latent.Form(model, 20, None, 1) for model in (latent.made_from_latents(), latent.absorb_latents())]
     expected, result = (form.outputs()[0] for form in forms)
     assert np.abs(result - expected).max() <= TOLERANCE * np.abs(expected).max()
 

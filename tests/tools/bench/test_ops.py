@@ -57,7 +57,7 @@ def test_an_engine_that_computes_something_else_is_not_timed(problem: Problem) -
     prepared = engine.prepare(problem)
     assert 0 < check(engine, prepared, problem) < engine.tolerance
     with pytest.raises(UnavailableError, match="wrong: copy 0"):
-        check(engine, replace(prepared, expected=prepared.expected * 1.1), problem)
+        check(engine, replace(prepared, reference=prepared.reference * 1.1), problem)
     first, *others = prepared.outputs()
     not_numbers = [np.full_like(y, np.nan) for y in others]
     with pytest.raises(UnavailableError, match="wrong: copy 1"):

@@ -69,11 +69,11 @@ def test_an_importance_matrix_lies_as_llama_cpp_reads_it(tmp_path: Path) -> None
 
 def test_onnxruntime_quantizes_what_graphopt_starts_from(llama_artifact: Path, tmp_path: Path) -> None:
     optimize(llama_artifact, Recipe(name="canonical", steps=(Canonicalize(),)), tmp_path / "plain")
-    size = nbits.quantized(tmp_path / "plain", "RTN", 32, tmp_path / "made")
+    size = nbits.quantize(tmp_path / "plain", "RTN", 32, tmp_path / "made")
     floats = (tmp_path / "plain" / "model.onnx.data").stat().st_size
     # 4 bits, a float32 scale and half a byte for 32 weights, where there were 32; norms stay
     assert size < 0.2 * floats
-    assert nbits.quantized(tmp_path / "plain", "RTN", 32, tmp_path / "made") == size  # nothing is left of the last run
+    assert nbits.quantize(tmp_path / "plain", "RTN", 32, tmp_path / "made") == size  # nothing is left of the last run
     quality = compare(llama_artifact, tmp_path / "made", ["def add(a, b):\n    return a + b\n" * 9], tokens=40)
     # 0.07 seen; nothing is lost where nothing was rounded, and broken codes lose more than 1
     assert 0 < quality.kl_mean < 0.2
@@ -87,7 +87,7 @@ def test_outputs_get_their_names_again() -> None:
             present = Abs(logits_Q4)
         }"""
     )
-    named = olive.named(model, ["logits", "present"])
+    named = olive.rename_outputs(model, ["logits", "present"])
     assert [value.name for value in named.graph.output] == ["logits", "present"]
     assert [(*node.input, *node.output) for node in named.graph.node] == [("x", "logits"), ("logits", "present")]
 
@@ -98,7 +98,7 @@ def test_onnxruntimes_gptq_calibrates_on_what_it_is_fed(llama_artifact: Path, tm
     texts = [np.random.default_rng(seed).integers(0, 40, (1, 64)) for seed in range(2)]
     feeds = [dict(task_of(graph).text_feeds(graph, text)) for text in texts]
     made = {
-        name: nbits.quantized(tmp_path / "plain", name, 16, tmp_path / name, feeds if name == "GPTQ" else ())
+        name: nbits.quantize(tmp_path / "plain", name, 16, tmp_path / name, feeds if name == "GPTQ" else ())
         for name in ("RTN", "GPTQ")
     }
     assert made["RTN"] == pytest.approx(made["GPTQ"], rel=0.01)

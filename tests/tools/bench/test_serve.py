@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tools.bench.parts.serving import Reply, Server, together
+from tools.bench.parts.serving import Reply, Server, send_all
 from tools.bench.parts.unavailable import UnavailableError
 from tools.bench.serve import _figures
 
@@ -42,7 +42,7 @@ def ask(parts: list[dict[str, Any]], counts: tuple[str, ...], status: str = "200
     async def run() -> list[Reply]:
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as served:
             server = Server(served.sockets[0].getsockname()[1], "/completions", {"stream": True}, counts)
-            replies, _ = await together(server, [[1, 2]] * clients, clients)
+            replies, _ = await send_all(server, [[1, 2]] * clients, clients)
             return replies
 
     return asyncio.run(run())
@@ -59,8 +59,8 @@ def ask(parts: list[dict[str, Any]], counts: tuple[str, ...], status: str = "200
 )
 def test_each_part_has_its_time(parts: list[dict[str, Any]], counts: tuple[str, ...]) -> None:
     replies = ask(parts, counts, clients=3)
-    assert [(reply.tokens, len(reply.came)) for reply in replies] == [(2, 2)] * 3
-    assert all(0 < reply.came[0] < reply.came[1] for reply in replies)
+    assert [(reply.tokens, len(reply.arrivals)) for reply in replies] == [(2, 2)] * 3
+    assert all(0 < reply.arrivals[0] < reply.arrivals[1] for reply in replies)
     figures = _figures(replies, 2.0, 2)
     assert figures["tokens_per_second"] == 3
     assert figures["between_p99"] >= figures["between_p50"] > 0

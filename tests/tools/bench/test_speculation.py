@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from tools.bench.speculation import KINDS, OURS, main
+from tools.bench.speculation import DRAFTERS, KINDS, main
 
 app = typer.Typer()
 app.command()(main)
@@ -19,7 +19,7 @@ def test_each_drafter_is_timed_and_an_absent_server_is_said(shipped_artifact: Pa
     result = CliRunner().invoke(app, [str(shipped_artifact), *SMALL, *options])
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "rows").read_text())
-    assert [(row["engine"], row["drafts"]) for row in rows] == [("graphopt", name or "none") for name in OURS]
+    assert [(row["engine"], row["drafts"]) for row in rows] == [("graphopt", name or "none") for name in DRAFTERS]
     assert all(row[kind] > 0 for row in rows for kind in KINDS)
     assert result.output.count("absent: llama.cpp") == 5
     assert "llama-server is not there" in result.output.replace("\n", "")

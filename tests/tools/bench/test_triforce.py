@@ -19,7 +19,7 @@ from tools.bench import triforce
 from tools.bench.parts import large_graphs
 from tools.bench.parts.attention_problem import Sequence
 from tools.bench.parts.attention_state import fill
-from tools.bench.triforce import Expected, Way, best, expected, write
+from tools.bench.triforce import SimulatedLevel, Way, best, expected_seconds, write
 
 COSTS = {
     "target": {1: 10.0, 12: 10.0},
@@ -34,7 +34,7 @@ COSTS = {
     ids=lambda way: way.name,
 )
 def test_caches_hold_the_text_without_its_newest_token(way: Way) -> None:
-    levels = {name: Expected(costs, 100) for name, costs in COSTS.items()}
+    levels = {name: SimulatedLevel(costs, 100) for name, costs in COSTS.items()}
     done = write(way, levels, 100, 50, (0.7, 0.9), seed=0)
     assert done >= 50
     assert levels["target"].length == 100 + done
@@ -43,11 +43,13 @@ def test_caches_hold_the_text_without_its_newest_token(way: Way) -> None:
 
 def test_right_guesses_save_what_steps_cost() -> None:
     # a step of the target writes its 5 guesses and one more; five steps of the middle cost 5
-    assert expected(Way("middle", middle=5), COSTS, (0.0, 1.0)) == pytest.approx((10 + 5) / 6, rel=1e-2)
+    assert expected_seconds(Way("middle", middle=5), COSTS, (0.0, 1.0)) == pytest.approx((10 + 5) / 6, rel=1e-2)
     # one of 3 guesses of a draft that is never right: a token a step
-    assert expected(Way("draft", draft=3), COSTS, (0.0, 0.0)) == pytest.approx(10 + 0.03)
+    assert expected_seconds(Way("draft", draft=3), COSTS, (0.0, 0.0)) == pytest.approx(10 + 0.03)
     # every guess of the draft is right: a step of the middle gives 3 tokens, one of the target those and one
-    assert expected(Way("three", draft=2, middle=3), COSTS, (1.0, 1.0)) == pytest.approx((10 + 1 + 0.02) / 4, rel=1e-2)
+    assert expected_seconds(Way("three", draft=2, middle=3), COSTS, (1.0, 1.0)) == pytest.approx(
+        (10 + 1 + 0.02) / 4, rel=1e-2
+    )
 
 
 def test_the_fastest_lengths_are_found() -> None:

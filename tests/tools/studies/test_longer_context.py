@@ -11,7 +11,7 @@ from graphopt.passes.cache.page_kv import PageKV
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.quality.evaluation import negative_log_likelihood
 from tests.families import POSITIONS, VOCABULARY
-from tools.bench.parts.held_out import optimized, without_limit
+from tools.bench.parts.held_out import optimize_artifact, without_limit
 from tools.studies import longer_context
 
 
@@ -36,7 +36,7 @@ def test_the_file_comes_twice_at_the_distance_and_other_text_stands_between() ->
 def test_tokens_are_scored_where_they_stand(
     llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = without_limit(optimized(llama_artifact, tmp_path / "paged", Canonicalize(), PageKV(), run=False))
+    session = without_limit(optimize_artifact(llama_artifact, tmp_path / "paged", Canonicalize(), PageKV(), run=False))
     assert session.max_positions is None
     texts = [np.random.default_rng(seed).integers(0, VOCABULARY, 2 * POSITIONS + 1) for seed in (0, 1)]
     expected = [negative_log_likelihood(session.logits(ids[None, :-1])[0], ids[1:]) for ids in texts]

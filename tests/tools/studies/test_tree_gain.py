@@ -39,10 +39,10 @@ def test_tokens_of_a_step() -> None:
 
 def test_a_level_of_a_tree_is_a_step_of_the_draft_model() -> None:
     costs = Costs(1.0, {1: 10.0, 2: 20.0, 4: 30.0, 8: 40.0}, {1: 1.0, 2: 1.5, 4: 2.5})
-    assert costs.of(chain(3)) == 30.0 + 3.0
+    assert costs.step_seconds(chain(3)) == 30.0 + 3.0
     # the first level comes of the anchor, the second of three nodes, the third of one
-    assert costs.of([(1,), (2,), (3,), (1, 1), (1, 1, 1)]) == 40.0 + 1.0 + 2.5 + 1.0
-    assert Costs(1.0, costs.steps, 0.5).of(chain(3)) == 30.5
+    assert costs.step_seconds([(1,), (2,), (3,), (1, 1), (1, 1, 1)]) == 40.0 + 1.0 + 2.5 + 1.0
+    assert Costs(1.0, costs.steps, 0.5).step_seconds(chain(3)) == 30.5
 
 
 def test_the_fastest_one_is_found() -> None:

@@ -1,1 +1,1 @@
-"""What ``tools/bench/ops.py`` is made of: problems, engines, one file for each kind of engine, rounds and reports."""
+"""The parts of the benchmarks: problems, engines, one file for each kind of engine, rounds and reports."""

@@ -1,4 +1,4 @@
-"""Graphs of several attentions in onnxruntime, whose caches stay where they are, as input and as output."""
+"""Graphs of several attentions in onnxruntime, whose caches are updated in place: input and output at one address."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import (
 from tools.bench.parts import attention_state
 from tools.bench.parts.attention_binding import Binding
 from tools.bench.parts.attention_problem import AttentionProblem
-from tools.bench.parts.engine import AnyEngine, Prepared, optional
+from tools.bench.parts.engine import AnyEngine, Workload, optional
 from tools.bench.parts.graphopt_engines import constant
 from tools.bench.parts.onnxruntime_engines import STOP_SPINNING
 from tools.bench.parts.problem import Array
@@ -46,7 +46,7 @@ _SINKS, _WINDOW = 4, 4096
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of a node: its storage, its policy, and by which summary it retrieves how many tokens."""
+    """The settings of a node: storage, policy, the summary that retrieval scores pages by, and its budget of tokens."""
 
     storage: str
     policy: int = DENSE
@@ -82,15 +82,17 @@ class Choice:
 
 def engines() -> list[AnyEngine[AttentionProblem]]:
     """Return every storage with dense attention, which has no suffix, and the policies with some."""
-    found = [engine(f"graphopt-{storage}", Choice(storage)) for storage in STORAGES]
+    candidates = [engine(f"graphopt-{storage}", Choice(storage)) for storage in STORAGES]
     for storage in LEVELS:
-        found.append(engine(f"graphopt-{storage}-factors", Choice(storage, token_factors=1), default=False))
+        candidates.append(engine(f"graphopt-{storage}-factors", Choice(storage, token_factors=1), default=False))
     for storage in STORAGES:
         default = storage in ("float32", "int8")
         for summary in ("bounds", "mean"):
-            found.append(engine(f"graphopt-{storage}-{summary}", Choice(storage, RETRIEVAL, summary), default=default))
-        found.append(engine(f"graphopt-{storage}-streaming", Choice(storage, STREAMING), default=default))
-    return found
+            candidates.append(
+                engine(f"graphopt-{storage}-{summary}", Choice(storage, RETRIEVAL, summary), default=default)
+            )
+        candidates.append(engine(f"graphopt-{storage}-streaming", Choice(storage, STREAMING), default=default))
+    return candidates
 
 
 def engine(name: str, choice: Choice, *, default: bool = True) -> AnyEngine[AttentionProblem]:
@@ -98,7 +100,7 @@ def engine(name: str, choice: Choice, *, default: bool = True) -> AnyEngine[Atte
     return AnyEngine(name, choice.tolerance, partial(_prepare, choice=choice), kind="attention", default=default)
 
 
-def _prepare(problem: AttentionProblem, choice: Choice) -> Prepared:
+def _prepare(problem: AttentionProblem, choice: Choice) -> Workload:
     attrs, case = choice.attributes(problem), problem.case
     if case.past // attrs.page != (case.context - 1) // attrs.page:
         raise UnavailableError(
@@ -107,22 +109,22 @@ def _prepare(problem: AttentionProblem, choice: Choice) -> Prepared:
         )
     pages = -(-case.context // attrs.page)
     if choice.policy == STREAMING:
-        needed = attrs.recent + case.tokens + attrs.page
-        pages = min(pages, attrs.first_pages - (-needed // attrs.page))
+        recent_tokens = attrs.recent + case.tokens + attrs.page
+        pages = min(pages, attrs.first_pages - (-recent_tokens // attrs.page))
     state = _copies(problem, attrs, pages, 1)[0]
-    read = attention_state.masks(attrs, state, problem)
-    expected = attention_state.expected(attrs, state, problem, read)
-    size = attention_state.bytes_read(attrs, state, problem, read)
+    masks = attention_state.masks(attrs, state, problem)
+    reference = attention_state.reference(attrs, state, problem, masks)
+    size = attention_state.bytes_read(attrs, state, problem, masks)
     states = _copies(problem, attrs, pages, problem.copies(size))
-    for made in states:
-        attention_state.forget(attrs, made, case.past, case.context, case.size)
+    for copy in states:
+        attention_state.forget(attrs, copy, case.past, case.context, case.size)
     y = [np.zeros((1, case.tokens, case.heads * case.size), np.float32) for _ in states]
     binding = _open(problem, attrs, states, y)
-    return Prepared(binding.run, lambda: y, expected, size + problem.bytes_of_activations, keep=binding)
+    return Workload(binding.run, lambda: y, reference, size + problem.bytes_of_activations, keep=binding)
 
 
 def _copies(problem: AttentionProblem, attrs: KVAttributes, pages: int, count: int) -> list[dict[str, Array]]:
-    """Return ``count`` states. Those that hold the same are shared by engines, which append the same tokens."""
+    """Return ``count`` states. Engines share equal ones: all append the same tokens."""
     case, threads = problem.case, problem.settings.memory.threads
     key = (
         "state",
@@ -134,10 +136,10 @@ def _copies(problem: AttentionProblem, attrs: KVAttributes, pages: int, count: i
         attrs.recent_pages,
         attrs.first_pages,
     )
-    stored: list[dict[str, Array]] = problem.keep(
+    state_copies: list[dict[str, Array]] = problem.keep(
         key, lambda: [_copy(attention_state.fill(attrs, problem.sequence, case.context, pages, threads))]
     )
-    _grow(stored, count)
+    _grow(state_copies, count)
     summaries: list[dict[str, Array]] = [{"summaries": attrs.state(1, pages, case.size).summaries.zeros()}]
     if attrs.retrieves:
         arguments = (attrs.summary, attrs.page, problem.sequence, case.context, pages, threads)
@@ -145,7 +147,7 @@ def _copies(problem: AttentionProblem, attrs: KVAttributes, pages: int, count: i
         _grow(summaries, count)
     else:
         summaries *= count
-    return [{**each, **more} for each, more in zip(stored[:count], summaries[:count], strict=True)]
+    return [{**state, **summary} for state, summary in zip(state_copies[:count], summaries[:count], strict=True)]
 
 
 def _grow(copies: list[dict[str, Array]], count: int) -> None:
@@ -153,7 +155,7 @@ def _grow(copies: list[dict[str, Array]], count: int) -> None:
 
 
 def _copy(state: dict[str, Array]) -> dict[str, Array]:
-    """Return a copy that lies where a decoder's caches do."""
+    """Return a copy in memory that is allocated as a decoder's caches are."""
     copies = {name: aligned_zeros(array.shape, array.dtype) for name, array in state.items()}
     for name, copy in copies.items():
         copy[...] = state[name]
@@ -170,20 +172,20 @@ def _open(problem: AttentionProblem, attrs: KVAttributes, states: list[dict[str,
     if library_path() is None:
         raise UnavailableError("graphopt's library of kernels is not built")
     case = problem.case
-    asked: dict[str, Array] = {"query": problem.query.reshape(1, case.tokens, -1)}
+    step_inputs: dict[str, Array] = {"query": problem.query.reshape(1, case.tokens, -1)}
     for name, array in zip(("key", "value"), problem.new, strict=True):
-        asked[name] = np.ascontiguousarray(array.swapaxes(1, 2)).reshape(1, case.tokens, -1)
-    asked |= {"past": np.array([case.past]), "new": np.array([case.tokens])}
-    inputs, outputs = dict(asked), {}
-    given = {name: _value(name, array) for name, array in asked.items()}
-    no_numbers, no_state = constant("no_numbers", np.zeros(0, np.float32)), constant("no_state", _nothing())
-    nodes, values, made = [], list(given.values()), []
+        step_inputs[name] = np.ascontiguousarray(array.swapaxes(1, 2)).reshape(1, case.tokens, -1)
+    step_inputs |= {"past": np.array([case.past]), "new": np.array([case.tokens])}
+    inputs, outputs = dict(step_inputs), {}
+    step_values = {name: _value(name, array) for name, array in step_inputs.items()}
+    no_numbers, no_state = constant("no_numbers", np.zeros(0, np.float32)), constant("no_state", _empty_state())
+    nodes, values, graph_outputs = [], list(step_values.values()), []
     for copy, state in enumerate(states):
         bound = {name: state[name] for name in _STATE if state[name].size}
         tensors = {name: _value(f"{name}{copy}", array) for name, array in bound.items()}
         node = ir.node(
             "KVAttention",
-            [*given.values(), no_numbers, no_numbers, *(tensors.get(name, no_state) for name in _STATE)],
+            [*step_values.values(), no_numbers, no_numbers, *(tensors.get(name, no_state) for name in _STATE)],
             attrs.for_node(),
             domain=DOMAIN,
             num_outputs=6,
@@ -194,13 +196,13 @@ def _open(problem: AttentionProblem, attrs: KVAttributes, states: list[dict[str,
                 array = y[copy] if name == "y" else bound[name]
                 value.type, value.shape = _type(array), ir.Shape(array.shape)
                 outputs[value.name] = array
-                made.append(value)
+                graph_outputs.append(value)
         inputs |= {f"{name}{copy}": array for name, array in bound.items()}
         values += tensors.values()
         nodes.append(node)
     opsets = {"": 23, DOMAIN: max(operator.version for operator in OPERATORS.values())}
     graph = ir.Graph(
-        values, made, nodes=nodes, initializers=[no_numbers, no_state], opset_imports=opsets, name="attention"
+        values, graph_outputs, nodes=nodes, initializers=[no_numbers, no_state], opset_imports=opsets, name="attention"
     )
     file = Path(tempfile.mkdtemp(dir=problem.settings.work)) / "model.onnx"
     ir.save(ir.Model(graph, ir_version=11), file)
@@ -211,7 +213,7 @@ def _open(problem: AttentionProblem, attrs: KVAttributes, states: list[dict[str,
     return Binding(session, inputs, outputs)
 
 
-def _nothing() -> Array:
+def _empty_state() -> Array:
     return np.zeros((0, 0, 0, 0), np.float32)
 
 

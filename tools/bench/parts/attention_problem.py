@@ -79,19 +79,19 @@ class Sequence:
 
     def queries(self, tokens: int, heads: int) -> Singles:
         """Return queries, float32 [tokens, heads, size]."""
-        drawn = np.random.default_rng([self.seed, 1]).standard_normal((tokens, heads, self.size), np.float32)
+        normals = np.random.default_rng([self.seed, 1]).standard_normal((tokens, heads, self.size), np.float32)
         # The sum over channels of (spread / sqrt(size))^2 is what a query of ones would give scores for a variance.
         variance = np.mean(np.square(self._spread, dtype=np.float64), axis=1)
-        made: Singles = drawn * np.repeat(_SCORES / np.sqrt(variance), heads // self.kv_heads)[:, None].astype(
+        queries: Singles = normals * np.repeat(_SCORES / np.sqrt(variance), heads // self.kv_heads)[:, None].astype(
             np.float32
         )
-        return made
+        return queries
 
-    def read(self, head: int, first: int, end: int) -> tuple[Singles, Singles]:
+    def read_tokens(self, head: int, first: int, end: int) -> tuple[Singles, Singles]:
         """Return keys and values of a KV head, float32 [end - first, size] each."""
         blocks = range(first // _BLOCK, -(-end // _BLOCK))
-        drawn = np.concatenate([self._block(head, block) for block in blocks], axis=1)
-        keys, values = drawn[:, first - blocks.start * _BLOCK : end - blocks.start * _BLOCK]
+        numbers = np.concatenate([self._block(head, block) for block in blocks], axis=1)
+        keys, values = numbers[:, first - blocks.start * _BLOCK : end - blocks.start * _BLOCK]
         return keys * self._spread[head] + self._mean[head], values
 
     def _block(self, head: int, block: int) -> Singles:
@@ -101,7 +101,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """A case with its numbers; what engines make of them is kept as long as the problem.
+    """A case with its numbers; what engines derive from them is kept as long as the problem.
 
     Attributes:
         case: the case.
@@ -112,7 +112,7 @@ class AttentionProblem:
     case: AttentionCase
     sequence: Sequence
     settings: Settings
-    _kept: dict[object, Any] = field(default_factory=dict, repr=False)
+    _results: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def query(self) -> Singles:
@@ -128,7 +128,7 @@ class AttentionProblem:
         def draw(head: int) -> None:
             for first in range(0, case.context, 16 * _BLOCK):
                 end = min(case.context, first + 16 * _BLOCK)
-                keys[0, head, first:end], values[0, head, first:end] = self.sequence.read(head, first, end)
+                keys[0, head, first:end], values[0, head, first:end] = self.sequence.read_tokens(head, first, end)
 
         in_threads(draw, case.kv_heads, self.settings.memory.threads)
         return keys, values
@@ -137,13 +137,13 @@ class AttentionProblem:
     def new(self) -> tuple[Singles, Singles]:
         """Keys and values of the new tokens, float32 [1, kv_heads, tokens, size] each."""
         case = self.case
-        read = [self.sequence.read(head, case.past, case.context) for head in range(case.kv_heads)]
-        keys, values = np.array(read).swapaxes(0, 1)[:, None]
+        pairs = [self.sequence.read_tokens(head, case.past, case.context) for head in range(case.kv_heads)]
+        keys, values = np.array(pairs).swapaxes(0, 1)[:, None]
         return keys, values
 
     @property
     def scale(self) -> float:
-        """Of the product of a query and a key."""
+        """Factor of the product of a query and a key."""
         return 1 / math.sqrt(self.case.size)
 
     @property
@@ -157,14 +157,14 @@ class AttentionProblem:
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
         """Return what ``make`` returned when it was first called for ``key``."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        kept: T = self._kept[key]
-        return kept
+        if key not in self._results:
+            self._results[key] = make()
+        result: T = self._results[key]
+        return result
 
-    def of_copy(self, expected: Array, copy: int) -> Array:
-        """Return ``expected``: all copies hold the same tokens."""
-        return expected
+    def of_copy(self, reference: Array, copy: int) -> Array:
+        """Return ``reference``: all copies hold the same tokens."""
+        return reference
 
 
 def in_threads(work: Callable[[int], None], count: int, threads: int) -> None:
@@ -173,8 +173,8 @@ def in_threads(work: Callable[[int], None], count: int, threads: int) -> None:
         list(pool.map(work, range(count)))
 
 
-def runs(numbers: npt.NDArray[np.int64], most: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield the parts of rising ``numbers`` that have no gaps, none of them longer than ``most``."""
+def runs(numbers: npt.NDArray[np.int64], limit: int) -> Iterator[npt.NDArray[np.int64]]:
+    """Yield the parts of rising ``numbers`` that have no gaps, none of them longer than ``limit``."""
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
     for part in np.split(numbers, breaks):
-        yield from (part[first : first + most] for first in range(0, len(part), most))
+        yield from (part[first : first + limit] for first in range(0, len(part), limit))

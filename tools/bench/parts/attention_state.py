@@ -1,4 +1,4 @@
-"""The state of ``KVAttention`` as many calls would leave it, written page by page with the operator's own layout."""
+"""The state of ``KVAttention`` after many calls, written page by page in the operator's own layout."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from graphopt.runtime_ops.kv_attention.spec.layout import (
     unpack_values,
 )
 from graphopt.runtime_ops.kv_attention.spec.stored import read_mask
-from tools.bench.parts.attention_expected import Chunk, Doubles, attend
 from tools.bench.parts.attention_problem import AttentionProblem, Sequence, Singles, in_threads, runs
+from tools.bench.parts.attention_reference import Chunk, Doubles, attend
 from tools.bench.parts.problem import Array
 
 State = dict[str, Array]
@@ -36,17 +36,17 @@ def fill(attrs: KVAttributes, sequence: Sequence, context: int, pages: int, thre
         attrs: of the node.
         sequence: where keys and values come from.
         context: tokens.
-        pages: P, the capacity; where that is less than the tokens take, the state has wrapped.
+        pages: P, the capacity; where the tokens take more, the state has wrapped around.
         threads: to write with.
     """
     state = attrs.state(1, pages, sequence.size).zeros()
-    stored = stored_pages(attrs, context, pages)
+    held_pages = stored_pages(attrs, context, pages)
 
     def write(head: int) -> None:
-        for logical in runs(stored, _PAGES):
+        for logical in runs(held_pages, _PAGES):
             first, end = int(logical[0]) * attrs.page, (int(logical[-1]) + 1) * attrs.page
             shape = (len(logical), attrs.page, sequence.size)
-            keys, values = (each.reshape(shape) for each in sequence.read(head, first, end))
+            keys, values = (array.reshape(shape) for array in sequence.read_tokens(head, first, end))
             _write(attrs, state, head, context, logical, keys, values)
 
     in_threads(write, sequence.kv_heads, threads)
@@ -64,38 +64,38 @@ def forget(attrs: KVAttributes, state: State, past: int, context: int, size: int
         return
     physical = int(attrs.physical_page(page, state["keys"].shape[2]))
     for name, pack, unpack in (("keys", pack_keys, unpack_keys), ("values", pack_values, unpack_values)):
-        stored = unpack(state[name][0, :, physical], attrs.page, size, attrs.storage).copy()
-        stored[:, offsets] = 0
-        state[name][0, :, physical] = pack(stored, attrs.storage)
+        content = unpack(state[name][0, :, physical], attrs.page, size, attrs.storage).copy()
+        content[:, offsets] = 0
+        state[name][0, :, physical] = pack(content, attrs.storage)
 
 
 def summarize(summary: str, page: int, sequence: Sequence, tokens: int, pages: int, threads: int) -> Singles:
     """Return the summaries of the first ``tokens`` tokens, float32 [1, Hk, pages, Z]."""
     attrs = KVAttributes(kv_heads=sequence.kv_heads, scale=1.0, page=page, policies=(RETRIEVAL,), summary=summary)
-    made: Singles = attrs.state(1, pages, sequence.size).summaries.zeros()
+    summaries: Singles = attrs.state(1, pages, sequence.size).summaries.zeros()
 
     def write(head: int) -> None:
         for logical in runs(np.arange(-(-tokens // page)), _PAGES):
             first, end = int(logical[0]) * page, min(tokens, (int(logical[-1]) + 1) * page)
-            keys, _ = sequence.read(head, first, end)
+            keys, _ = sequence.read_tokens(head, first, end)
             starts = np.arange(0, len(keys), page)
             if summary == "bounds":
                 low, high = np.minimum.reduceat(keys, starts), np.maximum.reduceat(keys, starts)
-                made[0, head, logical] = np.concatenate([low, high], axis=1)
+                summaries[0, head, logical] = np.concatenate([low, high], axis=1)
             else:
                 counts = np.diff(starts, append=len(keys))[:, None].astype(np.float32)
-                made[0, head, logical] = np.add.reduceat(keys, starts) / counts
+                summaries[0, head, logical] = np.add.reduceat(keys, starts) / counts
 
     in_threads(write, sequence.kv_heads, threads)
-    return made
+    return summaries
 
 
 def stored_pages(attrs: KVAttributes, context: int, pages: int) -> Integers:
     """Return the pages of the sequence that the state holds."""
     page, newest = np.arange(-(-context // attrs.page)), (context - 1) // attrs.page
     first = attrs.first_pages
-    kept: Integers = page[(page < first) | (page > newest - (pages - first))]
-    return kept
+    held_pages: Integers = page[(page < first) | (page > newest - (pages - first))]
+    return held_pages
 
 
 def masks(attrs: KVAttributes, state: State, problem: AttentionProblem) -> list[npt.NDArray[np.bool_]]:
@@ -103,37 +103,37 @@ def masks(attrs: KVAttributes, state: State, problem: AttentionProblem) -> list[
     case = problem.case
     positions = _positions(attrs, case.context, state["keys"].shape[2])
     queries = problem.query.reshape(case.tokens, case.kv_heads, -1, case.size).astype(np.float64)
-    asked = np.arange(case.past, case.context)
+    query_positions = np.arange(case.past, case.context)
     return [
-        read_mask(attrs, head, state["summaries"][0], queries[:, head], asked, positions)
+        read_mask(attrs, head, state["summaries"][0], queries[:, head], query_positions, positions)
         for head in range(case.kv_heads)
     ]
 
 
-def expected(
-    attrs: KVAttributes, state: State, problem: AttentionProblem, read: list[npt.NDArray[np.bool_]]
+def reference(
+    attrs: KVAttributes, state: State, problem: AttentionProblem, masks: list[npt.NDArray[np.bool_]]
 ) -> Doubles:
-    """Return y from the state in float64, [S, Hq, D], where queries read what ``read`` says."""
+    """Return y from the state in float64, [S, Hq, D], where queries read the tokens of their masks."""
     case = problem.case
     positions = _positions(attrs, case.context, state["keys"].shape[2])
 
     def chunks(head: int) -> Iterator[Chunk]:
-        is_read = read[head].any(axis=0)
+        is_read = masks[head].any(axis=0)
         for logical in runs(np.unique(positions[is_read] // attrs.page), _PAGES):
             first, end = np.searchsorted(positions, [logical[0] * attrs.page, (logical[-1] + 1) * attrs.page])
             K, V = _decode(attrs, state, head, case.context, logical, case.size)
-            yield K[: end - first], V[: end - first], read[head][:, first:end]
+            yield K[: end - first], V[: end - first], masks[head][:, first:end]
 
     return attend(problem.query, case.kv_heads, attrs.scale, chunks)
 
 
-def bytes_read(attrs: KVAttributes, state: State, problem: AttentionProblem, read: list[npt.NDArray[np.bool_]]) -> int:
-    """Return what a step must read of the state: pages in whole, with their scales, and summaries to choose from."""
+def bytes_read(attrs: KVAttributes, state: State, problem: AttentionProblem, masks: list[npt.NDArray[np.bool_]]) -> int:
+    """Return the bytes of the state that a step must read: whole pages with their scales, and summaries of pages."""
     case = problem.case
     pages = state["keys"].shape[2]
     positions = _positions(attrs, case.context, pages)
     size = 0
-    for head, is_read in enumerate(read):
+    for head, is_read in enumerate(masks):
         logical = np.unique(positions[is_read.any(axis=0)] // attrs.page)
         is_float = _is_float(attrs, logical, case.context)
         of_codes = sum(state[name][0, head, 0].nbytes for name in ("keys", "values", "scales"))
@@ -146,7 +146,7 @@ def bytes_read(attrs: KVAttributes, state: State, problem: AttentionProblem, rea
 
 
 def decode(attrs: KVAttributes, state: State, head: int, context: int, size: int) -> tuple[Array, Array]:
-    """Return keys and values of a KV head as the state gives them back, those of all stored tokens, [n, D] each."""
+    """Return the decoded keys and values of all stored tokens of a KV head, [n, D] each."""
     pages = stored_pages(attrs, context, state["keys"].shape[2])
     K, V = _decode(attrs, state, head, context, pages, size)
     count = len(_positions(attrs, context, state["keys"].shape[2]))
@@ -154,8 +154,8 @@ def decode(attrs: KVAttributes, state: State, head: int, context: int, size: int
 
 
 def _positions(attrs: KVAttributes, context: int, pages: int) -> Integers:
-    found = (stored_pages(attrs, context, pages)[:, None] * attrs.page + np.arange(attrs.page)).reshape(-1)
-    return found[found < context]
+    positions = (stored_pages(attrs, context, pages)[:, None] * attrs.page + np.arange(attrs.page)).reshape(-1)
+    return positions[positions < context]
 
 
 def _is_float(attrs: KVAttributes, logical: Integers, context: int) -> npt.NDArray[np.bool_]:
@@ -191,7 +191,7 @@ def _write(
 def _decode(
     attrs: KVAttributes, state: State, head: int, context: int, logical: Integers, size: int
 ) -> tuple[Array, Array]:
-    """Return keys and values of whole pages as the state gives them back, [n T, D] each."""
+    """Return the decoded keys and values of whole pages, [n T, D] each."""
     physical = attrs.physical_page(logical, state["keys"].shape[2])
     K: Any = unpack_keys(state["keys"][0, head, physical], attrs.page, size, attrs.storage)
     V: Any = unpack_values(state["values"][0, head, physical], attrs.page, size, attrs.storage)

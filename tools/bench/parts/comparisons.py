@@ -1,4 +1,4 @@
-"""Which engines an engine of graphopt has to stand beside, and how much faster it is, round by round."""
+"""The peers that each engine of graphopt is compared with, and how many times as fast it is, round by round."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fnmatch import fnmatch
 from tools.bench.parts.rounds import Timing
 
 Against = Mapping[str, tuple[str, ...]]
-"""To an engine's name, a pattern, the names of the peers that it has to stand beside, a pattern for each kind."""
+"""For a pattern of engines' names: patterns of their peers' names, one for each kind of peer."""
 
 _NBITS, _ELSE = "onnxruntime-matmulnbits", ("openvino-*", "torch-bf16")
 _FOUR = (f"{_NBITS}-4-*", "llama.cpp-q4*", *_ELSE)
 _SIX = (f"{_NBITS}-8-*", "llama.cpp-q6*", *_ELSE)
 _EIGHT = (f"{_NBITS}-8-*", "llama.cpp-q8*", *_ELSE)
 
-# The first pattern that fits decides, here and below. A Hadamard in front is measured by what it adds.
+# The first pattern that matches decides, here and below. A product after a Hadamard is compared with the product alone.
 PRODUCTS: Against = {
     "graphopt-hadamard": ("copy",),
     "graphopt-hadamard-int4": ("graphopt-int4",),
@@ -34,12 +34,12 @@ PRODUCTS: Against = {
 
 _FLOAT = ("onnxruntime-gqa-float32", "onnxruntime-attention*", "torch-float32*")
 _HALF = ("onnxruntime-gqa-float16", "torch-bfloat16*", "llama.cpp-f16")
-# Nobody else on a CPU stores a cache as float8: what has as many bytes stands beside it.
+# No peer stores a cache as float8 on a CPU: it is compared with caches of as many bytes.
 _FLOAT8 = ("graphopt-float16", "graphopt-int8", "onnxruntime-gqa-int8", "llama.cpp-q8_0")
 _BYTE = ("onnxruntime-gqa-int8", "llama.cpp-q8_0")
 _NIBBLE = ("onnxruntime-gqa-int4", "llama.cpp-q4_0")
 
-# What reads a part of the cache stands beside graphopt's own attention that reads all of it, too.
+# Attention over a part of the cache is compared with graphopt's own attention over all of it, too.
 ATTENTION: Against = {
     "graphopt-float32": _FLOAT,
     "graphopt-float16": _HALF,
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def compare(case: Hashable, timings: Mapping[str, Timing], against: Against) -> Iterator[Comparison]:
-    """Yield each engine of graphopt against the fastest of each kind of peer that it has to stand beside."""
+    """Yield each engine of graphopt against the fastest of each kind of its peers."""
     for engine, timing in timings.items():
         kinds = next((kinds for pattern, kinds in against.items() if fnmatch(engine, pattern)), ())
         for kind in kinds:
@@ -75,4 +75,9 @@ def compare(case: Hashable, timings: Mapping[str, Timing], against: Against) -> 
             if peers:
                 peer = min(peers, key=lambda name: timings[name].median)
                 rounds = zip(timings[peer].seconds, timing.seconds, strict=True)
-                yield Comparison(case, engine, peer, statistics.median(theirs / ours for theirs, ours in rounds))
+                yield Comparison(
+                    case,
+                    engine,
+                    peer,
+                    statistics.median(peer_seconds / own_seconds for peer_seconds, own_seconds in rounds),
+                )

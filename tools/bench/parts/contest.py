@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tools.bench.parts.comparisons import Against, Comparison, compare
-from tools.bench.parts.engine import AnyEngine, P, Prepared, check
-from tools.bench.parts.machine import Memory, Others, describe, quiet
+from tools.bench.parts.engine import AnyEngine, P, Workload, check
+from tools.bench.parts.machine import Memory, OtherLoad, describe, quiet
 from tools.bench.parts.report import Curve, Row, comparison_table, curve_table, table, write_json, write_plot
 from tools.bench.parts.rounds import measure
 from tools.bench.parts.unavailable import UnavailableError
@@ -25,10 +25,10 @@ class Contest:
     """Engines side by side, problem after problem.
 
     Attributes:
-        memory: what is probed between engines.
+        memory: whose bandwidth is measured between engines.
         rounds: of each problem.
-        against: which engines stand beside which.
-        rows: what was found so far.
+        against: the peers of each engine.
+        rows: the results so far.
         comparisons: the ratios so far.
         absent: engines that did not take part somewhere, and why.
     """
@@ -51,10 +51,10 @@ class Contest:
         ready, errors = self._prepare(problem, engines)
         if not ready:
             return []
-        others = Others()
+        load = OtherLoad()
         with self._bar(str(problem.case)) as advance:
             result = measure(ready, self.memory, self.rounds, advance)
-        self._shares.append(others.share())
+        self._shares.append(load.share())
         self._bandwidths += result.bandwidths
         rows = [
             Row(
@@ -89,7 +89,7 @@ class Contest:
         for name, reason in self.absent.items():
             self._console.print(f"absent: {name}: {reason}", highlight=False, markup=False)
         if json_file is not None:
-            more = {
+            facts = {
                 "threads": self.memory.threads,
                 "rounds": self.rounds,
                 "others": max(self._shares, default=0.0),
@@ -97,27 +97,27 @@ class Contest:
                 "absent": self.absent,
                 "curves": [asdict(curve) for curve in curves],
             }
-            write_json(json_file, self._machine, self.rows, self.comparisons, more)
+            write_json(json_file, self._machine, self.rows, self.comparisons, facts)
         if plot is not None:
             write_plot(plot, self._machine, self.rows, curves)
 
-    def _prepare(self, problem: P, engines: Sequence[AnyEngine[P]]) -> tuple[dict[str, Prepared], dict[str, float]]:
+    def _prepare(self, problem: P, engines: Sequence[AnyEngine[P]]) -> tuple[dict[str, Workload], dict[str, float]]:
         """Return the engines that can take part and are right, with their errors; note the others in ``absent``."""
-        ready: dict[str, Prepared] = {}
+        ready: dict[str, Workload] = {}
         errors: dict[str, float] = {}
         for engine in engines:
             try:
-                prepared = engine.prepare(problem)
-                errors[engine.name] = check(engine, prepared, problem)
+                workload = engine.prepare(problem)
+                errors[engine.name] = check(engine, workload, problem)
             except UnavailableError as error:
                 self.absent.setdefault(engine.name, f"{error} ({problem.case})")
             else:
-                ready[engine.name] = prepared
+                ready[engine.name] = workload
         return ready, errors
 
     @contextlib.contextmanager
     def _bar(self, name: str) -> Iterator[Callable[[], object]]:
-        """Show a bar of rounds, and yield what moves it; it draws nothing by itself, beside what is timed."""
+        """Show a bar of rounds, and yield what moves it; no thread redraws it while engines are timed."""
         with Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -135,19 +135,21 @@ class Contest:
             yield advance
 
 
-def choose(patterns: str, every: Sequence[AnyEngine[P]]) -> list[AnyEngine[P]]:
+def choose(patterns: str, candidates: Sequence[AnyEngine[P]]) -> list[AnyEngine[P]]:
     """Return the engines whose names match one of the patterns, or the default ones.
 
     Raises:
         typer.BadParameter: a pattern matches none.
     """
     if not patterns:
-        return [engine for engine in every if engine.default]
-    wanted = patterns.split(",")
-    for pattern in wanted:
-        if not any(fnmatch(engine.name, pattern) for engine in every):
-            raise typer.BadParameter(f"no engine is called {pattern}; there are {', '.join(e.name for e in every)}")
-    return [engine for engine in every if any(fnmatch(engine.name, pattern) for pattern in wanted)]
+        return [engine for engine in candidates if engine.default]
+    names = patterns.split(",")
+    for pattern in names:
+        if not any(fnmatch(engine.name, pattern) for engine in candidates):
+            raise typer.BadParameter(
+                f"no engine is called {pattern}; there are {', '.join(e.name for e in candidates)}"
+            )
+    return [engine for engine in candidates if any(fnmatch(engine.name, pattern) for pattern in names)]
 
 
 def _spread(bandwidths: list[float]) -> dict[str, float]:

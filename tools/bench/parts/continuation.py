@@ -1,4 +1,4 @@
-"""What a model expects behind states that it is given: logarithms of probabilities of the tokens that come."""
+"""What a model predicts after given states: log probabilities of the next tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ Logs = npt.NDArray[np.float64]
 
 
 def logs_behind(decoder: Decoder, ids: npt.NDArray[np.int64]) -> Logs:
-    """Feed tokens [n], some at a time; return logarithms of probabilities behind them, [n, vocabulary]."""
-    logits = [np.array(decoder.step(ids[None, at : at + PIECE])[0], np.float64) for at in range(0, len(ids), PIECE)]
+    """Feed tokens [n] in pieces; return the log probabilities of the token after each, [n, vocabulary]."""
+    logits = [
+        np.array(decoder.step(ids[None, start : start + PIECE])[0], np.float64) for start in range(0, len(ids), PIECE)
+    ]
     scores = np.concatenate(logits)
     scores -= scores.max(axis=1, keepdims=True)
     logs: Logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))

@@ -1,4 +1,4 @@
-"""What tools/bench/gpu.py times: one call of a CUDA operator, and what others have for the same on torch tensors."""
+"""What tools/bench/gpu.py times: one call of a CUDA operator, and its rivals on torch tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Wanted = Callable[[str], bool]
-"""Whether the case of a name is to be made: its tensors take time and memory."""
+CaseFilter = Callable[[str], bool]
+"""Whether to build the case of a name: its tensors take time and memory."""
 
 
-def every(name: str) -> bool:
-    """Want all cases."""
+def all_cases(name: str) -> bool:
+    """Select every case."""
     del name
     return True
 
@@ -28,16 +28,16 @@ class Case:
         run: computes one copy on torch's current stream.
         error: relative error of a copy's output against float64, in the norm.
         allowed: the largest error that rounding explains.
-        rivals: the same by others, by name; or, by the name of a ratio's other side, a bound such as a plain copy.
+        rivals: by name, other code for the same problem, or a bound such as a plain copy.
     """
 
     name: str
-    moved: int
+    bytes_moved: int
     copies: int
     poison: Callable[[int], None]
     run: Callable[[int], None]
     error: Callable[[int], float]
-    allowed: float
+    tolerance: float
     rivals: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
 
 

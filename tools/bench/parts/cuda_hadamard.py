@@ -12,7 +12,7 @@ import numpy as np
 from graphopt.numerics.rotations import factors, hadamard
 from graphopt.numerics.rotations.hadamard import halves
 from tests.runtime_ops.cuda import interface
-from tools.bench.parts.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
+from tools.bench.parts.cuda_case import Case, CaseFilter, all_cases, copies_past_l2, stream_of
 
 WIDTHS = (4096, 8192, 14336, 18944, 28672)
 ROWS = (1, 16, 4096)
@@ -25,12 +25,12 @@ def cases(
     *,
     widths: Sequence[int] = WIDTHS,
     rows: Sequence[int] = ROWS,
-    wanted: Wanted = every,
+    is_selected: CaseFilter = all_cases,
 ) -> Iterator[Case]:
     """Yield a case for each width and number of rows, float16."""
     for width in widths:
         for count in rows:
-            if wanted(_title(count, width)):
+            if is_selected(_title(count, width)):
                 yield _case(library, torch, device, count, width)
 
 
@@ -40,22 +40,22 @@ def _title(rows: int, width: int) -> str:
 
 def _case(library: ctypes.CDLL, torch: Any, device: str, rows: int, width: int) -> Case:
     pair = [_product(part) for part in halves(factors(width))]
-    taken, kept = zip(*(interface.factor(library, matrix) for matrix in pair), strict=True)
+    descriptors, buffers = zip(*(interface.factor(library, matrix) for matrix in pair), strict=True)
     bytes_of_one = 2 * 2 * rows * width
     copies = copies_past_l2(torch, device, bytes_of_one)
     x = [torch.randn(rows, width, device=device, dtype=torch.float16) for _ in range(copies)]
-    y = [torch.empty_like(each) for each in x]
-    left, right = (torch.tensor(matrix, device=device, dtype=torch.float64) for matrix in pair)
-    whole = (torch.kron(left, right) / width**0.5).to(torch.float16) if width <= 8192 else None
+    y = [torch.empty_like(tensor) for tensor in x]
+    left_matrix, right_matrix = (torch.tensor(matrix, device=device, dtype=torch.float64) for matrix in pair)
+    whole = (torch.kron(left_matrix, right_matrix) / width**0.5).to(torch.float16) if width <= 8192 else None
 
-    def run(copy: int, _kept: object = kept) -> None:
-        call = interface.Hadamard(x[copy].data_ptr(), y[copy].data_ptr(), rows, 10, *taken)
+    def run(copy: int, _buffers: object = buffers) -> None:
+        call = interface.Hadamard(x[copy].data_ptr(), y[copy].data_ptr(), rows, 10, *descriptors)
         interface.check(library.graphopt_cuda_hadamard(ctypes.byref(call), stream_of(torch, device)))
 
     def error(copy: int) -> float:
-        runs = x[copy].double().reshape(rows, len(left), len(right))
-        expected = (left.T @ runs @ right / width**0.5).reshape(rows, width)
-        return float((y[copy].double() - expected).norm() / expected.norm())
+        runs = x[copy].double().reshape(rows, len(left_matrix), len(right_matrix))
+        reference = (left_matrix.T @ runs @ right_matrix / width**0.5).reshape(rows, width)
+        return float((y[copy].double() - reference).norm() / reference.norm())
 
     def poison(copy: int) -> None:
         y[copy].fill_(float("nan"))

@@ -13,7 +13,7 @@ import numpy as np
 from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, STORAGES, KVAttributes, StateTensor
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda.kv_attention import Call
-from tools.bench.parts.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
+from tools.bench.parts.cuda_case import Case, CaseFilter, all_cases, copies_past_l2, stream_of
 
 SIZES = (
     (1, 512, 1),
@@ -30,7 +30,7 @@ SIZES = (
 """Rows, tokens that each has with the new ones, and how many of them are new."""
 
 RETRIEVALS = ((1, 131072, 1, 4096), (1, 131072, 4, 4096))
-"""The same, and tokens in the pages that each query chooses: it reads the first and the newest page besides."""
+"""The same, and the tokens in the pages that each query chooses; it also reads the first and the newest page."""
 
 _PAGE = 64
 
@@ -45,18 +45,18 @@ def cases(
     storages: Sequence[str] = ("float16", "int8", "int4"),
     heads: tuple[int, int] = (32, 8),
     size: int = 128,
-    wanted: Wanted = every,
+    is_selected: CaseFilter = all_cases,
 ) -> Iterator[Case]:
     """Yield a case for each size and storage, of float16 queries: dense ones beside torch, retrieval beside dense.
 
     Tokens are a multiple of the page, 64.
     """
-    for rows, tokens, fresh, retrieved in (*((*each, 0) for each in sizes), *retrievals):
+    for rows, tokens, fresh, budget in (*((*shape, 0) for shape in sizes), *retrievals):
         for storage in storages:
             title = f"KVAttention {storage} {rows} x {tokens}, {fresh} new"
-            title += f", retrieval of {retrieved}" if retrieved else ""
-            if wanted(title):
-                yield _case(library, torch, device, title, rows, tokens, fresh, retrieved, storage, heads, size)
+            title += f", retrieval of {budget}" if budget else ""
+            if is_selected(title):
+                yield _case(library, torch, device, title, rows, tokens, fresh, budget, storage, heads, size)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Problem:
         scratch_bytes = self.library.graphopt_cuda_kv_attention_scratch(ctypes.byref(calls[0]))
         scratch = self.torch.empty(scratch_bytes + 16, dtype=self.torch.uint8, device=self.device)
 
-        def run(copy: int, _kept: object = (on_host, y)) -> None:
+        def run(copy: int, _arrays: object = (on_host, y)) -> None:
             calls[copy].scratch = scratch.data_ptr() + -scratch.data_ptr() % 16
             stream = stream_of(self.torch, self.device)
             interface.check(self.library.graphopt_cuda_kv_attention(ctypes.byref(calls[copy]), stream))
@@ -116,21 +116,21 @@ class _Problem:
             setattr(call, {"recent": "slots"}.get(name, name), tensor.data_ptr())
         return call
 
-    def expected(self, attrs: KVAttributes, copy: int) -> Any:
+    def reference(self, attrs: KVAttributes, copy: int) -> Any:
         """Return y of a copy by float64, [rows, new, query heads x D]."""
         torch, state = self.torch, self.states[copy]
         rows, fresh, width = self.key.shape
-        grouped = _grouped(self.query, attrs)
+        queries = _group_queries(self.query, attrs)
         keys, values = _tokens(torch, state, attrs.storage, width // attrs.kv_heads)
         hidden = torch.ones(fresh, self.tokens, dtype=torch.bool, device=self.device).triu(self.tokens - fresh + 1)
         if attrs.chooses:
-            hidden = hidden | ~_read_tokens(torch, state["summaries"], grouped, self.tokens, attrs)
+            hidden = hidden | ~_read_tokens(torch, state["summaries"], queries, self.tokens, attrs)
         hidden = hidden.expand(rows, attrs.kv_heads, fresh, self.tokens)
-        results = torch.empty_like(grouped)
+        results = torch.empty_like(queries)
         for head in range(attrs.kv_heads):  # one at a time: scores of a prompt are gigabytes
-            queries = grouped[:, head].flatten(1, 2)
-            scores = queries @ keys[:, head].mT * attrs.scale  # [rows, new token and head of the group, tokens]
-            scores.masked_fill_(hidden[:, head].repeat_interleave(grouped.shape[3], dim=-2), float("-inf"))
+            group_queries = queries[:, head].flatten(1, 2)
+            scores = group_queries @ keys[:, head].mT * attrs.scale  # [rows, new token and head of the group, tokens]
+            scores.masked_fill_(hidden[:, head].repeat_interleave(queries.shape[3], dim=-2), float("-inf"))
             results[:, head] = (torch.softmax(scores, dim=-1) @ values[:, head]).reshape(results[:, head].shape)
         return results.transpose(1, 2).reshape(rows, fresh, -1)
 
@@ -143,58 +143,60 @@ def _case(
     rows: int,
     tokens: int,
     fresh: int,
-    retrieved: int,
+    budget: int,
     storage: str,
     heads: tuple[int, int],
     size: int,
 ) -> Case:
     dense = KVAttributes(kv_heads=heads[1], scale=size**-0.5, page=_PAGE, storage=storage)
-    choice = replace(dense, policies=(RETRIEVAL,), sinks=_PAGE, recent=_PAGE, budget=retrieved // _PAGE)
-    attrs = choice if retrieved else dense  # as self:retrieval drafts
+    choice = replace(dense, policies=(RETRIEVAL,), sinks=_PAGE, recent=_PAGE, budget=budget // _PAGE)
+    attrs = choice if budget else dense  # as self:retrieval drafts
     shapes = {name: tensor for name, tensor in attrs.state(rows, tokens // _PAGE, size)}  # noqa: C416 - no dict
-    moved = shapes["keys"].bytes + shapes["values"].bytes + shapes["scales"].bytes
-    if retrieved:
-        moved = moved * (retrieved + 2 * _PAGE) // tokens + shapes["summaries"].bytes
-    copies = copies_past_l2(torch, device, moved)
+    bytes_moved = shapes["keys"].bytes + shapes["values"].bytes + shapes["scales"].bytes
+    if budget:
+        bytes_moved = bytes_moved * (budget + 2 * _PAGE) // tokens + shapes["summaries"].bytes
+    copies = copies_past_l2(torch, device, bytes_moved)
 
     def activations(width: int) -> Any:
         return torch.randn(rows, fresh, width * size, dtype=torch.float16, device=device)
 
     query, key, value = (activations(width) for width in (heads[0], heads[1], heads[1]))
-    states = [{name: _drawn(torch, device, name, tensor) for name, tensor in shapes.items()} for _ in range(copies)]
-    if retrieved:
+    states = [
+        {name: _random_state(torch, device, name, tensor) for name, tensor in shapes.items()} for _ in range(copies)
+    ]
+    if budget:
         for state in states:
-            state["summaries"] = _decided_summaries(torch, _grouped(query, attrs), tokens, attrs)
+            state["summaries"] = _decided_summaries(torch, _group_queries(query, attrs), tokens, attrs)
     problem = _Problem(library, torch, device, query, key, value, states, tokens)
     y = [torch.empty_like(query) for _ in range(copies)]
 
     def error(copy: int) -> float:
-        expected = problem.expected(attrs, copy)
-        return float((y[copy].double() - expected).norm() / expected.norm())
+        reference = problem.reference(attrs, copy)
+        return float((y[copy].double() - reference).norm() / reference.norm())
 
     def poison(copy: int) -> None:
         y[copy].fill_(float("nan"))
 
     rivals: dict[str, Callable[[int], Any]] = {}
-    if retrieved:
+    if budget:
         rivals["all tokens"] = problem.runner(dense, [torch.empty_like(query) for _ in range(copies)])
     elif device == "cuda":
-        other = [
+        torch_caches = [
             torch.randn(2, rows, heads[1], tokens, size, dtype=torch.float16, device=device) for _ in range(copies)
         ]
         q = query.reshape(rows, fresh, heads[0], size).transpose(1, 2)
         attention = torch.nn.functional.scaled_dot_product_attention
-        # few new tokens have no mask: the few that they must not read are read anyway
+        # few new tokens get no mask: it takes next to no time that a query also reads the tokens after it
         masks = import_module("torch.nn.attention.bias")
         mask = masks.causal_lower_right(fresh, tokens) if fresh > attrs.page else None
         rivals["torch attention, float16"] = lambda copy: attention(
-            q, other[copy][0], other[copy][1], attn_mask=mask, enable_gqa=True
+            q, torch_caches[copy][0], torch_caches[copy][1], attn_mask=mask, enable_gqa=True
         )
     # half a unit in the last place of y, and what float32 sums of so many tokens may lose
-    return Case(title, moved, copies, poison, problem.runner(attrs, y), error, 2**-10, rivals)
+    return Case(title, bytes_moved, copies, poison, problem.runner(attrs, y), error, 2**-10, rivals)
 
 
-def _drawn(torch: Any, device: str, name: str, tensor: StateTensor) -> Any:
+def _random_state(torch: Any, device: str, name: str, tensor: StateTensor) -> Any:
     """Return a random state: codes, halves, or floats; lows and steps are small."""
     if tensor.dtype == np.uint8:
         return torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device=device)
@@ -202,33 +204,33 @@ def _drawn(torch: Any, device: str, name: str, tensor: StateTensor) -> Any:
     return torch.randn(tensor.shape, dtype=dtype, device=device) / (16 if name == "scales" else 1)
 
 
-def _grouped(query: Any, attrs: KVAttributes) -> Any:
+def _group_queries(query: Any, attrs: KVAttributes) -> Any:
     """Return queries as float64 [rows, KV heads, new, heads of a group, D]."""
     rows, fresh, width = query.shape
     size = round(attrs.scale**-2)  # scale is 1 / sqrt(D)
     return query.double().reshape(rows, fresh, attrs.kv_heads, width // attrs.kv_heads // size, size).transpose(1, 2)
 
 
-def _page_scores(summaries: Any, grouped: Any) -> Any:
+def _page_scores(summaries: Any, queries: Any) -> Any:
     """Return the scores of pages by their bounds, the largest of a group's heads, float64 [rows, heads, new, pages].
 
     Args:
         summaries: least and largest keys, [rows, heads, pages, 2 D].
-        grouped: queries, float64 [rows, heads, new, group, D].
+        queries: queries, float64 [rows, heads, new, group, D].
     """
     low, high = summaries.double().chunk(2, dim=-1)
-    above, below = grouped.clamp(min=0).flatten(2, 3), grouped.clamp(max=0).flatten(2, 3)
-    scores = above @ high.mT + below @ low.mT
-    return scores.unflatten(2, grouped.shape[2:4]).amax(dim=3)
+    positive, negative = queries.clamp(min=0).flatten(2, 3), queries.clamp(max=0).flatten(2, 3)
+    scores = positive @ high.mT + negative @ low.mT
+    return scores.unflatten(2, queries.shape[2:4]).amax(dim=3)
 
 
-def _chosen(torch: Any, summaries: Any, grouped: Any, tokens: int, attrs: KVAttributes) -> tuple[Any, Any]:
-    """Return the pages that queries choose, and how far the last of them is ahead of the next, of its score.
+def _choose_pages(torch: Any, summaries: Any, queries: Any, tokens: int, attrs: KVAttributes) -> tuple[Any, Any]:
+    """Return the pages that queries choose, and the gap from the last of them to the next, relative to its score.
 
-    Only pages that are neither read by all nor behind a query can be chosen: a query's own page and the first are not.
+    A page is a candidate if it lies before the query and not every query reads it: not the first, nor the query's own.
     """
-    scores = _page_scores(summaries, grouped)
-    pages, fresh = torch.arange(scores.shape[-1], device=scores.device), grouped.shape[2]
+    scores = _page_scores(summaries, queries)
+    pages, fresh = torch.arange(scores.shape[-1], device=scores.device), queries.shape[2]
     position = torch.arange(tokens - fresh, tokens, device=scores.device)[:, None]
     # the newest page's worth of tokens is read by all: a page that begins behind the first of them has no other token
     is_candidate = (pages >= 1) & (pages * _PAGE <= position - _PAGE)
@@ -238,25 +240,25 @@ def _chosen(torch: Any, summaries: Any, grouped: Any, tokens: int, attrs: KVAttr
     return best.indices[..., :-1], gaps
 
 
-def _decided_summaries(torch: Any, grouped: Any, tokens: int, attrs: KVAttributes) -> Any:
-    """Return random bounds by which float32 sums choose what float64 does: drawn anew where scores are nearly equal."""
-    rows, heads, _, _, size = grouped.shape
+def _decided_summaries(torch: Any, queries: Any, tokens: int, attrs: KVAttributes) -> Any:
+    """Return random bounds by which float32 and float64 choose the same pages: drawn again if scores nearly tie."""
+    rows, heads, _, _, size = queries.shape
     while True:
         # of 64 normal numbers the largest is near 2.4
-        bounds = torch.randn(rows, heads, tokens // _PAGE, 2 * size, device=grouped.device).abs() / 2 + 2
+        bounds = torch.randn(rows, heads, tokens // _PAGE, 2 * size, device=queries.device).abs() / 2 + 2
         bounds[..., :size].neg_()
-        if _chosen(torch, bounds, grouped, tokens, attrs)[1].min() > 1e-6 * size**0.5:
+        if _choose_pages(torch, bounds, queries, tokens, attrs)[1].min() > 1e-6 * size**0.5:
             return bounds
 
 
-def _read_tokens(torch: Any, summaries: Any, grouped: Any, tokens: int, attrs: KVAttributes) -> Any:
+def _read_tokens(torch: Any, summaries: Any, queries: Any, tokens: int, attrs: KVAttributes) -> Any:
     """Return which tokens each query reads, besides those behind it, bool [rows, heads, new, tokens]."""
-    chosen, _ = _chosen(torch, summaries, grouped, tokens, attrs)
-    fresh = grouped.shape[2]
-    is_chosen = torch.zeros(*chosen.shape[:-1], tokens // _PAGE, dtype=torch.bool, device=chosen.device)
-    is_chosen.scatter_(-1, chosen, True)
-    position = torch.arange(tokens, device=chosen.device)
-    newest = torch.arange(tokens - fresh, tokens, device=chosen.device)[:, None]
+    pages, _ = _choose_pages(torch, summaries, queries, tokens, attrs)
+    fresh = queries.shape[2]
+    is_chosen = torch.zeros(*pages.shape[:-1], tokens // _PAGE, dtype=torch.bool, device=pages.device)
+    is_chosen.scatter_(-1, pages, True)
+    position = torch.arange(tokens, device=pages.device)
+    newest = torch.arange(tokens - fresh, tokens, device=pages.device)[:, None]
     always = (position < _PAGE) | (position > newest - _PAGE)  # the first page, and as many of the newest tokens
     return is_chosen.repeat_interleave(_PAGE, dim=-1) | always
 
@@ -269,15 +271,15 @@ def _tokens(torch: Any, state: dict[str, Any], storage: str, size: int) -> tuple
         keys = keys.double().reshape(rows, heads, pages, 4, size, 16).transpose(-1, -2)
         return keys.reshape(rows, heads, -1, size), values.double().reshape(rows, heads, -1, size)
 
-    def unpacked(codes: Any, lanes: int, summed: int) -> Any:
+    def unpack(codes: Any, lanes: int, depth: int) -> Any:
         fours = codes.reshape(rows, heads, pages, lanes // 16, -1, 16, 4)
         if storage == "int4":
             fours = torch.stack([fours & 15, fours >> 4], dim=-3).flatten(-4, -3)
-        return fours.transpose(-2, -3).reshape(rows, heads, pages, lanes, summed).double()
+        return fours.transpose(-2, -3).reshape(rows, heads, pages, lanes, depth).double()
 
     low, step, value_low, value_step = state["scales"].double().split([size, size, 64, 64], dim=-1)
-    keys = low[..., None, :] + step[..., None, :] * unpacked(keys, 64, size)
-    values = value_low[..., None] + value_step[..., None] * unpacked(values, size, 64).mT
+    keys = low[..., None, :] + step[..., None, :] * unpack(keys, 64, size)
+    values = value_low[..., None] + value_step[..., None] * unpack(values, size, 64).mT
     newest = state["recent"].double().reshape(rows, heads, 2, 64, size)
     keys[:, :, -1], values[:, :, -1] = newest[:, :, 0], newest[:, :, 1]
     return keys.reshape(rows, heads, -1, size), values.reshape(rows, heads, -1, size)

@@ -13,7 +13,7 @@ from graphopt.runtime_ops.matmul_table.spec.activations import MODES
 from graphopt.runtime_ops.matmul_table.spec.packing import pack
 from tests.runtime_ops.cuda import products
 from tests.runtime_ops.cuda.interface import check
-from tools.bench.parts.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
+from tools.bench.parts.cuda_case import Case, CaseFilter, all_cases, copies_past_l2, stream_of
 
 SHAPES = ((8192, 8192), (8192, 28672), (28672, 8192), (4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
 """K and N of the matrices of a large model, and of a layer of 8 billion parameters."""
@@ -30,7 +30,7 @@ KINDS = (
 GROUP = 128
 
 TABLE_BYTES = 1024
-"""Behind packed codes."""
+"""Bytes of the table, which follows packed codes."""
 
 DRAWN_COLUMNS = 512
 """Columns whose codes are drawn; further ones repeat them in memory of their own, as packing takes seconds."""
@@ -43,12 +43,12 @@ def cases(
     *,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     rows: Sequence[int] = ROWS,
-    wanted: Wanted = every,
+    is_selected: CaseFilter = all_cases,
 ) -> Iterator[Case]:
     """Yield a case for each matrix, format and number of rows: x in float16, or rounded to int8 group by group."""
     for shape in shapes:
         for name, activations in KINDS:
-            counts = [count for count in rows if wanted(_title(name, activations, count, shape))]
+            counts = [count for count in rows if is_selected(_title(name, activations, count, shape))]
             if counts:
                 weights = Weights(library, torch, device, shape, name, activations)
                 yield from (weights.case(count) for count in counts)
@@ -73,56 +73,64 @@ class Weights:
         columns = min(self.columns, DRAWN_COLUMNS)
         if self.columns % columns:
             raise ValueError(f"{self.columns} columns are no multiple of {columns}")
-        drawn = torch.randint(0, 2**format.bits, (self.rows, columns), dtype=torch.uint8).numpy()
+        column_codes = torch.randint(0, 2**format.bits, (self.rows, columns), dtype=torch.uint8).numpy()
         (table,) = format.operands.values()
-        given: dict[str, Any] = {"codes": pack(drawn, format.bits), "table": table, "trellis": int(table.ndim == 2)}
-        given |= {"rows": self.rows, "columns": columns}
+        weights: dict[str, Any] = {
+            "codes": pack(column_codes, format.bits),
+            "table": table,
+            "trellis": int(table.ndim == 2),
+        }
+        weights |= {"rows": self.rows, "columns": columns}
         interface = products.Products(library)
-        self.codec, of_drawn = interface.pack(given, interface.operands(np.float16, self.mode))
-        codes, behind = of_drawn[:-TABLE_BYTES], of_drawn[-TABLE_BYTES:]
-        packed = np.concatenate([np.tile(codes, self.columns // columns), behind])
+        self.codec, of_drawn = interface.pack(weights, interface.operands(np.float16, self.mode))
+        codes, table_bytes = of_drawn[:-TABLE_BYTES], of_drawn[-TABLE_BYTES:]
+        packed_bytes = np.concatenate([np.tile(codes, self.columns // columns), table_bytes])
         tiles, groups = -(-self.columns // 16), -(-self.rows // GROUP)
-        self.bytes = len(packed) + 2 * 16 * tiles * groups
+        self.bytes = len(packed_bytes) + 2 * 16 * tiles * groups
         copies = copies_past_l2(torch, device, self.bytes)
-        self.packed = [torch.from_numpy(packed).to(device) for _ in range(copies)]
+        self.packed_copies = [torch.from_numpy(packed_bytes).to(device) for _ in range(copies)]
         self.scales = torch.rand(tiles, groups, 16, device=device, dtype=torch.float16) / 64 + 1 / 64
         of_columns = self.scales.transpose(0, 1).reshape(groups, -1)[:, : self.columns].float()
-        values = torch.from_numpy(format.decode(drawn).astype(np.float32)).to(device).repeat(1, self.columns // columns)
+        values = (
+            torch.from_numpy(format.decode(column_codes).astype(np.float32))
+            .to(device)
+            .repeat(1, self.columns // columns)
+        )
         self.dense = values * of_columns.repeat_interleave(GROUP, 0)[: self.rows]
         self.halves = [self.dense.to(torch.float16) for _ in range(2)]
 
     def case(self, count: int) -> Case:
         """Return the product of ``count`` rows of x."""
-        torch, device, copies = self.torch, self.device, len(self.packed)
+        torch, device, copies = self.torch, self.device, len(self.packed_copies)
         x = [torch.randn(count, self.rows, device=device, dtype=torch.float16) for _ in range(copies)]
         y = [torch.empty(count, self.columns, device=device, dtype=torch.float16) for _ in range(copies)]
-        calls = [self._call(*tensors) for tensors in zip(x, y, self.packed, strict=True)]
+        calls = [self._call(*tensors) for tensors in zip(x, y, self.packed_copies, strict=True)]
         size = self.library.graphopt_cuda_matmul_table_scratch(ctypes.byref(calls[0]))
         scratch = torch.empty(size + 1, device=device, dtype=torch.uint8)
         for call in calls:
             call.scratch = scratch.data_ptr()
 
-        def run(copy: int, _kept: object = scratch) -> None:
+        def run(copy: int, _scratch: object = scratch) -> None:
             check(self.library.graphopt_cuda_matmul_table(ctypes.byref(calls[copy]), stream_of(torch, device)))
 
         def error(copy: int) -> float:
-            expected = x[copy].double() @ self.dense.double()
-            return float((y[copy].double() - expected).norm() / expected.norm())
+            reference = x[copy].double() @ self.dense.double()
+            return float((y[copy].double() - reference).norm() / reference.norm())
 
         def poison(copy: int) -> None:
             y[copy].fill_(float("nan"))
 
         # y, and a table that float16 cannot represent, are off by half a unit in the last place; a rounded x by half a
         # step of 1/127 of the largest in its group, at most 5 times the root of its mean square.
-        allowed = 2**-10 if self.activations == "float32" else 5 / 127 / 2
+        tolerance = 2**-10 if self.activations == "float32" else 5 / 127 / 2
         title = _title(self.name, self.activations, count, (self.rows, self.columns))
         rivals = {"cuBLAS float16": lambda copy: torch.matmul(x[copy], self.halves[copy % 2], out=y[copy])}
         if device == "cuda":
             rivals["cuBLAS float8"] = _float8(torch, self.dense, x)
-        moved = self.bytes + 2 * count * (self.rows + self.columns)
-        return Case(title, moved, copies, poison, run, error, allowed, rivals)
+        bytes_moved = self.bytes + 2 * count * (self.rows + self.columns)
+        return Case(title, bytes_moved, copies, poison, run, error, tolerance, rivals)
 
-    def _call(self, x: Any, y: Any, packed: Any) -> products.MatMul:
+    def _call(self, x: Any, y: Any, weights: Any) -> products.MatMul:
         return products.MatMul(
             x=x.data_ptr(),
             y=y.data_ptr(),
@@ -134,7 +142,7 @@ class Weights:
             scale_type=10,
             activations=self.mode,
             clip=1.0,
-            packed=packed.data_ptr(),
+            packed=weights.data_ptr(),
             scales=self.scales.data_ptr(),
             largest_scale=1 / 32,
             codec=self.codec,
@@ -143,10 +151,10 @@ class Weights:
 
 def _float8(torch: Any, dense: Any, x: Sequence[Any]) -> Callable[[int], Any]:
     """Return torch's product of float8 with one scale each, of rows of x that are rounded before; y in bfloat16."""
-    one = torch.ones((), device=dense.device)
+    unit_scale = torch.ones((), device=dense.device)
     # cuBLAS reads weights of float8 by columns
     weights = [dense.T.contiguous().to(torch.float8_e4m3fn) for _ in range(2)]
-    rounded = [each.to(torch.float8_e4m3fn) for each in x]
+    x_float8 = [tensor.to(torch.float8_e4m3fn) for tensor in x]
     return lambda copy: torch._scaled_mm(
-        rounded[copy], weights[copy % 2].T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+        x_float8[copy], weights[copy % 2].T, scale_a=unit_scale, scale_b=unit_scale, out_dtype=torch.bfloat16
     )

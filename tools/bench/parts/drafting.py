@@ -29,45 +29,45 @@ class Task:
     """One text to write.
 
     Attributes:
-        kind: ``completing``: the model's own text behind the first half of a held-out module's window. ``editing``: the
-            window itself with a name changed, behind the old one; it is given, as a model would write it that edits
-            well, so only costs and drafts are measured, not what this model would say. ``own editing``: the same
-            prompt, the model's own text.
+        kind: ``completing``: the model continues the first half of a held-out module's window. ``editing``: the prompt
+            is the window, the text is the window with a name changed. The text is forced, as a model that edits well
+            would write it: this measures costs and drafts, not this model's text. ``own editing``: the same prompt, and
+            the model's own text.
         name: the module.
         prompt: its tokens.
-        given: the tokens of the text, where it is given.
+        given: the tokens of the text, where it is forced.
     """
 
     kind: str
     name: str
     prompt: list[int]
-    given: list[int] | None = None
+    text_tokens: list[int] | None = None
 
 
-class Given(Continuation):
-    """A continuation whose tokens are known; each is chosen all the same, so that a step costs what it costs."""
+class ForcedContinuation(Continuation):
+    """A continuation of forced tokens; it samples all the same, so that a step takes as long as any other."""
 
-    given: list[int]
+    text_tokens: list[int]
 
     def step(self, logits: npt.NDArray[np.floating]) -> StepOutput:
-        """Take the next given token in."""
+        """Append the next forced token."""
         if self.stop_reason is not None:
             return StepOutput()
         self.settings.sampling.choose(logits, self.random)
-        token = self.given[len(self.tokens)]
+        token = self.text_tokens[len(self.tokens)]
         self.tokens.append(token)
-        if len(self.tokens) == min(self.limit, len(self.given)):
+        if len(self.tokens) == min(self.limit, len(self.text_tokens)):
             self.stop_reason = "length"
         return StepOutput(token)
 
 
-class Known(Proposer):
-    """A drafter of a given acceptance: it knows the text, and is wrong by chance.
+class OracleProposer(Proposer):
+    """A drafter of a chosen acceptance rate: it knows the text, and errs at random.
 
     Args:
-        text: the tokens that come.
-        chance: of each guess to be right.
-        wrong: a token that the text does not have.
+        text: the tokens of the text.
+        chance: probability that a guess is right.
+        wrong: a token that the text does not contain.
     """
 
     def __init__(self, text: Sequence[int], chance: float, wrong: int) -> None:
@@ -79,7 +79,7 @@ class Known(Proposer):
         (self.row,) = rows
 
     def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
-        """Return what comes, with its errors."""
+        """Return the next tokens of the text, some of them wrong."""
         coming = self.text[len(self.row.tokens) : len(self.row.tokens) + limits[0]]
         right = self.random.random(len(coming)) < self.chance
         return [
@@ -90,12 +90,12 @@ class Known(Proposer):
         ]
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        """Nothing: the row tells."""
+        """Do nothing: the row holds its tokens."""
 
 
 def tokens_of(chance: float, length: int) -> float:
-    """Return E, the tokens of a step that checks ``length`` guesses, each right by chance if those before it are."""
-    return sum(chance**place for place in range(length + 1))
+    """Return the expected tokens of a step that checks ``length`` guesses, each right by chance if those before are."""
+    return sum(chance**index for index in range(length + 1))
 
 
 def tasks(session: Session, window: int, modules: int) -> list[Task]:
@@ -106,24 +106,26 @@ def tasks(session: Session, window: int, modules: int) -> list[Task]:
         window: tokens of a file.
         modules: how many.
     """
-    found: list[Task] = []
+    chosen_tasks: list[Task] = []
     for name in HELD_OUT:
         text = (stdlib_folder() / f"{name}.py").read_text(encoding="utf-8")
         ids = session.encode(text)
-        if len(ids) < 2 * window or len(found) >= 3 * modules:
+        if len(ids) < 2 * window or len(chosen_tasks) >= 3 * modules:
             continue
         old = session.decode(ids[window // 2 : window // 2 + window])
         prompt = session.encode(f"{old}\n\n")
-        found += [
+        chosen_tasks += [
             Task("completing", name, ids[:window]),
-            Task("editing", name, prompt, session.encode(edited(old))[len(session.beginning) :]),
-            Task("own editing", name, [*prompt, *session.encode(edited(old))[len(session.beginning) :][:16]]),
+            Task("editing", name, prompt, session.encode(rename_identifier(old))[len(session.beginning) :]),
+            Task(
+                "own editing", name, [*prompt, *session.encode(rename_identifier(old))[len(session.beginning) :][:16]]
+            ),
         ]
-    return found
+    return chosen_tasks
 
 
-def edited(text: str) -> str:
-    """Return a text whose most frequent name of four letters or more is another one everywhere."""
+def rename_identifier(text: str) -> str:
+    """Return a text with its most frequent name of four letters or more renamed everywhere."""
     names = Counter(_NAME.findall(text))
     if not names:
         return text
@@ -132,33 +134,33 @@ def edited(text: str) -> str:
 
 
 def step_medians(session: Session, widths: Sequence[int], context: int = 64, rounds: int = 15) -> list[float]:
-    """Return the seconds of steps of so many tokens behind ``context`` others, medians of rounds in turn."""
+    """Return the median seconds of a step of each width after ``context`` tokens; widths take turns in each round."""
     ids = np.random.default_rng(0).integers(0, session.interface.vocabulary or 2, (1, context + max(widths)))
     decoder = Decoder(session, 1, room=ids.shape[1])
     decoder.step(ids[:, :context])
-    found: list[list[float]] = [[] for _ in widths]
+    samples: list[list[float]] = [[] for _ in widths]
     for _ in range(rounds):
-        for seconds, width in zip(found, widths, strict=True):
+        for seconds, width in zip(samples, widths, strict=True):
             decoder.rewind(context)
-            began = time.perf_counter()
+            begin = time.perf_counter()
             decoder.step(ids[:, context : context + width])
-            seconds.append(time.perf_counter() - began)
-    return list(map(statistics.median, found))
+            seconds.append(time.perf_counter() - begin)
+    return list(map(statistics.median, samples))
 
 
-def written(
+def write_text(
     session: Session, task: Task, tokens: int, sampling: Sampling = GREEDY, speculation: Speculation | None = None
 ) -> tuple[list[int], float]:
-    """Write the text of a task; return its tokens and the seconds behind the prompt."""
+    """Write the text of a task; return its tokens and the seconds after the prompt."""
     row = start(session, task.prompt, Settings(tokens, sampling), name=task.name)
-    if task.given is not None:
-        row.__class__ = Given
-        assert isinstance(row, Given)
-        row.given = task.given
+    if task.text_tokens is not None:
+        row.__class__ = ForcedContinuation
+        assert isinstance(row, ForcedContinuation)
+        row.text_tokens = task.text_tokens
     drafts = None if speculation is None else speculation.start(session, [row])
     steps = run(Decoder(session, 1, room=room_for([row])), [row], np.array([task.prompt]), drafts=drafts)
     next(steps)
-    began = time.perf_counter()
+    begin = time.perf_counter()
     for _ in steps:
         pass
-    return row.tokens, time.perf_counter() - began
+    return row.tokens, time.perf_counter() - begin

@@ -1,6 +1,6 @@
-"""Weights that are drawn at random for what reads them: in a graph that is compiled, or in the files beside one.
+"""Random weights that suit the nodes that read them: in a graph that is compiled, or in the files beside one.
 
-Numbers repeat after :data:`PERIOD`, so gigabytes take as long as copying them. They keep activations finite: gains of
+Numbers repeat after :data:`PERIOD`, so drawing gigabytes is copying. They keep activations finite: gains of
 norms are near 1, products of codes and scales have the deviation of a checkpoint's weights.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Role = Literal["codes", "scales", "zero points", "gains", "angles", "matrix"]
 
 PERIOD = (1 << 22) + 64
-"""Numbers after which they repeat: no multiple of the sizes of rows, so rows differ."""
+"""How many numbers are drawn before they repeat: no multiple of the sizes of rows, so rows differ."""
 
 # As transformers begins (see random_checkpoint.py).
 _DEVIATION, _GAIN_DEVIATION = 0.02, 0.1
@@ -48,7 +48,7 @@ _ROLES: dict[str, dict[int, Role]] = {
     "SkipSimplifiedLayerNormalization": {2: "gains"},
     "MatMul": {0: "matrix", 1: "matrix"},
 }
-# Operators that hand numbers on as they are.
+# Operators that do not change numbers.
 _TRANSPARENT = ("Cast", "Gather", "Identity", "Reshape", "Transpose")
 
 # Where an operator reads the numbers that codes stand for.
@@ -93,7 +93,7 @@ class Use:
 
 
 def use_of(value: ir.Value) -> Use:
-    """Return what a weight is, by the first node that reads it, or reads what is only moved.
+    """Return the use of a weight by the first node that reads it, or reads it behind operators that only move numbers.
 
     Raises:
         InputError: no node that is known here reads it.
@@ -103,9 +103,9 @@ def use_of(value: ir.Value) -> Use:
         return use
     readers = sorted({f"{reader.op_type}[{index}]" for reader, index in value.uses()})
     raise InputError(
-        f"it is not known what random numbers suit a weight that {', '.join(readers) or 'no node'} reads",
+        f"no rule says which random numbers suit a weight that {', '.join(readers) or 'no node'} reads",
         tensor=value.name,
-        remedy="say so in tools/bench/parts/drawn_weights.py",
+        remedy="add one to _ROLES in tools/bench/parts/drawn_weights.py",
     )
 
 
@@ -115,9 +115,9 @@ def _first_use(value: ir.Value) -> Use | None:
         if role is not None:
             return Use(role, reader)
         if reader.op_type in _TRANSPARENT and index == 0:
-            moved = _first_use(reader.outputs[0])
-            if moved is not None:
-                return moved
+            further_use = _first_use(reader.outputs[0])
+            if further_use is not None:
+                return further_use
             if reader.op_type == "Gather":  # a table of embeddings, or its codes, which are cast behind
                 return Use("matrix" if value.dtype is None or value.dtype.is_floating_point() else "codes", reader)
     return None
@@ -138,9 +138,9 @@ def drawn_numbers(role: Role, dtype: ir.DataType, levels: int | None, deviation:
         return np.zeros(PERIOD, dtype.numpy())
     if role == "codes":
         bits = int(dtype.itemsize * 8)
-        least = -(1 << (bits - 1)) if dtype.is_signed() else 0
+        lowest = -(1 << (bits - 1)) if dtype.is_signed() else 0
         count = 1 << bits if levels is None else min(levels, 1 << bits)
-        return generator.integers(least, least + count, PERIOD, np.int16).astype(dtype.numpy())
+        return generator.integers(lowest, lowest + count, PERIOD, np.int16).astype(dtype.numpy())
     numbers: Array
     if role == "scales":
         # Rounding makes scales that float16 holds, and passes store them so where it does.
@@ -194,8 +194,8 @@ class DrawnWeight(Expression):
         numbers = drawn_numbers(self.role, self.kind, self.levels, self.deviation)
         start = (zlib.crc32(self.name.encode()) + rows.start * width) % PERIOD
         count = (rows.stop - rows.start) * width
-        repeated = np.tile(numbers, -(-(start + count) // PERIOD))[start : start + count]
-        return repeated.reshape(-1, *self.dims[1:])[(slice(None), *region[1:])]
+        row_numbers = np.tile(numbers, -(-(start + count) // PERIOD))[start : start + count]
+        return row_numbers.reshape(-1, *self.dims[1:])[(slice(None), *region[1:])]
 
 
 def draw_weights(model: ir.Model) -> None:
@@ -208,8 +208,8 @@ def draw_weights(model: ir.Model) -> None:
         tensor = value.const_value
         if isinstance(tensor, WeightTensor):
             use, name, dims = use_of(value), value.name or "", tuple(tensor.shape.numpy())
-            drawn = DrawnWeight(name, use.role, tensor.dtype, dims, use.levels, use.deviation)
-            value.const_value = WeightTensor(drawn, name)
+            weight = DrawnWeight(name, use.role, tensor.dtype, dims, use.levels, use.deviation)
+            value.const_value = WeightTensor(weight, name)
 
 
 def missing_files(file: Path) -> dict[Path, int]:
@@ -222,7 +222,7 @@ def missing_files(file: Path) -> dict[Path, int]:
 
 
 def fill_external_data(file: Path, threads: int = 0) -> int:
-    """Write the files of weights that a model names, with drawn numbers in each place, and return their bytes.
+    """Write the files of weights that a model names, filled with random numbers, and return their bytes.
 
     Codes are random bytes: of formats in files no bit is unused. Files that are there as large as the model says stay.
 
@@ -238,9 +238,9 @@ def fill_external_data(file: Path, threads: int = 0) -> int:
     for path, size in sizes.items():
         reserve(path, size)
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        places = [(v, t) for v, t in _external(ir.load(file)) if file.parent / t.location in sizes]
-        for done in [pool.submit(_fill, file.parent, value, tensor, use_of(value)) for value, tensor in places]:
-            done.result()
+        tensors = [(v, t) for v, t in _external(ir.load(file)) if file.parent / t.location in sizes]
+        for job in [pool.submit(_fill, file.parent, value, tensor, use_of(value)) for value, tensor in tensors]:
+            job.result()
     return sum(sizes.values())
 
 
@@ -261,8 +261,8 @@ def _fill(folder: Path, value: ir.Value, tensor: ir.ExternalTensor, use: Use) ->
     start = zlib.crc32((value.name or "").encode()) % PERIOD * numbers.itemsize
     with (folder / tensor.location).open("r+b", buffering=0) as stream:
         stream.seek(tensor.offset or 0)
-        left = tensor.length or tensor.nbytes
-        while left:
-            piece = content[start : start + left]
-            left -= stream.write(piece)
+        remaining_bytes = tensor.length or tensor.nbytes
+        while remaining_bytes:
+            piece = content[start : start + remaining_bytes]
+            remaining_bytes -= stream.write(piece)
             start = (start + len(piece)) % len(content)

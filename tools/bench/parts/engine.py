@@ -20,15 +20,15 @@ class AnyProblem(Protocol):
     def case(self) -> Hashable:
         """What a row of the report is about; as text, the title of its table."""
 
-    def of_copy(self, expected: Array, copy: int) -> Array:
-        """Return what ``copy`` must compute, where copy 0 must compute ``expected``."""
+    def of_copy(self, reference: Array, copy: int) -> Array:
+        """Return what ``copy`` must compute, where copy 0 must compute ``reference``."""
 
 
 P = TypeVar("P", bound=AnyProblem)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Workload:
     """An engine that is ready to compute a problem.
 
     Attributes:
@@ -41,7 +41,7 @@ class Prepared:
 
     run: Callable[[], object]
     outputs: Callable[[], Sequence[Array]]
-    expected: Array
+    reference: Array
     bytes: int
     keep: object = None
 
@@ -60,12 +60,12 @@ class AnyEngine(Generic[P]):
         tolerance: the largest relative error, by norms, that rounding as it says can explain.
         prepare: makes it ready for a problem, or raises :class:`UnavailableError`.
         kind: the kind of case that it computes.
-        default: whether it takes part unless it is named.
+        default: whether it takes part where no engine is named.
     """
 
     name: str
     tolerance: float
-    prepare: Callable[[P], Prepared]
+    prepare: Callable[[P], Workload]
     kind: str = "product"
     default: bool = field(default=True, compare=False)
 
@@ -79,18 +79,18 @@ Engine = AnyEngine[Problem]
 TOLERANCES = {"float32": 3e-6, "bfloat16": 5e-3, "int16": 1e-4, "int8": 1.5e-2, "int4": 2.5e-1}
 
 
-def check(engine: AnyEngine[P], prepared: Prepared, problem: P) -> float:
-    """Run ``prepared`` once and return its largest relative error; an engine that computes something else cannot win.
+def check(engine: AnyEngine[P], workload: Workload, problem: P) -> float:
+    """Run ``workload`` once and return its largest relative error; an engine that computes something else cannot win.
 
     Raises:
         UnavailableError: an error is larger than the engine's tolerance, or not a number.
     """
-    prepared.run()
-    norm = float(np.linalg.norm(prepared.expected))
+    workload.run()
+    norm = float(np.linalg.norm(workload.reference))
     worst = 0.0
-    for copy, y in enumerate(prepared.outputs()):
-        expected = problem.of_copy(prepared.expected, copy)
-        error = float(np.linalg.norm(np.asarray(y, np.float64).reshape(expected.shape) - expected)) / norm
+    for copy, y in enumerate(workload.outputs()):
+        reference = problem.of_copy(workload.reference, copy)
+        error = float(np.linalg.norm(np.asarray(y, np.float64).reshape(reference.shape) - reference)) / norm
         if not error <= engine.tolerance:
             raise UnavailableError(
                 f"wrong: copy {copy} has a relative error of {error:.1e}, over {engine.tolerance:.1e}"

@@ -17,7 +17,7 @@ FORMATS = {"fp6": "fp6-e2m3"}
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedMatrix:
     """A matrix as codes and scales: W[n, k] = values[codes[n, k]] scales[n, k div group].
 
     Attributes:
@@ -40,17 +40,17 @@ class Rounded:
         return y
 
 
-def rounded(problem: Problem, name: str, group: int) -> Rounded:
+def round_weights(problem: Problem, name: str, group: int) -> RoundedMatrix:
     """Return the problem's weights in the format called ``name``, in groups scaled by their largest."""
     return problem.weights.keep((name, group), partial(_round, problem.weights.values, name, group))
 
 
-def _round(values: npt.NDArray[np.float32], name: str, group: int) -> Rounded:
+def _round(values: npt.NDArray[np.float32], name: str, group: int) -> RoundedMatrix:
     format_ = format_of(FORMATS.get(name, name))
-    grouped = values.reshape(len(values), -1, group)
-    scales = (np.abs(grouped).max(axis=2) / np.float32(format_.limit)).astype(np.float16)
+    groups = values.reshape(len(values), -1, group)
+    scales = (np.abs(groups).max(axis=2) / np.float32(format_.limit)).astype(np.float16)
     if (format_.joint_columns or 1) > 1:  # its codes go together along the axis of outputs, in graphopt's library
         matrix = round_to_nearest(values.T, format_, group, "extreme", scale_type=np.float16)
-        return Rounded(matrix.codes.T, matrix.scales.T, format_, group)
-    codes = format_.encode(grouped / scales[..., None].astype(np.float32))
-    return Rounded(codes.reshape(values.shape), scales, format_, group)
+        return RoundedMatrix(matrix.codes.T, matrix.scales.T, format_, group)
+    codes = format_.encode(groups / scales[..., None].astype(np.float32))
+    return RoundedMatrix(codes.reshape(values.shape), scales, format_, group)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.bench.parts.engine import TOLERANCES, Engine, Prepared
+from tools.bench.parts.engine import TOLERANCES, Engine, Workload
 from tools.bench.parts.machine import compile_c
 from tools.bench.parts.problem import Array, Problem
 from tools.bench.parts.unavailable import UnavailableError
@@ -74,7 +74,7 @@ def _driver(build: Path | None, work: Path) -> ctypes.CDLL:
 
 
 class _Graph:
-    """A graph of the driver; it goes when this object goes."""
+    """A graph of the driver, freed with this object."""
 
     def __init__(self, driver: ctypes.CDLL, problem: Problem, type_name: bytes, copies: int, plain: bool) -> None:
         case = problem.case
@@ -90,41 +90,41 @@ class _Graph:
             raise RuntimeError("ggml cannot compute its graph")
 
     def outputs(self) -> list[Array]:
-        made = [np.empty(self.shape, np.float32) for _ in range(self.copies)]
-        for copy, y in enumerate(made):
+        arrays = [np.empty(self.shape, np.float32) for _ in range(self.copies)]
+        for copy, y in enumerate(arrays):
             self.driver.matmul_get(self.address, copy, y.ctypes.data)
-        return made
+        return arrays
 
     def __del__(self) -> None:
         if getattr(self, "address", None):
             self.driver.matmul_free(self.address)
 
 
-def _prepare(problem: Problem, type_name: str, plain: bool) -> Prepared:
+def _prepare(problem: Problem, type_name: str, plain: bool) -> Workload:
     case = problem.case
     driver = _driver(problem.settings.ggml, problem.settings.work)
     name, sizes = type_name.encode(), (case.inner, case.outer)
     size = int(driver.matmul_bytes(name, *sizes))
     if not size:
         raise UnavailableError(f"ggml has no {type_name} for {case.inner} columns")
-    packed, restored = problem.weights.keep(
-        ("ggml", type_name), functools.partial(_quantize, driver, name, problem, size)
-    )
+    codes, floats = problem.weights.keep(("ggml", type_name), functools.partial(_quantize, driver, name, problem, size))
     graph = _Graph(driver, problem, name, problem.copies(size), plain)
     if not plain and driver.matmul_where(graph.address) == b"CPU":
-        raise UnavailableError(f"ggml has no other layout of {type_name} here: see llama.cpp-{type_name.lower()}-plain")
+        raise UnavailableError(
+            f"ggml repacks no {type_name} on this processor: see llama.cpp-{type_name.lower()}-plain"
+        )
     for copy in range(graph.copies):
-        weights = problem.shuffle(packed, copy)
+        weights = problem.shuffle(codes, copy)
         driver.matmul_set(graph.address, copy, weights.ctypes.data, problem.x.ctypes.data)
-    expected = problem.x.astype(np.float64) @ restored.T.astype(np.float64)
-    return Prepared(graph.run, graph.outputs, expected, size + problem.bytes_of_activations)
+    reference = problem.x.astype(np.float64) @ floats.T.astype(np.float64)
+    return Workload(graph.run, graph.outputs, reference, size + problem.bytes_of_activations)
 
 
 def _quantize(driver: ctypes.CDLL, name: bytes, problem: Problem, size: int) -> tuple[Array, Array]:
     """Return the weights as ggml stores them, uint8 [outer, bytes], and as it reads them, float32 [outer, inner]."""
     values = problem.weights.values
-    packed, restored = np.empty((len(values), size // len(values)), np.uint8), np.empty_like(values)
+    codes, floats = np.empty((len(values), size // len(values)), np.uint8), np.empty_like(values)
     sizes = (problem.case.inner, problem.case.outer)
-    driver.matmul_quantize(name, *sizes, values.ctypes.data, packed.ctypes.data)
-    driver.matmul_dequantize(name, *sizes, packed.ctypes.data, restored.ctypes.data)
-    return packed, restored
+    driver.matmul_quantize(name, *sizes, values.ctypes.data, codes.ctypes.data)
+    driver.matmul_dequantize(name, *sizes, codes.ctypes.data, floats.ctypes.data)
+    return codes, floats

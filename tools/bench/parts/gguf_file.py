@@ -30,7 +30,7 @@ NAMES = {
 }
 """Parts of a Llama in transformers, and what llama.cpp calls them."""
 
-_ROTATED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+_ROTARY_HEADS = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
 
 
 def in_pairs(rows: Array, heads: int) -> Array:
@@ -63,7 +63,7 @@ def write_gguf(checkpoint: Path, file: Path, *, tokenizer: bool = False) -> None
     else:
         writer.add_tokenizer_model("no_vocab")
     for name, array in safetensors.load_file(checkpoint / "model.safetensors").items():
-        heads = next((config[key] for part, key in _ROTATED.items() if part in name), None)
+        heads = next((config[key] for part, key in _ROTARY_HEADS.items() if part in name), None)
         array = array if heads is None else in_pairs(array, heads)
         writer.add_tensor(_name(name), array if array.ndim > 1 else array.astype("float32"))
     writer.write_header_to_file()
@@ -92,9 +92,9 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
 
 def _write_tokenizer(writer: Any, checkpoint: Path) -> None:
     """Write the byte-level tokens of ``tokenizer.json``, which must be as many as the model has."""
-    stored = json.loads((checkpoint / "tokenizer.json").read_text())
-    tokens = dict(stored["model"]["vocab"]) | {each["content"]: each["id"] for each in stored["added_tokens"]}
-    merges = [each if isinstance(each, str) else " ".join(each) for each in stored["model"]["merges"]]
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    tokens = dict(tokenizer["model"]["vocab"]) | {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(sorted(tokens, key=tokens.__getitem__))
@@ -105,7 +105,7 @@ def _write_tokenizer(writer: Any, checkpoint: Path) -> None:
 
 
 def _name(name: str) -> str:
-    layered = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-    if layered is not None:
-        return f"blk.{layered[1]}.{NAMES[layered[2]]}.weight"
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    if match is not None:
+        return f"blk.{match[1]}.{NAMES[match[2]]}.weight"
     return f"{NAMES[name.removesuffix('.weight')]}.weight"

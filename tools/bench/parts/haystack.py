@@ -18,12 +18,12 @@ GAP = 24.0
 """Nats by which a needle's score exceeds the mean of the distractors': of dense attention over N of them, whose scores
 have a standard deviation of s nats, it has 1 / (1 + N exp(s^2 / 2 - 24)): all but 1e-5 at 131072 and s = 1.2."""
 
-_PLANTED = 7
+_STREAM = 7
 
 
 @dataclass(frozen=True)
 class Needle:
-    """How needles and distractors differ; a key is sqrt(D) times a unit vector, whichever it is.
+    """How needles and distractors differ; the key of either is sqrt(D) times a unit vector.
 
     Attributes:
         cosine: of a needle and its query.
@@ -58,7 +58,7 @@ class Haystack(Sequence):
         super().__init__(kv_heads, size, seed)
         self.positions, self.needle = positions, needle
         self._mean[:], self._spread[:] = 0, 1
-        random = np.random.default_rng([seed, _PLANTED])
+        random = np.random.default_rng([seed, _STREAM])
         shape = (kv_heads, len(positions), size)
         used = np.argsort(random.random((kv_heads, size)), axis=1) < needle.channels
         common = random.standard_normal((kv_heads, size)) * (used.all(axis=1, keepdims=True) | ~used)
@@ -66,28 +66,30 @@ class Haystack(Sequence):
         directions = random.standard_normal(shape) * used[:, None]
         directions -= (directions @ self._common[..., None]) * self._common[:, None]  # zero unless all are used
         self._directions = directions / np.linalg.norm(directions, axis=-1, keepdims=True)
-        self.planted = random.choice([-1.0, 1.0], shape).astype(np.float32)
+        self.needle_values = random.choice([-1.0, 1.0], shape).astype(np.float32)
 
     @cached_property
     def query(self) -> Singles:
         """float32 [needles, kv_heads x D]: for a scale of 1 / sqrt(D)."""
         strength = GAP / self.needle.cosine
-        made: Singles = (strength * self._directions.swapaxes(0, 1)).reshape(len(self.positions), -1).astype(np.float32)
-        return made
+        queries: Singles = (
+            (strength * self._directions.swapaxes(0, 1)).reshape(len(self.positions), -1).astype(np.float32)
+        )
+        return queries
 
-    def read(self, head: int, first: int, end: int) -> tuple[Singles, Singles]:
+    def read_tokens(self, head: int, first: int, end: int) -> tuple[Singles, Singles]:
         """Return keys and values of a KV head, float32 [end - first, D] each."""
-        noise, values = super().read(head, first, end)
+        noise, values = super().read_tokens(head, first, end)
         common, values = self._common[head], values.copy()
         noise = noise - (noise @ common)[:, None] * common  # so that all distractors have the same share of it
         noise *= np.float32(math.sqrt(1 - self.needle.common)) / np.linalg.norm(noise, axis=1, keepdims=True)
         keys = np.float32(math.sqrt(self.size)) * (noise + np.float32(math.sqrt(self.needle.common)) * common)
         for index in np.flatnonzero((self.positions >= first) & (self.positions < end)):
-            direction, at = self._directions[head, index], self.positions[index] - first
-            rest = keys[at] - (keys[at] @ direction) * direction
-            rest *= math.sqrt(1 - self.needle.cosine**2) / np.linalg.norm(rest)
-            keys[at] = math.sqrt(self.size) * (self.needle.cosine * direction + rest)
-            values[at] = self.planted[head, index]
+            direction, row = self._directions[head, index], self.positions[index] - first
+            residual = keys[row] - (keys[row] @ direction) * direction
+            residual *= math.sqrt(1 - self.needle.cosine**2) / np.linalg.norm(residual)
+            keys[row] = math.sqrt(self.size) * (self.needle.cosine * direction + residual)
+            values[row] = self.needle_values[head, index]
         return keys, values
 
 
@@ -100,24 +102,24 @@ def question(attrs: KVAttributes, haystack: Haystack, context: int, threads: int
         context: tokens that the cache holds.
         threads: to write it with.
     """
-    tokens, none = len(haystack.positions), np.zeros(0, np.float32)
-    new = [haystack.read(head, context, context + tokens) for head in range(haystack.kv_heads)]
-    key, value = (np.stack(each, axis=1).reshape(1, tokens, -1) for each in zip(*new, strict=True))
+    tokens, empty = len(haystack.positions), np.zeros(0, np.float32)
+    new = [haystack.read_tokens(head, context, context + tokens) for head in range(haystack.kv_heads)]
+    key, value = (np.stack(arrays, axis=1).reshape(1, tokens, -1) for arrays in zip(*new, strict=True))
     return {
         "query": haystack.query[None],
         "key": key,
         "value": value,
         "past": np.array([context]),
         "new": np.array([tokens]),
-        "sink_logits": none,
-        "sink_query": none,
+        "sink_logits": empty,
+        "sink_query": empty,
         **attention_state.fill(attrs, haystack, context, _pages(attrs, haystack, context), threads),
         "summaries": summaries(attrs, haystack, context, threads),
     }
 
 
 def summaries(attrs: KVAttributes, haystack: Haystack, context: int, threads: int) -> Singles:
-    """Return the summaries of a cache of ``context`` tokens, all that a policy changes in it: float32 [1, Hk, P, Z]."""
+    """Return the summaries of a cache of ``context`` tokens, float32 [1, Hk, P, Z]; only they depend on a policy."""
     pages = _pages(attrs, haystack, context)
     if not attrs.retrieves:
         return np.zeros((1, haystack.kv_heads, pages, 0), np.float32)

@@ -1,4 +1,4 @@
-"""How well the shipped model predicts text that it never saw: what the tools share that score its variants."""
+"""How well the shipped model predicts held-out text: what tools share that score its variants."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeldOut:
         return float(nats.mean()) / math.log(2) / self.bytes_of_token
 
 
-def shipped(folder: Path, tokens: int) -> tuple[Session, HeldOut]:
+def open_shipped_model(folder: Path, tokens: int) -> tuple[Session, HeldOut]:
     """Export the shipped model to ``folder``; return it and the first ``tokens`` tokens of the text, at most."""
     graphopt.export("stdlib_lm", folder)
     session = graphopt.load(folder)
@@ -45,14 +45,14 @@ def shipped(folder: Path, tokens: int) -> tuple[Session, HeldOut]:
     return session, HeldOut(ids, len(session.decode(ids.tolist()).encode()) / len(ids))
 
 
-def optimized(source: Path, made: Path, *steps: Step, run: bool = True) -> Session:
-    """Apply ``steps`` to the artifact ``source``, write the artifact ``made``, and open it."""
-    graphopt.optimize(source, Recipe(name=steps[-1].name, steps=steps), made, run=run)
-    return graphopt.load(made)
+def optimize_artifact(source: Path, target: Path, *steps: Step, run: bool = True) -> Session:
+    """Apply ``steps`` to the artifact ``source``, write the artifact ``target``, and open it."""
+    graphopt.optimize(source, Recipe(name=steps[-1].name, steps=steps), target, run=run)
+    return graphopt.load(target)
 
 
 def without_limit(session: Session) -> Session:
-    """Return the model such that nothing stops a sequence where its training did."""
+    """Return the model without its limit of positions, which is the length that it was trained on."""
     facts = session.manifest.model.model_copy(update={"max_positions": None})
     return replace(session, manifest=session.manifest.model_copy(update={"model": facts}))
 
@@ -68,7 +68,7 @@ def as_one(session: Session, ids: IntArray) -> tuple[Nats, int]:
 
 
 def windows(ids: IntArray, window: int) -> list[IntArray]:
-    """Return the text in windows of half a window's distance, each with the token behind it."""
+    """Return the text in windows that overlap by half, each with the token after it."""
     return [ids[start : start + window + 1] for start in range(0, max(1, len(ids) - window // 2 - 1), window // 2)]
 
 
@@ -77,8 +77,8 @@ def nats_in_windows(session: Session, ids: IntArray, window: int) -> Nats:
     nats = [np.empty(0)]
     for index, part in enumerate(windows(ids, window)):
         pieces = Decoder(session, 1).feed(part[None, :-1])
-        scored = np.concatenate(
-            [negative_log_likelihood(each[0], part[at + 1 :][: each.shape[1]]) for at, each in pieces]
+        part_nats = np.concatenate(
+            [negative_log_likelihood(logits[0], part[start + 1 :][: logits.shape[1]]) for start, logits in pieces]
         )
-        nats.append(scored if index == 0 else scored[window - window // 2 :])
+        nats.append(part_nats if index == 0 else part_nats[window - window // 2 :])
     return np.concatenate(nats)

@@ -1,7 +1,7 @@
 """Graphs of models too large to compile here: what `graphopt optimize` writes, and onnxruntime-genai's builder too.
 
-Only graphs are made, with the places of their weights in files that are not there; see
-:func:`tools.bench.parts.drawn_weights.fill_external_data`, which makes these where they are needed.
+Only graphs are made; the files of weights that they name are not. Where these are needed,
+:func:`tools.bench.parts.drawn_weights.fill_external_data` writes them.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def write_graph(
 ) -> None:
     """Write the graph that ``graphopt optimize`` makes of all layers, with logits of the last positions.
 
-    Every pass of the recipe runs, on weights that are drawn: what rounding would give is drawn too, in the place of
-    rounding billions of numbers.
+    Every pass of the recipe runs on random weights. Codes and scales are random too: rounding billions of numbers would
+    take too long.
 
     Args:
         config: what ``config.json`` says of the model.
-        recipe: a preset, a file or what was made of one.
+        recipe: a preset, a file or a recipe.
         output: the folder of the artifact.
         caches: the cache, in float16; ``None`` for what the recipe says.
         target: as for ``optimize``.
@@ -79,8 +79,8 @@ def write_graph(
         work.mkdir()
         artifact = make_artifact(dict(config), source)
         draw_weights(artifact.model)
-        chosen = chosen_recipe(_with_caches(load_recipe(recipe), caches), None, last_logits, float16)
-        compilation = Compilation(artifact, chosen, target, work=work, run=False)
+        full_recipe = chosen_recipe(_with_caches(load_recipe(recipe), caches), None, last_logits, float16)
+        compilation = Compilation(artifact, full_recipe, target, work=work, run=False)
         for run in compilation.apply(compilation.passes):
             if run.report.name == QuantizeWeights.name:
                 draw_weights(compilation.model)
@@ -105,7 +105,7 @@ def without_caches(recipe: Recipe) -> Recipe:
 
 
 def _evaluate_constants(model: ir.Model) -> None:
-    """Evaluate what stands in the model file itself: shapes and the like, no weights."""
+    """Evaluate the tensors that are stored in the model file itself: shapes and the like, no weights."""
     for value in model.graph.initializers.values():
         tensor = value.const_value
         if isinstance(tensor, WeightTensor) and tensor.nbytes <= INLINE:
@@ -142,16 +142,24 @@ def write_peer_graph(
     optional("onnxruntime_genai")
     layers = config["num_hidden_layers"]
     with tempfile.TemporaryDirectory(prefix="graphopt-bench-") as temporary:
-        checkpoint, built = Path(temporary, "checkpoint"), Path(temporary, "built")
+        checkpoint, peer_folder = Path(temporary, "checkpoint"), Path(temporary, "built")
         _write_checkpoint({**config, "num_hidden_layers": min(layers, BUILT_LAYERS)}, checkpoint)
         extra = [*(options or []), *([f"block_size={block}"] if precision == "int4" else [])]
-        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(built)]
+        command = [
+            sys.executable,
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-i",
+            str(checkpoint),
+            "-o",
+            str(peer_folder),
+        ]
         command += ["-p", precision, "-e", device, "-c", str(Path(temporary, "cache"))]
         _run([*command, "--extra_options", *extra, "prune_lm_head=true", "hf_token=false"])
-        model = onnx.load(built / MODEL, load_external_data=False)
+        model = onnx.load(peer_folder / MODEL, load_external_data=False)
         output.mkdir(parents=True, exist_ok=True)
         (output / MODEL).write_bytes(with_layers(model, layers).SerializeToString())
-        shutil.copy(built / GENAI_CONFIG, output)
+        shutil.copy(peer_folder / GENAI_CONFIG, output)
 
 
 def _write_checkpoint(config: Mapping[str, Any], folder: Path) -> None:
@@ -199,7 +207,7 @@ def with_layers(model: onnx.ModelProto, layers: int) -> onnx.ModelProto:
         for message in messages:
             number = own_number(message)
             shifts = range(further + 1) if number == last else [further if number > last else 0]
-            copies += [_shifted(message, shift) for shift in shifts]
+            copies += [_shift_layers(message, shift) for shift in shifts]
         del messages[:]
         messages.extend(copies)
     nodes = list(graph.node)
@@ -207,8 +215,8 @@ def with_layers(model: onnx.ModelProto, layers: int) -> onnx.ModelProto:
     begin, end = numbers.index(last), len(numbers) - numbers[::-1].index(last)
     del graph.node[:], graph.value_info[:]
     graph.node.extend(nodes[:begin])
-    graph.node.extend(_shifted(node, shift) for shift in range(further + 1) for node in nodes[begin:end])
-    graph.node.extend(_shifted(node, further) for node in nodes[end:])
+    graph.node.extend(_shift_layers(node, shift) for shift in range(further + 1) for node in nodes[begin:end])
+    graph.node.extend(_shift_layers(node, further) for node in nodes[end:])
     _place_weights(graph)
     return result
 
@@ -217,19 +225,19 @@ def _numbers(name: str) -> list[int]:
     return [int(number) for _, number in _LAYER.findall(name)]
 
 
-def _shifted(message: Any, shift: int) -> Any:
+def _shift_layers(message: Any, shift: int) -> Any:
     """Return a copy of a node, a value or a weight in which all numbers of layers are ``shift`` more."""
 
-    def shifted(name: str) -> str:
+    def shift_name(name: str) -> str:
         return _LAYER.sub(lambda match: f"{match[1]}.{int(match[2]) + shift}", name)
 
     copy = type(message)()
     copy.CopyFrom(message)
-    copy.name = shifted(message.name)
+    copy.name = shift_name(message.name)
     if isinstance(message, onnx.NodeProto):
         del copy.input[:], copy.output[:]
-        copy.input.extend(map(shifted, message.input))
-        copy.output.extend(map(shifted, message.output))
+        copy.input.extend(map(shift_name, message.input))
+        copy.output.extend(map(shift_name, message.output))
     return copy
 
 

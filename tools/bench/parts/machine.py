@@ -20,8 +20,10 @@ def describe() -> str:
     name = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
-        named = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        name = named[0] if named else name
+        model_names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
+        name = model_names[0] if model_names else name
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
 
 
@@ -35,23 +37,23 @@ def last_level_cache() -> int:
     return max(sizes)
 
 
-class Others:
-    """What else ran on the processor since this was made; engines that wait by spinning suffer from it most."""
+class OtherLoad:
+    """The load by other processes since this object was made; engines that wait by spinning suffer most from it."""
 
     def __init__(self) -> None:
         self._begin = _processor_seconds()
 
     def share(self) -> float:
         """Return the share of all cores' time that other processes took; children of this one count once they ended."""
-        (busy, idle, own), (busy_then, idle_then, own_then) = _processor_seconds(), self._begin
-        passed = busy - busy_then + idle - idle_then
-        return max(0.0, busy - busy_then - (own - own_then)) / passed if passed else 0.0
+        (busy, idle, own_now), (busy_then, idle_then, own_then) = _processor_seconds(), self._begin
+        total = busy - busy_then + idle - idle_then
+        return max(0.0, busy - busy_then - (own_now - own_then)) / total if total else 0.0
 
 
 def quiet(share: float) -> str:
-    """Return what to say of a share of the cores' time that went to other processes while engines were timed."""
-    said = f"other processes took {share:.0%} of the cores' time"
-    return said if share <= 0.05 else f"[bold]{said}: not to be quoted[/bold]"
+    """Return a sentence on the share of the cores' time that other processes took, with a warning if it is over 5%."""
+    sentence = f"other processes took {share:.0%} of the cores' time"
+    return sentence if share <= 0.05 else f"[bold]{sentence}: not to be quoted[/bold]"
 
 
 def _processor_seconds() -> tuple[float, float, float]:
@@ -74,12 +76,23 @@ def compile_c(source: Path, work: Path, options: Sequence[str] = ()) -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise UnavailableError("there is no C compiler")
-    made = work / f"{source.stem}.so"
-    command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-pthread", str(source), *options, "-o", str(made)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UnavailableError(f"{source.name} does not compile: {next(iter(done.stderr.splitlines()), '')}")
-    return made
+    library = work / f"{source.stem}.so"
+    command = [
+        compiler,
+        "-O3",
+        "-march=native",
+        "-shared",
+        "-fPIC",
+        "-pthread",
+        str(source),
+        *options,
+        "-o",
+        str(library),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise UnavailableError(f"{source.name} does not compile: {next(iter(result.stderr.splitlines()), '')}")
+    return library
 
 
 class Memory:
@@ -94,7 +107,7 @@ class Memory:
         self.threads = threads
         self.cache_bytes = cache_bytes
         self.bytes = 4 * cache_bytes
-        self._probed = [self.new(self.bytes, huge=huge) for huge in (False, True)]
+        self._buffers = [self.new(self.bytes, huge=huge) for huge in (False, True)]
 
     def new(self, size: int, *, huge: bool = False) -> int:
         """Return the address of ``size`` bytes that this process keeps.
@@ -108,8 +121,8 @@ class Memory:
         return int(address)
 
     def read_bandwidth(self) -> float:
-        """Return the bytes that all threads read in a second, on ordinary or huge pages: the better of both."""
-        return max(self.bytes / self.seconds(None, buffer, self.bytes) for buffer in self._probed)
+        """Return the bytes that all threads read in a second: the more of ordinary and huge pages."""
+        return max(self.bytes / self.seconds(None, buffer, self.bytes) for buffer in self._buffers)
 
     def seconds(self, target: int | None, source: int, size: int) -> float:
         """Return how long it takes to read ``source``, or to copy it to ``target``.
@@ -117,7 +130,7 @@ class Memory:
         Raises:
             RuntimeError: the system starts no more threads.
         """
-        taken = float(self._library.memory_pass(target, source, size, self.threads))
-        if taken <= 0:
+        seconds = float(self._library.memory_pass(target, source, size, self.threads))
+        if seconds <= 0:
             raise RuntimeError(f"{self.threads} threads cannot be started")
-        return taken
+        return seconds

@@ -24,7 +24,7 @@ _WARM_UP = 8  # tokens before anything is timed
 
 @dataclass(frozen=True)
 class Work:
-    """What all models do, and with how many threads.
+    """What is measured of each model, and with how many threads.
 
     Attributes:
         threads: of each engine.
@@ -38,7 +38,7 @@ class Work:
 
     threads: int
     context: int
-    decoded: int
+    new_tokens: int
     prompt: int
     vocabulary: int
     llama_cpp: Path | None
@@ -46,8 +46,8 @@ class Work:
 
     def tokens(self, count: int) -> list[int]:
         """Return the same random tokens for every engine."""
-        drawn: list[int] = np.random.default_rng(count).integers(0, self.vocabulary, count).tolist()
-        return drawn
+        ids: list[int] = np.random.default_rng(count).integers(0, self.vocabulary, count).tolist()
+        return ids
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Model:
 
 def models(recipes: list[str], work: Work) -> list[Model]:
     """Return graphopt with every recipe, and the peers."""
-    found = [Model(f"graphopt-{Path(recipe).stem}", partial(_optimize, recipe), _graphopt) for recipe in recipes]
-    # genai computes the logits of all positions of a prompt unless it is built not to: both, and the better one counts.
-    found += [
+    candidates = [Model(f"graphopt-{Path(recipe).stem}", partial(_optimize, recipe), _graphopt) for recipe in recipes]
+    # genai computes logits of all positions of a prompt unless it is built not to: both take part, the faster counts.
+    candidates += [
         Model(f"genai-int4-g128{suffix}", partial(_build_genai, prune), _genai)
         for suffix, prune in (("", True), ("-all-logits", False))
     ]
-    found.append(Model("openvino-int4-g128", partial(_build_openvino, work.optimum), _openvino))
-    return found + [
+    candidates.append(Model("openvino-int4-g128", partial(_build_openvino, work.optimum), _openvino))
+    return candidates + [
         Model(f"llama.cpp-{type_.lower()}", partial(_build_gguf, type_, work.llama_cpp), _llama_cpp)
         for type_ in ("Q4_0", "Q6_K")
     ]
@@ -92,10 +92,10 @@ def _optimize(recipe: str, checkpoint: Path, target: Path) -> None:
     from graphopt.compile.pipeline import optimize
     from graphopt.models.export import export
 
-    exported = checkpoint.with_name("float32")
-    if not exported.exists():
-        export(str(checkpoint), exported)
-    optimize(exported, recipe, target, target="ort-cpu", run=False)
+    float_artifact = checkpoint.with_name("float32")
+    if not float_artifact.exists():
+        export(str(checkpoint), float_artifact)
+    optimize(float_artifact, recipe, target, target="ort-cpu", run=False)
 
 
 def _graphopt(folder: Path, work: Work) -> Speeds:
@@ -104,14 +104,14 @@ def _graphopt(folder: Path, work: Work) -> Speeds:
 
     session = graphopt.load(folder, threads=work.threads)
 
-    def first_and_rest(prompt: int, decoded: int) -> tuple[float, float]:
+    def first_and_rest(prompt: int, new_tokens: int) -> tuple[float, float]:
         begin = time.perf_counter()
-        steps = stream(session, [work.tokens(prompt)], max_new_tokens=decoded + 1)
+        steps = stream(session, [work.tokens(prompt)], max_new_tokens=new_tokens + 1)
         next(steps)
         middle = time.perf_counter()
-        made = sum(1 for _ in steps)
-        if made != decoded:
-            raise UnavailableError(f"it ended after {made} of {decoded} tokens")
+        count = sum(1 for _ in steps)
+        if count != new_tokens:
+            raise UnavailableError(f"it ended after {count} of {new_tokens} tokens")
         return middle - begin, time.perf_counter() - middle
 
     return _speeds(first_and_rest, work)
@@ -120,9 +120,9 @@ def _graphopt(folder: Path, work: Work) -> Speeds:
 def _speeds(first_and_rest: Callable[[int, int], tuple[float, float]], work: Work) -> Speeds:
     """Return speeds from the seconds that a prompt takes, and then so many tokens more."""
     first_and_rest(work.prompt, _WARM_UP)
-    _, decode = first_and_rest(work.context, work.decoded)
+    _, decode = first_and_rest(work.context, work.new_tokens)
     prefill, _ = first_and_rest(work.prompt, 1)
-    return Speeds(work.decoded / decode, work.prompt / prefill)
+    return Speeds(work.new_tokens / decode, work.prompt / prefill)
 
 
 def _build_genai(prune: bool, checkpoint: Path, target: Path) -> None:
@@ -139,17 +139,17 @@ def _genai(folder: Path, work: Work) -> Speeds:
     config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": work.threads}}}}))
     model = genai.Model(config)
 
-    def first_and_rest(prompt: int, decoded: int) -> tuple[float, float]:
+    def first_and_rest(prompt: int, new_tokens: int) -> tuple[float, float]:
         params = genai.GeneratorParams(model)
         # min_length: an end-of-text token, as good as any from random weights, must not end it.
-        length = prompt + decoded + 1
+        length = prompt + new_tokens + 1
         params.set_search_options(do_sample=False, max_length=length, min_length=length)
         generator = genai.Generator(model, params)
         begin = time.perf_counter()
         generator.append_tokens(work.tokens(prompt))
         generator.generate_next_token()
         middle = time.perf_counter()
-        for _ in range(decoded):
+        for _ in range(new_tokens):
             generator.generate_next_token()
         return middle - begin, time.perf_counter() - middle
 
@@ -165,16 +165,16 @@ def _build_openvino(optimum: Path | None, checkpoint: Path, target: Path) -> Non
 
 
 def _openvino(folder: Path, work: Work) -> Speeds:
-    """Return what OpenVINO GenAI says of its own time: to the first token, and for each one behind it."""
+    """Return speeds from OpenVINO GenAI's own metrics: the time to the first token, and per token after it."""
     genai, openvino = optional("openvino_genai", package="openvino-genai"), optional("openvino")
     pipeline = genai.LLMPipeline(str(folder), "CPU", INFERENCE_NUM_THREADS=work.threads)
 
-    def first_and_rest(prompt: int, decoded: int) -> tuple[float, float]:
+    def first_and_rest(prompt: int, new_tokens: int) -> tuple[float, float]:
         ids = np.array([work.tokens(prompt)])
-        config = genai.GenerationConfig(max_new_tokens=decoded + 1, ignore_eos=True, do_sample=False)
+        config = genai.GenerationConfig(max_new_tokens=new_tokens + 1, ignore_eos=True, do_sample=False)
         inputs = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
-        told = pipeline.generate(inputs, config).perf_metrics
-        return told.get_ttft().mean / 1000, told.get_tpot().mean * decoded / 1000
+        metrics = pipeline.generate(inputs, config).perf_metrics
+        return metrics.get_ttft().mean / 1000, metrics.get_tpot().mean * new_tokens / 1000
 
     return _speeds(first_and_rest, work)
 
@@ -205,7 +205,7 @@ def _llama_cpp(file: Path, work: Work) -> Speeds:
         (result,) = json.loads(_run([*command, *map(str, arguments)]))
         return float(result["avg_ts"])
 
-    decode = speed("-p", 0, "-n", work.decoded, "-d", work.context)
+    decode = speed("-p", 0, "-n", work.new_tokens, "-d", work.context)
     return Speeds(decode, speed("-p", work.prompt, "-n", 0))
 
 
@@ -225,8 +225,8 @@ def _run(command: list[str]) -> str:
         UnavailableError: it fails; its last words are passed on.
     """
     environment: dict[str, Any] = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if result.returncode:
+        last = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1:]
         raise UnavailableError(f"{Path(command[0]).name} fails: {' '.join(last)}")
-    return done.stdout
+    return result.stdout

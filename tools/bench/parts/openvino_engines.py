@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.parts.engine import TOLERANCES, Engine, Prepared, optional
-from tools.bench.parts.formats import rounded
+from tools.bench.parts.engine import TOLERANCES, Engine, Workload, optional
+from tools.bench.parts.formats import round_weights
 from tools.bench.parts.problem import Array, Problem
 from tools.bench.parts.unavailable import UnavailableError
 
@@ -30,20 +30,20 @@ def engines() -> list[Engine]:
     ]
 
 
-def _prepare(problem: Problem, options: dict[str, str]) -> Prepared:
+def _prepare(problem: Problem, options: dict[str, str]) -> Workload:
     ov = optional("openvino")
     ops = optional("openvino.opset13", package="openvino")
     case = problem.case
     if case.inner % case.group:
         raise UnavailableError(f"{case.inner} columns are no multiple of {case.group}")
-    weights = rounded(problem, "int4", case.group)
-    packed = weights.codes[:, 0::2] | weights.codes[:, 1::2] << 4
-    size = packed.nbytes + weights.scales.nbytes
+    weights = round_weights(problem, "int4", case.group)
+    code_bytes = weights.codes[:, 0::2] | weights.codes[:, 1::2] << 4
+    size = code_bytes.nbytes + weights.scales.nbytes
     copies = problem.copies(size)
-    inputs, results, held = [], [], []
+    inputs, results, weight_arrays = [], [], []
     for copy in range(copies):
-        bytes_, scales = problem.shuffle(packed, copy), problem.shuffle(weights.scales, copy)
-        held.append((bytes_, scales))
+        bytes_, scales = problem.shuffle(code_bytes, copy), problem.shuffle(weights.scales, copy)
+        weight_arrays.append((bytes_, scales))
         inputs.append(ops.parameter([case.rows, case.inner], np.float32, name=f"x{copy}"))
         results.append(ops.matmul(inputs[-1], _weight(ov, ops, bytes_, scales, case.group), False, True))
     model = ov.Model(results, inputs, "products")
@@ -57,14 +57,16 @@ def _prepare(problem: Problem, options: dict[str, str]) -> Prepared:
     def outputs() -> list[Array]:
         return [request.get_output_tensor(index).data for index in range(copies)]
 
-    expected = weights.product(problem.x)
-    return Prepared(request.infer, outputs, expected, size + problem.bytes_of_activations, keep=(held, buffers))
+    reference = weights.product(problem.x)
+    return Workload(
+        request.infer, outputs, reference, size + problem.bytes_of_activations, keep=(weight_arrays, buffers)
+    )
 
 
-def _weight(ov: Any, ops: Any, packed: Array, scales: Array, group: int) -> Any:
+def _weight(ov: Any, ops: Any, code_bytes: Array, scales: Array, group: int) -> Any:
     """Return the nodes that OpenVINO's own compression writes, and that its plugin fuses into the product."""
-    outer, inner = packed.shape[0], 2 * packed.shape[1]
-    codes = ops.constant(ov.Tensor(packed, [outer, inner // group, group], ov.Type.i4))
-    scaled = ops.multiply(ops.convert(codes, "f16"), ops.constant(scales[..., None]))
-    flat = ops.reshape(scaled, ops.constant(np.array([outer, inner], np.int64)), False)
+    outer, inner = code_bytes.shape[0], 2 * code_bytes.shape[1]
+    codes = ops.constant(ov.Tensor(code_bytes, [outer, inner // group, group], ov.Type.i4))
+    weights = ops.multiply(ops.convert(codes, "f16"), ops.constant(scales[..., None]))
+    flat = ops.reshape(weights, ops.constant(np.array([outer, inner], np.int64)), False)
     return ops.convert(flat, "f32")

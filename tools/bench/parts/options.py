@@ -18,10 +18,10 @@ from tools.bench.parts.engine import AnyEngine, P
 from tools.bench.parts.machine import Memory, last_level_cache
 from tools.bench.parts.problem import Settings
 
-Engines = Annotated[str, typer.Option(help="names, with * for anything; what is named may be off by default")]
+Engines = Annotated[str, typer.Option(help="names, with * for anything; without it, those that are on by default")]
 Rounds = Annotated[int, typer.Option(min=1)]
 Threads = Annotated[int, typer.Option(min=1, help="of each engine")]
-Cache = Annotated[float, typer.Option(help="MiB that what is read must exceed; 0 asks for the last-level cache")]
+Cache = Annotated[float, typer.Option(help="MiB of cache that the data must exceed; 0 for the last-level cache")]
 Ggml = Annotated[Path | None, typer.Option(envvar="GRAPHOPT_BENCH_GGML", help="llama.cpp's build folder")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="write the rows here too")]
 Plot = Annotated[Path | None, typer.Option(help="draw the rows on this HTML page")]
@@ -32,7 +32,7 @@ _UNITS = {"k": 1 << 10, "M": 1 << 20}
 @contextlib.contextmanager
 def contest(
     against: Against,
-    every: Callable[[], Sequence[AnyEngine[P]]],
+    candidates: Callable[[], Sequence[AnyEngine[P]]],
     engines: str,
     *,
     rounds: int,
@@ -43,8 +43,8 @@ def contest(
     """Begin a contest of the engines that ``engines`` names; yield it, what engines share, and the engines.
 
     Args:
-        against: which engines stand beside which.
-        every: gives all engines there are.
+        against: the peers of each engine.
+        candidates: gives all engines there are.
         engines: patterns of names; empty for those that take part by default.
         rounds: of each problem.
         threads: of each engine.
@@ -55,10 +55,10 @@ def contest(
         typer.BadParameter: a pattern matches no engine.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)  # torch reads it when it is imported
-    chosen = choose(engines, every())
+    selection = choose(engines, candidates())
     with tempfile.TemporaryDirectory(prefix="graphopt-bench-") as work:
         memory = Memory(Path(work), threads, round(cache * (1 << 20)) or last_level_cache())
-        yield Contest(memory, rounds, against), Settings(memory, Path(work), ggml), chosen
+        yield Contest(memory, rounds, against), Settings(memory, Path(work), ggml), selection
 
 
 def token_counts(text: str) -> list[int]:
@@ -67,7 +67,7 @@ def token_counts(text: str) -> list[int]:
 
 
 def token_count(text: str) -> int:
-    """Return what, say, 16k means.
+    """Return the number that a text such as 16k means.
 
     Raises:
         typer.BadParameter: it is not a number.

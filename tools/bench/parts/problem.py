@@ -63,12 +63,12 @@ class Settings:
 
 @dataclass
 class Weights:
-    """A random matrix in the order [outer, inner], the same for all rows; what engines make of it is kept."""
+    """A random matrix in the order [outer, inner], the same for all rows; what engines derive from it is kept."""
 
     inner: int
     outer: int
     seed: int = 0
-    _kept: dict[object, Any] = field(default_factory=dict, repr=False)
+    _results: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def values(self) -> npt.NDArray[np.float32]:
@@ -78,10 +78,10 @@ class Weights:
 
     def keep(self, key: object, make: Callable[[], T]) -> T:
         """Return what ``make`` returned when it was first called for ``key``: rounding a matrix takes seconds."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        kept: T = self._kept[key]
-        return kept
+        if key not in self._results:
+            self._results[key] = make()
+        result: T = self._results[key]
+        return result
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,6 @@ class Problem:
         split = array.reshape(*shape[:axis], tiles, shape[axis] // tiles, *shape[axis + 1 :])
         return np.ascontiguousarray(split.take(self.order(copy), axis).reshape(shape))
 
-    def of_copy(self, expected: Array, copy: int) -> Array:
-        """Return what ``copy`` must compute, where copy 0 must compute ``expected``, [rows, outer]."""
-        return self.shuffle(expected, copy, axis=1) if self.case.kind == "product" else expected
+    def of_copy(self, reference: Array, copy: int) -> Array:
+        """Return what ``copy`` must compute, where copy 0 must compute ``reference``, [rows, outer]."""
+        return self.shuffle(reference, copy, axis=1) if self.case.kind == "product" else reference

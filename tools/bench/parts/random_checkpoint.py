@@ -1,4 +1,4 @@
-"""A checkpoint of random weights that lies nowhere: a configuration, and for each parameter a seed."""
+"""A checkpoint of random weights that is not on the disk: a configuration, and a seed for each parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rounds brought, as a table, as JSON and as a plot."""
+"""The results of rounds as a table, as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a row's median becomes along something: tokens, say.
+    """The median of an engine along an axis such as tokens.
 
     Attributes:
-        name: what changes from curve to curve.
-        x: where it was measured.
-        median_us: what was, in microseconds.
+        name: what distinguishes this curve.
+        x: the points on the axis.
+        median_us: the median at each, in microseconds.
     """
 
     name: str
@@ -56,23 +56,23 @@ class Curve:
 
 def curve_table(title: str, curves: Sequence[Curve]) -> Table:
     """Return the curves as columns of microseconds."""
-    made = Table(title=title, title_justify="left")
+    rich_table = Table(title=title, title_justify="left")
     for name in ("tokens", *(curve.name for curve in curves)):
-        made.add_column(name, justify="right", no_wrap=True)
+        rich_table.add_column(name, justify="right", no_wrap=True)
     for x in sorted({x for curve in curves for x in curve.x}):
-        known = [dict(zip(curve.x, curve.median_us, strict=True)) for curve in curves]
-        made.add_row(str(x), *(f"{points[x]:.0f}" if x in points else "" for points in known))
-    return made
+        medians = [dict(zip(curve.x, curve.median_us, strict=True)) for curve in curves]
+        rich_table.add_row(str(x), *(f"{points[x]:.0f}" if x in points else "" for points in medians))
+    return rich_table
 
 
 def table(case: Hashable, rows: list[Row], bandwidth: float) -> Table:
     """Return the rows of a case, the fastest first."""
     title = f"{case}; memory reads at {bandwidth / 1e9:.1f} GB/s"
-    made = Table(Column("engine", no_wrap=True), title=title, title_justify="left")
+    rich_table = Table(Column("engine", no_wrap=True), title=title, title_justify="left")
     for name in ("µs", "lowest", "highest", "MB", "% of\nbandwidth", "error"):
-        made.add_column(name, justify="right", no_wrap=True)
+        rich_table.add_column(name, justify="right", no_wrap=True)
     for row in sorted(rows, key=lambda row: row.median_us):
-        made.add_row(
+        rich_table.add_row(
             row.engine,
             f"{row.median_us:.0f}",
             f"{row.lowest_us:.0f}",
@@ -81,22 +81,22 @@ def table(case: Hashable, rows: list[Row], bandwidth: float) -> Table:
             f"{row.percent_of_bandwidth:.0f}",
             f"{row.error:.1e}",
         )
-    return made
+    return rich_table
 
 
 def comparison_table(comparisons: list[Comparison]) -> Table:
     """Return how many times as fast as its peers each engine of graphopt is."""
-    made = Table(Column("engine", no_wrap=True), Column("against the fastest of its kind", no_wrap=True))
-    made.add_column("times as fast", justify="right")
-    for found in comparisons:
-        made.add_row(found.engine, found.peer, f"{found.ratio:.2f}")
-    return made
+    rich_table = Table(Column("engine", no_wrap=True), Column("against the fastest of its kind", no_wrap=True))
+    rich_table.add_column("times as fast", justify="right")
+    for comparison in comparisons:
+        rich_table.add_row(comparison.engine, comparison.peer, f"{comparison.ratio:.2f}")
+    return rich_table
 
 
-def write_json(file: Path, machine: str, rows: list[Row], comparisons: list[Comparison], more: dict[str, Any]) -> None:
+def write_json(file: Path, machine: str, rows: list[Row], comparisons: list[Comparison], facts: dict[str, Any]) -> None:
     """Write the machine, the rows, the ratios and what else is worth keeping."""
-    lists = {"rows": [asdict(row) for row in rows], "comparisons": [asdict(found) for found in comparisons]}
-    file.write_text(json.dumps({"machine": machine, **more, **lists}, indent=2) + "\n")
+    lists = {"rows": [asdict(row) for row in rows], "comparisons": [asdict(comparison) for comparison in comparisons]}
+    file.write_text(json.dumps({"machine": machine, **facts, **lists}, indent=2) + "\n")
 
 
 def write_plot(file: Path, machine: str, rows: list[Row], curves: Sequence[Curve] = ()) -> None:
@@ -111,28 +111,28 @@ def write_plot(file: Path, machine: str, rows: list[Row], curves: Sequence[Curve
     titles = [*map(str, cases), *(["microseconds by tokens"] if curves else [])]
     figure = subplots.make_subplots(rows=len(titles), cols=1, subplot_titles=titles)
     height = 0
-    for place, case in enumerate(cases, start=1):
-        shown = sorted((row for row in rows if row.case == case), key=lambda row: -row.median_us)
-        height += 120 + 24 * len(shown)
-        medians = [row.median_us for row in shown]
+    for panel, case in enumerate(cases, start=1):
+        case_rows = sorted((row for row in rows if row.case == case), key=lambda row: -row.median_us)
+        height += 120 + 24 * len(case_rows)
+        medians = [row.median_us for row in case_rows]
         bars = plotly.Bar(
             orientation="h",
-            y=[row.engine for row in shown],
+            y=[row.engine for row in case_rows],
             x=medians,
             error_x={
                 "type": "data",
                 "symmetric": False,
-                "array": [row.highest_us - row.median_us for row in shown],
-                "arrayminus": [row.median_us - row.lowest_us for row in shown],
+                "array": [row.highest_us - row.median_us for row in case_rows],
+                "arrayminus": [row.median_us - row.lowest_us for row in case_rows],
             },
-            text=[f"{row.median_us:.0f} µs, {row.percent_of_bandwidth:.0f}%" for row in shown],
+            text=[f"{row.median_us:.0f} µs, {row.percent_of_bandwidth:.0f}%" for row in case_rows],
             textposition="inside",
             insidetextanchor="start",
-            marker_color=["#2a7f62" if row.engine.startswith("graphopt") else "#9aa5b1" for row in shown],
+            marker_color=["#2a7f62" if row.engine.startswith("graphopt") else "#9aa5b1" for row in case_rows],
             hovertemplate="%{y}: %{text} of the bandwidth<extra></extra>",
         )
-        figure.add_trace(bars, row=place, col=1)
-        figure.update_xaxes(title_text="µs", row=place, col=1)
+        figure.add_trace(bars, row=panel, col=1)
+        figure.update_xaxes(title_text="µs", row=panel, col=1)
     for curve in curves:
         line = plotly.Scatter(x=curve.x, y=curve.median_us, name=curve.name, mode="lines+markers+text")
         line.text, line.textposition = ["" for _ in curve.x[1:]] + [curve.name], "middle left"

@@ -1,4 +1,4 @@
-"""Time engines side by side: in each round every one of them in turn, and the memory's bandwidth between them."""
+"""Time engines side by side: each round times all of them in turn, and the memory's bandwidth between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from tools.bench.parts.engine import Prepared
+from tools.bench.parts.engine import Workload
 from tools.bench.parts.machine import Memory
 
 _SECONDS = 0.015
@@ -17,7 +17,7 @@ _SECONDS = 0.015
 
 @dataclass
 class Timing:
-    """What the rounds brought for one engine: seconds of one product, and the share of the bandwidth it reached."""
+    """The rounds of one engine: seconds of one product, and the share of the bandwidth it reached."""
 
     seconds: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
@@ -36,11 +36,11 @@ class Rounds:
     bandwidths: list[float] = field(default_factory=list)
 
 
-def measure(engines: Mapping[str, Prepared], memory: Memory, rounds: int, advance: Callable[[], object]) -> Rounds:
+def measure(engines: Mapping[str, Workload], memory: Memory, rounds: int, advance: Callable[[], object]) -> Rounds:
     """Time all engines in each round, in an order drawn anew, and call ``advance`` after each round.
 
-    An engine runs once before it is timed: its threads are awake then, and what others left in the caches is gone. Its
-    share of the bandwidth is against what the memory did right before it and right behind it, whichever was more.
+    An engine runs once before it is timed: its threads are awake then, and other engines' data has left the caches. Its
+    share of the bandwidth is relative to the memory's right before and right after it, whichever is more.
     """
     result = Rounds({name: Timing() for name in engines})
     order = list(engines)
@@ -60,14 +60,14 @@ def measure(engines: Mapping[str, Prepared], memory: Memory, rounds: int, advanc
     return result
 
 
-def _time(engine: Prepared) -> float:
+def _time(engine: Workload) -> float:
     """Return the seconds of one product."""
     engine.run()
     runs = 0
     begin = time.perf_counter()
-    while (taken := time.perf_counter() - begin) < _SECONDS:
+    while (seconds := time.perf_counter() - begin) < _SECONDS:
         engine.run()
         runs += 1
     # Threads that spin a while behind their work, as OpenMP's do, are given the time to fall asleep.
     time.sleep(0.005)
-    return taken / (runs * engine.copies)
+    return seconds / (runs * engine.copies)

@@ -1,4 +1,4 @@
-"""Servers that speak HTTP, as a client sees them: when each token of each of many requests came."""
+"""HTTP servers as a client sees them: when each token of each of many requests arrives."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _PATIENCE = 300.0  # seconds that a server has to load its model
 
 @dataclass(frozen=True)
 class Reply:
-    """When the parts of a reply came, in seconds since the request was sent, and how many tokens it has."""
+    """When the parts of a reply arrived, in seconds since the request was sent, and how many tokens it has."""
 
-    came: list[float]
+    arrivals: list[float]
     tokens: int
 
 
@@ -60,31 +60,31 @@ class Server:
         status = (await reader.readline()).decode()
         if " 200 " not in status:
             raise UnavailableError(f"{status.strip()}: {(await reader.read()).decode()[-300:]}")
-        came: list[float] = []
+        arrivals: list[float] = []
         tokens = 0
         async for line in reader:
             if not line.startswith(b"data: {"):
                 continue
-            now, part = time.perf_counter() - begin, json.loads(line[6:])
-            count = _within(part, self.counts)
+            arrival, part = time.perf_counter() - begin, json.loads(line[6:])
+            count = _field(part, self.counts)
             if count is not None:
                 tokens = int(count)
             # llama-server counts in every part, and says which one is the last
             if _text(part) is not None and (count is None or part.get("stop") is False):
-                came.append(now)
+                arrivals.append(arrival)
         writer.close()
-        if not tokens or not came:
-            raise UnavailableError(f"a reply of {tokens} tokens in {len(came)} parts")
-        return Reply(came, tokens)
+        if not tokens or not arrivals:
+            raise UnavailableError(f"a reply of {tokens} tokens in {len(arrivals)} parts")
+        return Reply(arrivals, tokens)
 
 
-async def together(server: Server, prompts: list[list[int]], concurrent: int) -> tuple[list[Reply], float]:
-    """Send requests, so many at once, and return their replies and how long all took."""
-    left, replies = list(reversed(prompts)), []
+async def send_all(server: Server, prompts: list[list[int]], concurrent: int) -> tuple[list[Reply], float]:
+    """Send requests, at most ``concurrent`` at a time; return their replies and the seconds that all took."""
+    queue, replies = list(reversed(prompts)), []
 
     async def client() -> None:
-        while left:
-            replies.append(await server.ask(left.pop()))
+        while queue:
+            replies.append(await server.ask(queue.pop()))
 
     begin = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(concurrent)))
@@ -131,13 +131,13 @@ def free_port() -> int:
 def _answers(address: str) -> bool:
     try:
         with urllib.request.urlopen(address, timeout=2) as answer:
-            said = json.load(answer)
+            body = json.load(answer)
     except (OSError, ValueError):
         return False
-    return bool(said.get("data", True))
+    return bool(body.get("data", True))
 
 
-def _within(part: Any, names: tuple[str, ...]) -> Any:
+def _field(part: Any, names: tuple[str, ...]) -> Any:
     for name in names:
         part = part.get(name) if isinstance(part, dict) else None
     return part
@@ -148,5 +148,5 @@ def _text(part: dict[str, Any]) -> str | None:
     choices = part.get("choices")
     if choices is not None:
         return choices[0].get("text") if choices else None
-    found = part.get("content")
-    return found if isinstance(found, str) else None
+    content = part.get("content")
+    return content if isinstance(content, str) else None

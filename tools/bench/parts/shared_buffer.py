@@ -1,4 +1,4 @@
-"""Decoding as onnxruntime-genai does it: caches are past and present at once, in buffers with room for all tokens."""
+"""Decoding as onnxruntime-genai does it: past and present share buffers that have room for all tokens."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class SharedBufferModel:
     def __init__(self, folder: Path, device: Device, *, entries: Entries, profile: Path | None = None) -> None:
         decoder = json.loads((folder / GENAI_CONFIG).read_text())["model"]["decoder"]
         # Options of onnxruntime's sessions have dots in their names, those of onnxruntime-genai none.
-        configured = {key: value for key, value in decoder["session_options"].items() if "." in key}
+        config_entries = {key: value for key, value in decoder["session_options"].items() if "." in key}
         self.device, self.head_size = device, int(decoder["head_size"])
         self.inference: Any = open_session(
-            folder / MODEL, entries={**configured, **entries}, device=device, native=False, profile=profile
+            folder / MODEL, entries={**config_entries, **entries}, device=device, native=False, profile=profile
         )
         outputs = {output.name: output for output in self.inference.get_outputs()}
         self.vocabulary = int(outputs[_LOGITS].shape[-1])

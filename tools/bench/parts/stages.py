@@ -1,4 +1,4 @@
-"""What a long run takes stage by stage: time, processor time, memory, disk."""
+"""The cost of a long run stage by stage: time, processor time, memory, disk."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _PERIOD = 0.5
 
 @dataclass
 class Cost:
-    """Of one stage.
+    """The cost of one stage.
 
     Attributes:
-        seconds: by the clock.
-        worked: of processors, all threads of this process.
+        seconds: of wall time.
+        worked: seconds of processor time of all threads of this process.
         memory: the most bytes that were resident, pages of mapped files included.
         disk: the most bytes that the folder took.
     """
@@ -35,11 +35,11 @@ class Cost:
     memory: int = 0
     disk: int = 0
 
-    def add(self, other: Cost) -> None:
-        """Take a part of the same stage."""
-        self.seconds += other.seconds
-        self.worked += other.worked
-        self.memory, self.disk = max(self.memory, other.memory), max(self.disk, other.disk)
+    def add(self, part: Cost) -> None:
+        """Add a part of the same stage."""
+        self.seconds += part.seconds
+        self.worked += part.worked
+        self.memory, self.disk = max(self.memory, part.memory), max(self.disk, part.disk)
 
     as_dict = asdict
 
@@ -54,18 +54,18 @@ class Stages:
     Attributes:
         costs: of each stage, its parts together.
         parts: of each part of a stage that has some, by its name.
-        progress: how far the last of them is.
+        progress: the stage that runs, and how far it is.
     """
 
     def __init__(self, folder: Path, on_cost: Callable[[str, Cost], None] | None = None) -> None:
         self.costs: dict[str, Cost] = {}
         self.parts: dict[str, Cost] = {}
         self.progress = ""
-        self._folder, self._name, self._ended = folder, "", threading.Event()
+        self._folder, self._name, self._stop = folder, "", threading.Event()
         self._largest, self._on_cost = 0, on_cost
 
-    def of(self, command: str) -> Progress:
-        """Return what takes the lines of progress of a command."""
+    def progress_of(self, command: str) -> Progress:
+        """Return the receiver of a command's progress."""
 
         def take(stage: str, count: int = 0, total: int | None = None) -> None:
             self.begin(f"{command}: {stage}")
@@ -90,14 +90,14 @@ class Stages:
             yield self
         finally:
             self._close()
-            self._ended.set()
+            self._stop.set()
             thread.join()
 
     def _close(self) -> None:
         if self._name:
             memory, disk = _most_resident(), max(self._largest, _bytes_in(self._folder))
-            worked, seconds = time.process_time() - self._worked, time.perf_counter() - self._clock
-            stage, cost = re.sub(r", part \d+ of \d+", "", self._name), Cost(seconds, worked, memory, disk)
+            processor, seconds = time.process_time() - self._processor_begin, time.perf_counter() - self._clock
+            stage, cost = re.sub(r", part \d+ of \d+", "", self._name), Cost(seconds, processor, memory, disk)
             self.costs.setdefault(stage, Cost()).add(cost)
             if stage != self._name:
                 self.parts.setdefault(self._name, Cost()).add(cost)
@@ -109,10 +109,10 @@ class Stages:
     def _reset(self) -> None:
         # https://docs.kernel.org/filesystems/proc.html: 5 sets the peak to what is resident now
         Path("/proc/self/clear_refs").write_text("5")
-        self._largest, self._clock, self._worked = 0, time.perf_counter(), time.process_time()
+        self._largest, self._clock, self._processor_begin = 0, time.perf_counter(), time.process_time()
 
     def _watch_disk(self) -> None:
-        while not self._ended.wait(_PERIOD):
+        while not self._stop.wait(_PERIOD):
             self._largest = max(self._largest, _bytes_in(self._folder))
 
 

@@ -1,4 +1,4 @@
-"""torch's products, with x in the type of the weights: what it costs to convert x is not counted against it."""
+"""torch's products, with x in the type of the weights: the time to convert x is not counted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from tools.bench.parts.engine import TOLERANCES, Engine, Prepared, optional
+from tools.bench.parts.engine import TOLERANCES, Engine, Workload, optional
 from tools.bench.parts.problem import Array, Problem
 
 
@@ -19,7 +19,7 @@ def engines() -> list[Engine]:
     ]
 
 
-def _prepare(problem: Problem, type_name: str) -> Prepared:
+def _prepare(problem: Problem, type_name: str) -> Workload:
     torch = optional("torch")
     torch.set_num_threads(problem.settings.memory.threads)
     dtype = getattr(torch, type_name)
@@ -28,16 +28,16 @@ def _prepare(problem: Problem, type_name: str) -> Prepared:
     copies = range(problem.copies(size))
     weights = [torch.from_numpy(problem.shuffle(values, copy)).to(dtype) for copy in copies]
     inputs = [torch.from_numpy(problem.x.copy()).to(dtype) for _ in copies]
-    made: list[object] = [None for _ in copies]
+    results: list[object] = [None for _ in copies]
 
     def run() -> None:
         with torch.inference_mode():
             for copy in copies:
-                made[copy] = torch.nn.functional.linear(inputs[copy], weights[copy])
+                results[copy] = torch.nn.functional.linear(inputs[copy], weights[copy])
 
     def outputs() -> list[Array]:
-        return [torch.as_tensor(y).float().numpy() for y in made]
+        return [torch.as_tensor(y).float().numpy() for y in results]
 
-    expected = inputs[0].double().numpy() @ weights[0].double().numpy().T
-    moved = problem.case.rows * (problem.case.inner + problem.case.outer) * dtype.itemsize
-    return Prepared(run, outputs, np.asarray(expected, np.float64), size + moved)
+    reference = inputs[0].double().numpy() @ weights[0].double().numpy().T
+    activation_bytes = problem.case.rows * (problem.case.inner + problem.case.outer) * dtype.itemsize
+    return Workload(run, outputs, np.asarray(reference, np.float64), size + activation_bytes)

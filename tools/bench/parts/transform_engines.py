@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.numerics.rotations import HadamardRotation
-from tools.bench.parts.engine import TOLERANCES, Engine, Prepared
+from tools.bench.parts.engine import TOLERANCES, Engine, Workload
 from tools.bench.parts.graphopt_engines import hadamard_pair, open_copies, operator
 from tools.bench.parts.problem import Problem, aligned_copy
 
@@ -21,18 +21,18 @@ def engines() -> list[Engine]:
     ]
 
 
-def _hadamard(problem: Problem) -> Prepared:
+def _hadamard(problem: Problem) -> Workload:
     pair = hadamard_pair(problem.case.inner)
 
     def make(x: ir.Value, _: int) -> list[ir.Node]:
         return [operator("Hadamard").node([x, *pair])]
 
     bound = open_copies(problem, _COPIES, problem.case.outer, make)
-    expected = HadamardRotation(problem.case.inner, None).apply(problem.x.astype(np.float64), -1)
-    return Prepared(bound.run, bound.outputs, expected, problem.bytes_of_activations)
+    reference = HadamardRotation(problem.case.inner, None).apply(problem.x.astype(np.float64), -1)
+    return Workload(bound.run, bound.outputs, reference, problem.bytes_of_activations)
 
 
-def _copy(problem: Problem) -> Prepared:
+def _copy(problem: Problem) -> Workload:
     sources = [aligned_copy(problem.x) for _ in range(_COPIES)]
     targets = [aligned_copy(np.zeros_like(problem.x)) for _ in range(_COPIES)]
 
@@ -40,4 +40,4 @@ def _copy(problem: Problem) -> Prepared:
         for source, target in zip(sources, targets, strict=True):
             problem.settings.memory.seconds(target.ctypes.data, source.ctypes.data, source.nbytes)
 
-    return Prepared(run, lambda: targets, problem.x.astype(np.float64), problem.bytes_of_activations)
+    return Workload(run, lambda: targets, problem.x.astype(np.float64), problem.bytes_of_activations)

@@ -1,1 +1,1 @@
-"""What other quantizers make of a model: their codes decoded, or their graph in onnxruntime."""
+"""Models by other quantizers: their codes decoded, or their graphs in onnxruntime."""

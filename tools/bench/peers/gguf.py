@@ -1,4 +1,4 @@
-"""llama.cpp's quantizer on the tensors of a GGUF file, and what it made as a float model.
+"""llama.cpp's quantizer on the tensors of a GGUF file, and its result as a float model.
 
 llama.cpp is not built here: name its ``llama-quantize``. Its importance matrix, the mean squares of the inputs of each
 product, is written from graphopt's statistics, so both calibrate on the same tokens. What it writes is decoded by the
@@ -48,7 +48,7 @@ def write_importance(mean_squares: Mapping[str, npt.NDArray[Any]], output: Path)
             stream.write(np.ascontiguousarray(squares, "<f4").tobytes())
 
 
-def quantized(binary: Path, floats: Path, kind: str, importance: Path | None, output: Path) -> GgufFile:
+def quantize(binary: Path, floats: Path, kind: str, importance: Path | None, output: Path) -> GgufFile:
     """Let ``llama-quantize`` write ``floats`` as the type ``kind``, such as ``Q4_K_M``, and open what it wrote.
 
     Raises:
@@ -56,10 +56,10 @@ def quantized(binary: Path, floats: Path, kind: str, importance: Path | None, ou
     """
     matrix = [] if importance is None else ["--imatrix", str(importance)]
     command = [str(binary), *matrix, str(floats), str(output), kind, "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout[-2000:], done.stderr[-2000:])
-        done.check_returncode()
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        print(result.stdout[-2000:], result.stderr[-2000:])
+        result.check_returncode()
     return open_gguf(output)
 
 
@@ -69,12 +69,12 @@ def weight_bytes(file: GgufFile) -> int:
 
 
 def kinds(file: GgufFile) -> str:
-    """Return which types the matrices of a file have, the commonest first; a type's name promises but one of them."""
-    found: dict[str, int] = {}
+    """Return the types of a file's matrices, those with most bytes first; the name of a file's type names only one."""
+    sizes: dict[str, int] = {}
     for tensor in file.tensors.values():
         if isinstance(tensor, Ggml) and len(tensor.shape) > 1:
-            found[tensor.kind] = found.get(tensor.kind, 0) + _bytes(tensor)
-    return ", ".join(sorted(found, key=found.__getitem__, reverse=True))
+            sizes[tensor.kind] = sizes.get(tensor.kind, 0) + _bytes(tensor)
+    return ", ".join(sorted(sizes, key=sizes.__getitem__, reverse=True))
 
 
 def _bytes(tensor: Expression) -> int:

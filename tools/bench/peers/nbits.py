@@ -17,9 +17,9 @@ METHODS: dict[str, Method] = {}
 
 
 def _method(name: str) -> Callable[[Method], Method]:
-    def register(made: Method) -> Method:
-        METHODS[name] = made
-        return made
+    def register(method: Method) -> Method:
+        METHODS[name] = method
+        return method
 
     return register
 
@@ -54,23 +54,23 @@ def _gptq(group: int, feeds: Feeds) -> dict[str, Any]:
 
     class Texts(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.left = list(feeds)
+            self.texts = list(feeds)
 
         def get_next(self) -> Mapping[str, np.ndarray] | None:
-            return self.left.pop(0) if self.left else None
+            return self.texts.pop(0) if self.texts else None
 
     config = GPTQWeightOnlyQuantConfig(calibration_data_reader=Texts())
     return {"block_size": group, "is_symmetric": False, "algo_config": config}
 
 
 def with_matrices(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Give each transposed initializer a tensor of its own: a tied lm_head is one, which the quantizers do not take."""
+    """Give each transposed initializer, such as a tied lm_head, a tensor of its own: quantizers skip it otherwise."""
     graph = model.graph
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-    for node in [node for node in graph.node if node.op_type == "Transpose" and node.input[0] in stored]:
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    for node in [node for node in graph.node if node.op_type == "Transpose" and node.input[0] in initializers]:
         order = next((list(attribute.ints) for attribute in node.attribute if attribute.name == "perm"), None)
-        turned = onnx.numpy_helper.to_array(stored[node.input[0]]).transpose(order)
-        graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(turned), node.output[0]))
+        matrix = onnx.numpy_helper.to_array(initializers[node.input[0]]).transpose(order)
+        graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(matrix), node.output[0]))
         graph.node.remove(node)
     return model
 
@@ -85,7 +85,7 @@ def with_tables(model: onnx.ModelProto, group: int) -> Any:
     return quantizer
 
 
-def quantized(model: Path, method: str, group: int, output: Path, feeds: Feeds = ()) -> int:
+def quantize(model: Path, method: str, group: int, output: Path, feeds: Feeds = ()) -> int:
     """Quantize the model in the folder ``model`` into the folder ``output``; return the bytes of its weights.
 
     ``feeds`` are the inputs of the model for the texts that a method calibrates on.
@@ -93,12 +93,12 @@ def quantized(model: Path, method: str, group: int, output: Path, feeds: Feeds =
     No method but round to nearest takes the table of tokens, so it is always rounded to nearest.
 
     Raises:
-        Exception: whatever onnxruntime raises where it cannot.
+        Exception: whatever onnxruntime raises where a method fails.
     """
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    loaded = with_matrices(onnx.load(model / "model.onnx"))
-    quantizer = MatMulNBitsQuantizer(loaded, **METHODS[method](group, feeds))
+    float_model = with_matrices(onnx.load(model / "model.onnx"))
+    quantizer = MatMulNBitsQuantizer(float_model, **METHODS[method](group, feeds))
     quantizer.process()
     quantizer = with_tables(quantizer.model.model, group)
     output.mkdir(parents=True, exist_ok=True)

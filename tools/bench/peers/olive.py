@@ -1,8 +1,8 @@
 """Olive's quantizers of weights, on the graph that graphopt starts from.
 
 It is ``olive-ai`` on PyPI. Its passes on ONNX graphs make codes that onnxruntime runs. Its GPTQ is a pass on PyTorch
-models: here its code for one matrix rounds each matrix of the graph, on the Hessians that graphopt collected, and what
-comes out runs as floats.
+models: here its code for one matrix rounds each matrix of the graph, on the Hessians that graphopt collected, and the
+result runs as floats.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
 METHODS = (*_PASSES, "GPTQ")
 
 
-def quantized(model: Path, method: str, group: int, output: Path, hessians: Mapping[str, Array]) -> int:
+def quantize(model: Path, method: str, group: int, output: Path, hessians: Mapping[str, Array]) -> int:
     """Quantize the model in the folder ``model`` to 4 bits into the folder ``output``; return the bytes of its weights.
 
     Args:
@@ -49,34 +49,34 @@ def quantized(model: Path, method: str, group: int, output: Path, hessians: Mapp
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if (model / name).is_file():
             shutil.copy(model / name, output / name)
-    loaded = with_matrices(onnx.load(model / "model.onnx"))
+    float_model = with_matrices(onnx.load(model / "model.onnx"))
     if method == "GPTQ":
-        size = _gptq(loaded, group, hessians)
-        _save(loaded, output / "model.onnx")
+        size = _gptq(float_model, group, hessians)
+        _save(float_model, output / "model.onnx")
         return size
     module, kind, options = _PASSES[method]
-    found = getattr(importlib.import_module(f"olive.passes.onnx.{module}"), kind)
+    pass_type = getattr(importlib.import_module(f"olive.passes.onnx.{module}"), kind)
     from olive.model import ONNXModelHandler
     from olive.passes.olive_pass import create_pass_from_dict
 
-    plain, made = output / "plain", output / "made"
-    for folder in (plain, made):
+    plain, target = output / "plain", output / "made"
+    for folder in (plain, target):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    _save(loaded, plain / "model.onnx")
+    _save(float_model, plain / "model.onnx")
     for name in ("olive", "onnxruntime"):
         logging.getLogger(name).setLevel(logging.WARNING)  # each writes a line for every node
-    step = create_pass_from_dict(found, {"block_size": group, **options}, disable_search=True)
-    done = step.run(ONNXModelHandler(str(plain / "model.onnx")), str(made))
-    names = [value.name for value in loaded.graph.output]
-    _save(with_tables(named(onnx.load(done.model_path), names), group).model.model, output / "model.onnx")
-    for folder in (plain, made):
+    step = create_pass_from_dict(pass_type, {"block_size": group, **options}, disable_search=True)
+    result = step.run(ONNXModelHandler(str(plain / "model.onnx")), str(target))
+    names = [value.name for value in float_model.graph.output]
+    _save(with_tables(rename_outputs(onnx.load(result.model_path), names), group).model.model, output / "model.onnx")
+    for folder in (plain, target):
         shutil.rmtree(folder)
     return (output / "model.onnx.data").stat().st_size
 
 
-def named(model: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
-    """Give the outputs their names again: a pass calls that of a product that it changed otherwise."""
+def rename_outputs(model: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
+    """Restore the names of outputs: a pass renames the output of a product that it changes."""
     new = dict(zip([value.name for value in model.graph.output], names, strict=True))
     for node in model.graph.node:
         node.input[:] = [new.get(name, name) for name in node.input]
@@ -95,25 +95,25 @@ def _gptq(model: onnx.ModelProto, group: int, hessians: Mapping[str, Array]) -> 
 
     Olive keeps a scale in the type of the model, here counted as float16, and a zero point of 4 bits for each group.
     """
-    stored, size = {tensor.name: tensor for tensor in model.graph.initializer}, 0
-    coded: set[str] = set()
+    initializers, size = {tensor.name: tensor for tensor in model.graph.initializer}, 0
+    coded_names: set[str] = set()
     for node in model.graph.node:
-        place = {"MatMul": 1, "Gather": 0}.get(node.op_type)
-        tensor = None if place is None else stored.get(node.input[place])
-        if tensor is None or len(tensor.dims) != 2 or tensor.name in coded:
+        index = {"MatMul": 1, "Gather": 0}.get(node.op_type)
+        tensor = None if index is None else initializers.get(node.input[index])
+        if tensor is None or len(tensor.dims) != 2 or tensor.name in coded_names:
             continue
         weight = onnx.numpy_helper.to_array(tensor).astype(np.float32)
         if node.op_type == "MatMul":
-            made = rounded(weight.T, hessians[node.input[0]], group).T
+            matrix = round_matrix(weight.T, hessians[node.input[0]], group).T
         else:
-            made = rounded(weight, None, group)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(made), tensor.name))
-        coded.add(tensor.name)
-        size += made.size // 2 + made.size // group * 5 // 2
-    return size + sum(len(tensor.raw_data) for name, tensor in stored.items() if name not in coded)
+            matrix = round_matrix(weight, None, group)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(matrix), tensor.name))
+        coded_names.add(tensor.name)
+        size += matrix.size // 2 + matrix.size // group * 5 // 2
+    return size + sum(len(tensor.raw_data) for name, tensor in initializers.items() if name not in coded_names)
 
 
-def rounded(weight: Array, hessian: Array | None, group: int) -> Array:
+def round_matrix(weight: Array, hessian: Array | None, group: int) -> Array:
     """Return a matrix [outputs, inputs] as Olive's GPTQ leaves it, or its rounding to nearest without a Hessian."""
     import torch
     from olive.common.quant.utils import WeightQuantizer
@@ -122,8 +122,8 @@ def rounded(weight: Array, hessian: Array | None, group: int) -> Array:
     quantizer = WeightQuantizer(bits=4, symmetric=False, group_size=group)
     values = torch.from_numpy(np.ascontiguousarray(weight))
     if hessian is None:
-        made: Array = quantizer.fake_quantize(values, *quantizer.find_qparams(values)).numpy()
-        return made
+        matrix: Array = quantizer.fake_quantize(values, *quantizer.find_qparams(values)).numpy()
+        return matrix
     module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     module.weight.data = values
     # Twice the mean, as the pass sums it up.
@@ -131,5 +131,5 @@ def rounded(weight: Array, hessian: Array | None, group: int) -> Array:
     module.quant_info = SimpleNamespace(quantizer=quantizer, data=data, scales=None, zero_points=None)  # type: ignore[assignment]
     with torch.no_grad():
         Gptq.process_module(module)
-    made = module.weight.data.numpy()
-    return made
+    matrix = module.weight.data.numpy()
+    return matrix

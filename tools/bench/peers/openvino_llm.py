@@ -24,12 +24,12 @@ def main(checkpoint: Path, output: Path) -> None:
     main_export(str(checkpoint), str(whole), task="text-generation-with-past", convert_tokenizer=False)
     model = openvino.Core().read_model(whole / "openvino_model.xml")
     mode = nncf.CompressWeightsMode.INT4_SYM
-    rounded = nncf.compress_weights(model, mode=mode, group_size=128, ratio=1.0, all_layers=True)
+    int4_model = nncf.compress_weights(model, mode=mode, group_size=128, ratio=1.0, all_layers=True)
     output.mkdir(parents=True)
-    openvino.save_model(rounded, output / "openvino_model.xml")
+    openvino.save_model(int4_model, output / "openvino_model.xml")
     for file in whole.glob("*.json"):
         shutil.copy(file, output)
-    del model, rounded
+    del model, int4_model
     shutil.rmtree(whole)
 
 

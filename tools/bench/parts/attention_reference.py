@@ -19,14 +19,14 @@ _TOKENS = 1 << 12
 """Tokens that are in float64 at a time."""
 
 
-def attend(query: Array, kv_heads: int, scale: float, read: Callable[[int], Iterator[Chunk]]) -> Doubles:
-    """Return the softmax of what is read times its values.
+def attend(query: Array, kv_heads: int, scale: float, read_chunks: Callable[[int], Iterator[Chunk]]) -> Doubles:
+    """Return attention of each query over the tokens that it reads.
 
     Args:
         query: [S, Hq, D].
-        kv_heads: Hk, each of which serves as many query heads one behind the other.
+        kv_heads: Hk; query heads come in groups of Hq / Hk that share a KV head.
         scale: of scores.
-        read: yields what the queries of a KV head read, in parts that are merged as they come.
+        read_chunks: yields the tokens that the queries of a KV head read, chunk by chunk.
 
     Returns:
         float64 [S, Hq, D].
@@ -38,20 +38,20 @@ def attend(query: Array, kv_heads: int, scale: float, read: Callable[[int], Iter
         q = query[:, head * group : (head + 1) * group].astype(np.float64) * scale
         largest = np.full((tokens, group, 1), -np.inf)
         total = np.zeros((tokens, group, 1))
-        for K, V, mask in read(head):
+        for K, V, mask in read_chunks(head):
             scores = np.where(mask[:, None], q @ K.astype(np.float64).T, -np.inf)
-            above = np.maximum(largest, scores.max(axis=-1, keepdims=True))
-            known = np.where(np.isneginf(above), 0, above)  # nothing was read so far
-            weights, shrink = np.exp(scores - known), np.exp(largest - known)
+            maximum = np.maximum(largest, scores.max(axis=-1, keepdims=True))
+            shift = np.where(np.isneginf(maximum), 0, maximum)  # nothing was read so far
+            weights, shrink = np.exp(scores - shift), np.exp(largest - shift)
             y[:, head] = y[:, head] * shrink + weights @ V.astype(np.float64)
             total = total * shrink + weights.sum(axis=-1, keepdims=True)
-            largest = above
+            largest = maximum
         y[:, head] /= total
     return y.reshape(query.shape)
 
 
 def attend_flat(
-    query: Array, scale: float, size: int, read: Callable[[int, slice], tuple[Array, Array]], kv_heads: int
+    query: Array, scale: float, size: int, read_tokens: Callable[[int, slice], tuple[Array, Array]], kv_heads: int
 ) -> Doubles:
     """Return causal attention over the ``size`` tokens of a cache, the last of which belong to the queries.
 
@@ -59,17 +59,17 @@ def attend_flat(
         query: [S, Hq, D].
         scale: of scores.
         size: tokens in the cache.
-        read: returns the keys and values [n, D] of a KV head at some positions.
+        read_tokens: returns the keys and values [n, D] of a KV head at some positions.
         kv_heads: Hk.
 
     Returns:
         float64 [S, Hq, D].
     """
-    asked = np.arange(size - len(query), size)[:, None]
+    positions = np.arange(size - len(query), size)[:, None]
 
     def chunks(head: int) -> Iterator[Chunk]:
         for first in range(0, size, _TOKENS):
             part = slice(first, min(size, first + _TOKENS))
-            yield *read(head, part), np.arange(part.start, part.stop) <= asked
+            yield *read_tokens(head, part), np.arange(part.start, part.stop) <= positions
 
     return attend(query, kv_heads, scale, chunks)
