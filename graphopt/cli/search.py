@@ -1,4 +1,4 @@
-"""The commands that find a recipe by measuring: ``search`` for formats, ``search-rope`` for longer contexts."""
+"""The commands that find a recipe by measuring: formats, storages of caches, rotary factors for longer contexts."""
 
 from __future__ import annotations
 
@@ -241,4 +241,64 @@ def search_rope(
         table.add_row(name, f"{nats:.4f}")
     out.print(table)
     out.print(f"{output}: {result.measured} candidates measured", soft_wrap=True)
+    return None
+
+
+@command("search-cache")
+def search_cache(
+    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file with a tokenizer beside it")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="the recipe to write, a YAML file")],
+    recipe: Annotated[
+        str, typer.Option("-r", "--recipe", help="what to do: preset or YAML file with a step quantize_kv")
+    ] = "rotate-kv4",
+    token_bytes: Annotated[
+        float | None,
+        typer.Option("--token-bytes", help="what a token may take in all layers; by default as in the recipe"),
+    ] = None,
+    storages: Annotated[
+        list[str] | None, typer.Option("--storage", help="to choose from; by default int8, int6, int4, int3, int2")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 file to measure on; by default Python's own source")] = None,
+    window: Annotated[int, typer.Option(min=2, help="tokens of a window of it")] = 1024,
+    windows: Annotated[int, typer.Option(min=1, help="windows, spaced over the text")] = 2,
+    work: Annotated[
+        Path | None, typer.Option("--work", help="folder of measurements; by default .OUTPUT-search beside OUTPUT")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the storages of each layer's cache with which the model diverges least in some bytes; write a recipe.
+
+    Keys alone and values alone of each layer are stored in the coarsest codes, and the model is run: two runs for each
+    layer. What is measured is kept: a search that was cut off goes on where it was, and one for other bytes measures
+    nothing again.
+    """
+    from graphopt.compile.search import STORAGES, search_caches
+    from graphopt.quantization.statistics.options import CalibrationOptions
+    from graphopt.report.console_table import ConsoleTable, figure_columns
+
+    folder = work or output.parent / f".{output.name}-search"
+    with progress() as say:
+        result = search_caches(
+            model,
+            folder,
+            recipe=recipe,
+            room=token_bytes,
+            storages=storages or STORAGES,
+            texts=CalibrationOptions(text=text, window=window, windows=windows),
+            on_stage=say,
+        )
+    output.write_text(result.recipe.to_yaml(), encoding="utf-8")
+    if as_json:
+        return print_json(result)
+    columns = figure_columns(*(f"{part} alone as {result.coarsest}" for part in ("keys", "values")))
+    table = ConsoleTable(["layer", "keys", "values", *columns])
+    for row in result.losses:
+        keys, values = result.layers[row.layer]
+        table.add_row(str(row.layer), keys, values, f"{row.keys:.5f}", f"{row.values:.5f}")
+    out.print(table)
+    out.print(
+        f"{output}: {result.bytes:,.0f} bytes of a token, divergence {result.loss:.4f} nats on held-out text; with the "
+        f"storages of the recipe {result.recipe_bytes:,.0f} bytes and {result.recipe_loss:.4f}",
+        soft_wrap=True,
+    )
     return None

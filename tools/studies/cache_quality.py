@@ -3,6 +3,7 @@
     python tools/studies/cache_quality.py                               # SmolLM2, 8192 tokens; `make real` fetches it
     python tools/studies/cache_quality.py --kernels --only int6 --only 'int2*'       # graphopt's storages by kernels
     python tools/studies/cache_quality.py --only 'int*' --tokens 2048               # some methods, a shorter text
+    python tools/studies/cache_quality.py --recipe recipe.yaml                      # what graphopt search-cache wrote
 
 All weights are floats; the text is the documentation of its language that comes with Python. By default methods are
 *emulated*: numbers are rounded in PyTorch as a cache would round them (tools/studies/caches), so that methods of papers
@@ -11,8 +12,8 @@ floats; the last ones are then fed again under each method, as if one by one, an
 llama.cpp rotates heads and rounds every token at once, and so does its emulation; that its CPU also rounds queries to
 8 bits is left out, in its favour.
 
-``--kernels`` feeds the whole text to the artifacts themselves, page by page, so that what was rounded also changes what
-comes later.
+``--kernels``, and ``--recipe`` for others, feed the whole text to the artifacts themselves, page by page, so that what
+was rounded also changes what comes later.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import time
 import typing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ from graphopt.passes.algebra.rotate.rotate import Rotate
 from graphopt.passes.cache.page_kv import PageKV
 from graphopt.passes.cache.quantize_kv import QuantizeKV
 from graphopt.passes.lift.canonicalize import Canonicalize
-from graphopt.passes.recipe import Recipe, Step
+from graphopt.passes.recipe import Recipe, Step, load_recipe
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from tools.bench.parts.options import JsonFile, is_asked
 from tools.studies.caches.attention import RoundedModel
@@ -54,9 +55,16 @@ from tools.studies.caches.rounding import Method, Tensor
 from tools.studies.caches.spectral import SpectralMethod, of_text
 from tools.studies.real.models import fetch
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+
 PAGE = 64
 
-STORAGES = (("float32",), ("int8",), ("int8", "int6"), ("int6",), ("int4",), ("int4", "int3"), ("int3",), ("int2",))
+_FLOATS = Recipe(name="float32", steps=(Canonicalize(), PageKV()))
+
+STORAGES = (("int8",), ("int8", "int6"), ("int6",), ("int4",), ("int4", "int3"), ("int3",), ("int2",))
 """That ``--kernels`` takes: of keys and values, or of keys and of values."""
 
 
@@ -116,35 +124,51 @@ def by_kernels(session: graphopt.Session, ids: Tensor, scored: int) -> Tensor:
     return torch.cat(pieces)[-scored:]
 
 
-def kernel_rows(checkpoint: Path, ids: Tensor, scored: int, only: list[str] | None) -> list[Row]:
-    """Return a row for each storage, as it is and rotated, and where keys are rounded for queries of another text."""
-    rows, reference = [], None
+def kernel_rows(
+    checkpoint: Path, ids: Tensor, scored: int, only: list[str] | None, recipes: Sequence[Path] = ()
+) -> list[Row]:
+    """Return a row for each recipe; by default those of :func:`storage_recipes`."""
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "float32"
         graphopt.export(checkpoint, source)
-        for rotated, feedback in ((False, False), (True, False), (True, True)):
-            before: list[Step] = [Canonicalize()]
-            if rotated:
-                before += [FoldNorms(), Rotate(query_key="hadamard")]
-            for storage, *of_values in STORAGES:
-                name = " keys, ".join([storage, *(f"{values} values" for values in of_values)])
-                name += (", rotated" if rotated else "") + (", feedback" if feedback else "")
-                if (storage == "float32" and rotated) or (reference is not None and not is_asked(name, only)):
-                    continue
-                began = time.perf_counter()
-                values = of_values[0] if of_values else None
-                last: Step = PageKV()
-                if storage != "float32":
-                    last = QuantizeKV(storage=storage, value_storage=values, key_feedback=feedback)
-                compressed = Path(temporary) / "compressed"
-                recipe = Recipe(name="cache", steps=(*before, last))
-                graphopt.optimize(source, recipe, compressed, run="parts" if feedback else False, overwrite=True)
-                log_probabilities = by_kernels(graphopt.load(compressed), ids, scored)
-                reference = log_probabilities if reference is None else reference
-                bits = (STORAGE_OF[storage].bits + STORAGE_OF[(of_values or [storage])[0]].bits) / 2
-                rows.append(row(name, "kernels", bits, reference, log_probabilities, ids, began))
-                print(rows[-1], flush=True)
+        candidates = [load_recipe(file) for file in recipes] or [
+            recipe for recipe in storage_recipes() if is_asked(recipe.name, only)
+        ]
+        reference = None
+        for recipe in (_FLOATS, *candidates):
+            began = time.perf_counter()
+            compressed = Path(temporary) / "compressed"
+            graphopt.optimize(source, recipe, compressed, run="parts", quality_tokens=0, overwrite=True)
+            session = graphopt.load(compressed)
+            log_probabilities = by_kernels(session, ids, scored)
+            reference = log_probabilities if reference is None else reference
+            bits = float(np.mean([_bits(layer) for layer in session.interface.layers]))
+            rows.append(row(recipe.name, "kernels", bits, reference, log_probabilities, ids, began))
+            print(rows[-1], flush=True)
     return rows
+
+
+def storage_recipes() -> list[Recipe]:
+    """Return a recipe for each storage, as it is and rotated, and with keys rounded for queries of another text."""
+    recipes = []
+    for rotated, feedback in ((False, False), (True, False), (True, True)):
+        before: list[Step] = [Canonicalize()]
+        if rotated:
+            before += [FoldNorms(), Rotate(query_key="hadamard")]
+        for storage, *of_values in STORAGES:
+            name = " keys, ".join([storage, *(f"{values} values" for values in of_values)])
+            name += (", rotated" if rotated else "") + (", feedback" if feedback else "")
+            values = of_values[0] if of_values else None
+            last = QuantizeKV(storage=storage, value_storage=values, key_feedback=feedback)
+            recipes.append(Recipe(name=name, steps=(*before, last)))
+    return recipes
+
+
+def _bits(layer: PagedLayer) -> float:
+    """Return the bits of a code of a layer, on average."""
+    kv = layer.attributes
+    return (STORAGE_OF[kv.storage].bits + STORAGE_OF[kv.value_storage or kv.storage].bits) / 2
 
 
 def main(
@@ -154,6 +178,9 @@ def main(
     scored: Annotated[int, typer.Option(min=64, help="the last of them, whose KL is taken")] = 1024,
     only: Annotated[list[str] | None, typer.Option(help="names of methods, with * for anything")] = None,
     kernels: Annotated[bool, typer.Option(help="run artifacts instead of emulating")] = False,
+    recipes: Annotated[
+        list[Path] | None, typer.Option("--recipe", help="run what these make instead, such as search-cache wrote")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1)] = 2,
     json_file: JsonFile = None,
 ) -> None:
@@ -166,8 +193,8 @@ def main(
     ids = torch.tensor(tokenizer(words)["input_ids"][:tokens])
     if len(ids) < tokens:
         raise typer.BadParameter(f"the text has {len(ids)} tokens, not {tokens}")
-    if kernels:
-        rows = kernel_rows(checkpoint, ids, scored, only)
+    if kernels or recipes:
+        rows = kernel_rows(checkpoint, ids, scored, only, recipes or [])
     else:
         rounded, rows = RoundedModel(checkpoint, ids, scored), []
         every: list[Method | SpectralMethod | WithFeedback] = [*methods()]

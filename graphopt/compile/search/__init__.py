@@ -1,5 +1,6 @@
 """What a recipe says, found by measuring: formats of matrices for a number of bytes, rotary factors for a length.
 
+caches.py        storages of the caches of each layer
 choices.py       formats to choose from, and the bytes that a matrix takes in them
 losses.py        what each choice for each matrix costs in divergence
 program.py       the integer program that picks one choice for each matrix
@@ -14,6 +15,7 @@ rotary.py        from a model and a factor of its trained length to a recipe
 jsonl.py         what was measured, in a file: a search that was cut off goes on
 """
 
+from graphopt.compile.search.caches import STORAGES, CacheStorages, search_caches
 from graphopt.compile.search.choices import CHOICES, Choice
 from graphopt.compile.search.evolution import Evolution
 from graphopt.compile.search.float_weights import FloatWeights, search_float_weights
@@ -23,6 +25,8 @@ from graphopt.compile.search.rotary import FoundFactors, search_rope
 
 __all__ = [
     "CHOICES",
+    "STORAGES",
+    "CacheStorages",
     "Choice",
     "Evolution",
     "FloatWeights",
@@ -30,6 +34,7 @@ __all__ = [
     "MixtureSearch",
     "SearchResult",
     "search",
+    "search_caches",
     "search_float_weights",
     "search_rope",
 ]

@@ -1,4 +1,4 @@
-"""One choice for each matrix, of least loss within a number of bytes: an integer program."""
+"""One choice for each matrix or cache, of least loss within a number of bytes: an integer program."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def solve(
-    losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], room: int, *, gap: float = 1e-4
+    losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[float]], room: float, *, gap: float = 1e-4
 ) -> list[int]:
-    """Return the choice for each matrix that minimizes the sum of losses, with a sum of sizes of at most ``room``.
+    """Return the choices of least losses, one for each matrix or cache, with a sum of sizes of at most ``room``.
 
     Args:
-        losses: what each choice for each matrix costs.
+        losses: what each choice for each of them costs.
         sizes: its bytes, the same shape.
         room: bytes.
         gap: by what share of it the sum may be more than the least.
@@ -37,8 +37,8 @@ def solve(
     smallest = sum(min(row) for row in sizes)
     if smallest > room:
         raise InputError(
-            f"the matrices take {smallest:,} bytes in the smallest formats, and there is room for {room:,}",
-            remedy="give more bytes, or smaller formats with --format",
+            f"the smallest choices take {smallest:,} bytes, and there is room for {room:,}",
+            remedy="give more bytes, or smaller formats or storages to choose from",
         )
     cost = np.concatenate([np.asarray(row, float) for row in losses])
     weight = np.concatenate([np.asarray(row, float) for row in sizes])

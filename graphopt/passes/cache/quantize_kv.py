@@ -21,7 +21,7 @@ from graphopt.passes.common.paging.states import connect
 from graphopt.quantization.rounding.ldl import key_feedback, moments_by_head, whitening
 from graphopt.runtime_ops import port as input_of
 from graphopt.runtime_ops import schema_of
-from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, PAGES, STORAGES
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, PAGES, STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ LATENT_FEEDBACK = Rule(
 CLIP_SHARE = Rule("quantize_kv.clipped", "codes span {share} of the numbers of a set")
 FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
 STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
+LEFT_IN_FLOATS = Rule("quantize_kv.left-in-floats", "the recipe leaves its cache in floats")
 
 WIDE_HEADS = Rule(
     "quantize_kv.wide-heads", "{storage} takes heads of up to {most} numbers, and its heads have {head_size}"
@@ -75,7 +76,8 @@ UNEVEN_HEADS = Rule(
     "quantize_kv.uneven-heads", "{storage} packs {unit} numbers at a time, and its heads have {head_size}"
 )
 
-_SMALLER = tuple(name for name in STORAGES if name != "float32")
+_FLOATS = "float32"
+_SMALLER = tuple(name for name in STORAGES if name != _FLOATS)
 
 
 def _check_storage(storage: str) -> str:
@@ -87,6 +89,15 @@ def _check_storage(storage: str) -> str:
 def _check_codes(storage: str | None) -> str | None:
     if storage is not None and storage not in LEVELS:
         raise ValueError(f"values that are stored in another way than keys are {', '.join(LEVELS)}, not {storage!r}")
+    return storage
+
+
+def _check_layer(storage: str | tuple[str, str]) -> str | tuple[str, str]:
+    if isinstance(storage, tuple):
+        for name in storage:
+            _check_codes(name)
+    elif storage != _FLOATS:
+        _check_storage(storage)
     return storage
 
 
@@ -145,6 +156,8 @@ class QuantizeKV(Pass):
             pages and heads are multiples of 32.
         value_storage: int8, int6, int4, int3 or int2, of values, where ``storage`` is one of these too; latents have no
             values of their own. For CPUs only.
+        layers: by the N of a layer's ``past_key_values.N``: a storage for keys and values, or one for each, instead of
+            the two above; ``float32`` leaves the layer as it is. ``graphopt search-cache`` finds them by measuring.
         page: tokens of a page, which share the scales of keys; ``None`` keeps it, or is 64 without pages.
         sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
         recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
@@ -165,6 +178,7 @@ class QuantizeKV(Pass):
 
     storage: Annotated[str, AfterValidator(_check_storage)] = "int8"
     value_storage: Annotated[str | None, AfterValidator(_check_codes)] = None
+    layers: dict[int, Annotated[str | tuple[str, str], AfterValidator(_check_layer)]] = Field(default={})
     page: Page | None = None
     sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
     recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
@@ -178,15 +192,18 @@ class QuantizeKV(Pass):
         """See :class:`Pass`: enough that a page was rounded."""
         return (self.sink_pages + self.recent_pages + 2) * (self.page or _PAGE)
 
-    @property
-    def share_of_codes(self) -> float:
-        """What codes span of what numbers span; 1 where a storage is floats."""
-        return _CLIPS.get(self.storage, 1.0) if self.clip is None else self.clip
+    def storages(self, number: int) -> tuple[str, str]:
+        """Return the storages of keys and of values of a layer."""
+        storage = self.layers.get(number, (self.storage, self.value_storage or self.storage))
+        return (storage, storage) if isinstance(storage, str) else storage
 
-    @property
-    def has_factors(self) -> bool:
-        """Whether keys get a factor per token."""
-        return self.storage in _WITH_FACTORS if self.token_factors is None else self.token_factors
+    def share_of_codes(self, storage: str) -> float:
+        """Return what codes span of what numbers span; 1 where a storage is floats."""
+        return _CLIPS.get(storage, 1.0) if self.clip is None or storage not in LEVELS else self.clip
+
+    def has_factors(self, storage: str) -> bool:
+        """Return whether keys in a storage get a factor per token."""
+        return storage in LEVELS and (storage in _WITH_FACTORS if self.token_factors is None else self.token_factors)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Change the storage of every cache; say why where there is none in pages.
@@ -196,6 +213,7 @@ class QuantizeKV(Pass):
         """
         page_attention(model, context, self.page or _PAGE)
         self._check(context.target)
+        self._check_layers(model.graph)
         layers = {node: self._new_layer(node, context) for node in kv_nodes(model.graph)}
         new_layers = {node: layer for node, layer in layers.items() if layer is not None}
         with_feedback = [node for node, layer in new_layers.items() if layer.attributes.key_feedback]
@@ -213,7 +231,7 @@ class QuantizeKV(Pass):
             if node in moments:
                 _round_for_queries(model.graph, node, layer, *moments[node])
             floats = FLOATS(first=self.sink_pages, newest=self.recent_pages) if kv.levels is not None else None
-            clip = CLIP_SHARE(share=f"{self.share_of_codes:.0%}") if self.share_of_codes < 1 else None
+            clip = CLIP_SHARE(share=f"{kv.clip:.0%}") if kv.clip < 1 else None
             factors, feedback = TOKEN_FACTORS() if kv.token_factors else None, FEEDBACK() if kv.key_feedback else None
             white = WHITENING() if kv.key_feedback and self.key_whitening else None
             facts = {"factors": factors, "feedback": feedback, "whitening": white, "clip": clip, "floats": floats}
@@ -222,41 +240,23 @@ class QuantizeKV(Pass):
 
     def _check(self, target: str) -> None:
         """Refuse options that do not fit one another or the target."""
-        of_pairs = f"quantize_kv stores keys as {self.storage} and values as {self.value_storage}"
-        is_pair, integer = self.value_storage not in (None, self.storage), self.storage in LEVELS
+        pairs = {(self.storage, self.value_storage or self.storage), *map(self.storages, self.layers)}
+        for storage, value_storage in sorted(pairs - {(_FLOATS, _FLOATS)}):
+            self._check_storages(storage, value_storage, target)
+        integer = any(storage in LEVELS for storage, _ in pairs)
         refusals = [
             (
-                self.value_storage is not None and not integer,
-                f"{of_pairs}: pages of both have one type",
-                f"choose storage of quantize_kv among {', '.join(LEVELS)}, or leave value_storage out",
-            ),
-            (
-                is_pair and target == "ort-cuda",
-                f"{of_pairs}, and kernels on GPUs store both alike",
-                "leave value_storage of quantize_kv out, or choose --target ort-cpu",
-            ),
-            (
-                target == "ort-cuda" and not STORAGE_OF[self.storage].on_gpus,
-                f"quantize_kv stores caches as {self.storage}, and kernels on GPUs know no such codes",
-                "choose int8 or int4, or --target ort-cpu",
-            ),
-            (
-                not integer and self.share_of_codes < 1,
+                not integer and self.clip is not None and self.clip < 1,
                 f"clip is a share of what codes span, and {self.storage} has no codes",
                 "leave clip of quantize_kv out",
             ),
             (
-                self.has_factors and not integer,
+                not integer and bool(self.token_factors),
                 f"token_factors belong to keys of integers, and {self.storage} has no scales",
                 "leave token_factors of quantize_kv out",
             ),
             (
-                self.has_factors and target == "ort-cuda",
-                "quantize_kv gives keys a factor per token, and kernels on GPUs know none",
-                "leave token_factors of quantize_kv out, or choose --target ort-cpu",
-            ),
-            (
-                self.key_feedback and not integer,
+                not integer and self.key_feedback,
                 f"key_feedback is for keys of integers, and {self.storage} has no codes",
                 "leave key_feedback of quantize_kv out",
             ),
@@ -270,22 +270,59 @@ class QuantizeKV(Pass):
             if is_refused:
                 raise InputError(reason, remedy=remedy)
 
+    def _check_storages(self, storage: str, value_storage: str, target: str) -> None:
+        """Refuse storages of keys and values that do not fit one another or the target."""
+        of_pair, is_pair = (
+            f"quantize_kv stores keys as {storage} and values as {value_storage}",
+            storage != value_storage,
+        )
+        refusals = [
+            (
+                is_pair and not {storage, value_storage} <= set(LEVELS),
+                f"{of_pair}: pages of both have one type",
+                f"choose storage of quantize_kv among {', '.join(LEVELS)}, or leave value_storage out",
+            ),
+            (
+                is_pair and target == "ort-cuda",
+                f"{of_pair}, and kernels on GPUs store both alike",
+                "leave value_storage of quantize_kv out, or choose --target ort-cpu",
+            ),
+            (
+                target == "ort-cuda" and not STORAGE_OF[storage].on_gpus,
+                f"quantize_kv stores caches as {storage}, and kernels on GPUs know no such codes",
+                "choose int8 or int4, or --target ort-cpu",
+            ),
+            (
+                self.has_factors(storage) and target == "ort-cuda",
+                "quantize_kv gives keys a factor per token, and kernels on GPUs know none",
+                "leave token_factors of quantize_kv out, or choose --target ort-cpu",
+            ),
+        ]
+        for is_refused, reason, remedy in refusals:
+            if is_refused:
+                raise InputError(reason, remedy=remedy)
+
+    def _check_layers(self, graph: ir.Graph) -> None:
+        """Refuse layers that the graph has no cache of."""
+        numbers = {layer_of(node).number for node in kv_nodes(graph)}
+        unknown = sorted(self.layers.keys() - numbers)
+        if unknown and numbers:
+            raise InputError(
+                f"the step quantize_kv names layer {unknown[0]}, and the caches of the graph are {sorted(numbers)}",
+                remedy="name layers as past_key_values.N does",
+            )
+
     def _new_layer(self, node: ir.Node, context: Context) -> PagedLayer | None:
         """Return what a node is to say of its cache; ``None`` where it stays as it is, which the ledger then says."""
-        layer, integer = layer_of(node), self.storage in LEVELS
-        page = self.page or layer.attributes.page
-        if layer.attributes.storage != "float32":
+        layer = layer_of(node)
+        storage, value_storage = self.storages(layer.number)
+        if storage == _FLOATS:
+            context.ledger.skipped(node, LEFT_IN_FLOATS())
+            return None
+        if layer.attributes.storage != _FLOATS:
             context.ledger.skipped(node, STORED_ALREADY(storage=layer.attributes.storage_name))
             return None
-        # latents have no values of their own
-        of_values = "" if layer.attributes.value_size else self.value_storage or ""
-        kv = replace(layer.attributes, page=PAGES[-1], storage=self.storage, value_storage=of_values)
-        if page % kv.unit:
-            raise InputError(
-                f"{kv.storage_name} packs {kv.unit} numbers at a time, and pages of {page} tokens are no multiple",
-                node=node.name,
-                remedy=f"set page of quantize_kv to a multiple of {kv.unit}",
-            )
+        kv = self.attributes(layer, storage, value_storage)
         if layer.head_size > kv.most_channels:
             limit = kv.most_channels
             fact = WIDE_HEADS(storage=kv.storage_name, most=limit, head_size=layer.head_size)
@@ -295,16 +332,33 @@ class QuantizeKV(Pass):
             head_size = layer.head_size
             context.ledger.skipped(node, UNEVEN_HEADS(storage=kv.storage_name, unit=kv.unit, head_size=head_size))
             return None
-        kv = replace(
+        has_feedback = storage in LEVELS and self._has_feedback(node, layer, context)
+        return replace(layer, attributes=replace(kv, key_feedback=int(has_feedback)))
+
+    def attributes(self, layer: PagedLayer, storage: str, value_storage: str) -> KVAttributes:
+        """Return what a layer in floats says when keys and values are stored so, without ``key_feedback``.
+
+        Raises:
+            InputError: pages have a number of tokens that a storage cannot pack.
+        """
+        page, integer = self.page or layer.attributes.page, storage in LEVELS
+        # latents have no values of their own
+        of_values = "" if layer.attributes.value_size else value_storage
+        kv = replace(layer.attributes, page=PAGES[-1], storage=storage, value_storage=of_values)
+        if page % kv.unit:
+            raise InputError(
+                f"{kv.storage_name} packs {kv.unit} numbers at a time, and pages of {page} tokens are no multiple",
+                node=f"layer {layer.number}",
+                remedy=f"set page of quantize_kv to a multiple of {kv.unit}",
+            )
+        return replace(
             kv,
             page=page,
             sink_pages=self.sink_pages if integer else 0,
             recent_pages=self.recent_pages if integer else 0,
-            clip=self.share_of_codes,
-            token_factors=int(self.has_factors),
-            key_feedback=int(self._has_feedback(node, layer, context)),
+            clip=self.share_of_codes(storage),
+            token_factors=int(self.has_factors(storage)),
         )
-        return replace(layer, attributes=kv)
 
     def _has_feedback(self, node: ir.Node, layer: PagedLayer, context: Context) -> bool:
         if not self.key_feedback:

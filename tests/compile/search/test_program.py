@@ -36,5 +36,5 @@ def test_it_is_the_best_of_all_combinations(table: list[list[tuple[float, int]]]
 
 
 def test_too_few_bytes_are_refused() -> None:
-    with pytest.raises(InputError, match="take 30 bytes in the smallest formats, and there is room for 29"):
+    with pytest.raises(InputError, match="the smallest choices take 30 bytes, and there is room for 29"):
         solve([[1.0, 0.5], [1.0]], [[10, 20], [20]], 29)

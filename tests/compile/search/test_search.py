@@ -137,7 +137,7 @@ def test_mixtures_that_were_judged_are_not_judged_again(work: Path, shipped_arti
 
 
 def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, found: list[SearchResult]) -> None:
-    with pytest.raises(InputError, match="in the smallest formats"):
+    with pytest.raises(InputError, match="the smallest choices take"):
         run(shipped_artifact, 1_000_000, work)
     with pytest.raises(InputError, match="the bytes of the recipe small are not known"):
         search(shipped_artifact, None, work, recipe=recipe(), choices=FORMATS, tokens=64)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from pydantic import ValidationError
 
 from graphopt.analysis.structure.paged_caches import kv_nodes, layer_of, layers_of
 from graphopt.compile.pipeline import optimize
@@ -104,6 +105,35 @@ def test_values_that_are_stored_as_keys_are_need_no_name(llama: ir.Model) -> Non
 def test_values_that_do_not_fit_keys_are_refused(options: dict[str, Any], message: str, llama: ir.Model) -> None:
     with pytest.raises(InputError, match=message):
         run_pass(llama, "quantize_kv", **options)
+
+
+def test_layers_have_storages_of_their_own(llama: ir.Model) -> None:
+    report = run_pass(llama, "quantize_kv", storage="int4", page=32, layers={0: ("int2", "int4"), 1: "float32"})
+    first, second = layers_of(llama.graph)
+    assert (first.attributes.storage, first.attributes.value_storage) == ("int2", "int4")
+    assert (first.attributes.clip, first.attributes.token_factors) == (np.float32(0.9), 1)
+    assert second.attributes.storage == "float32"
+    assert [str(skip.reason) for skip in report.skips] == ["the recipe leaves its cache in floats"]
+
+
+def test_a_layer_may_be_all_that_has_codes(llama: ir.Model) -> None:
+    run_pass(llama, "quantize_kv", storage="float16", layers={1: "int2"}, clip=0.8)
+    first, second = (layer.attributes for layer in layers_of(llama.graph))
+    assert (first.storage, first.clip, first.token_factors, first.sink_pages) == ("float16", 1, 0, 0)
+    assert (second.storage, second.clip, second.token_factors, second.sink_pages) == ("int2", np.float32(0.8), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({7: "int4"}, r"the step quantize_kv names layer 7, and the caches of the graph are \[0, 1\]"),
+        ({0: "int5"}, "a cache is stored as float16, bfloat16"),
+        ({0: ("int4", "float16")}, "values that are stored in another way than keys are int8"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(layers: dict[int, Any], message: str, llama: ir.Model) -> None:
+    with pytest.raises((InputError, ValidationError), match=message):
+        run_pass(llama, "quantize_kv", layers=layers)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,308 @@
+"""Storages of caches by layer: keys and values of each layer in the bits that its divergence is worth.
+
+Layers differ by more than a bit does: in SmolLM2-135M six of thirty layers make two thirds of what caches of two bits
+lose (docs/caches.md). So keys alone, and values alone, of each layer are stored in the coarsest codes, and the model is
+run; that of finer codes follows from the step, as divergence is quadratic in a small error:
+
+    KL(b bits) = KL(coarsest) (L(coarsest) / L(b))^2,      L(b) = 2^b - 1
+
+Small divergences add up, so an integer program picks the storages (KVTuner, Li et al. 2025, arXiv:2502.04420, searches
+pairs of keys and values by layer, too). What comes out is judged by the model as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict
+
+from graphopt.analysis.structure.paged_caches import layers_of
+from graphopt.artifact.tokens import DEFAULT_WINDOW, texts_of, tokenizer_among, windows_of_text
+from graphopt.compile.compilation import Compilation
+from graphopt.compile.search.jsonl import Lines
+from graphopt.compile.search.program import solve
+from graphopt.errors import InputError
+from graphopt.ort.session import run
+from graphopt.passes.cache.quantize_kv import QuantizeKV
+from graphopt.passes.recipe import Recipe
+from graphopt.quality.figures import Comparison, Floats, log_probabilities
+from graphopt.quality.texts import held_out_texts
+from graphopt.quantization.statistics.options import CalibrationOptions
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS
+from graphopt.tasks import task_of
+from graphopt.util.progress import Progress, silent
+from graphopt.verification.steps import run_passes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import onnx_ir as ir
+
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.artifact.artifact import Artifact
+    from graphopt.tasks.ports import Array, IntArray
+
+RECIPE = "rotate-kv4"
+STORAGES = ("int8", "int6", "int4", "int3", "int2")
+"""What is chosen from by default."""
+
+TEXTS = CalibrationOptions(window=1024, windows=2)
+"""What is read for each measurement by default; a window is shorter where the model has fewer positions."""
+
+_FLOATS = "float32"
+_EXACT = "int8"
+"""What keys are stored in while values are measured, and values while keys are: it loses next to nothing."""
+
+_FLOAT_PAGES: dict[str, Any] = {
+    "storage": _FLOATS,
+    "value_storage": "",
+    "sink_pages": 0,
+    "recent_pages": 0,
+    "clip": 1.0,
+    "token_factors": 0,
+    "key_feedback": 0,
+}
+
+Pair = tuple[str, str]
+"""Storages of keys and of values."""
+
+
+class LayerLoss(BaseModel):
+    """What a layer costs.
+
+    Attributes:
+        layer: N in ``past_key_values.N``.
+        keys: divergence in nats per token of the model whose keys of this layer alone are in the coarsest storage.
+        values: the same for its values.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layer: int
+    keys: float
+    values: float
+
+
+class CacheStorages(BaseModel):
+    """What the search ends with.
+
+    Attributes:
+        recipe: the recipe, with storages by layer.
+        layers: the storages of keys and of values of each layer.
+        losses: what was measured of each layer.
+        coarsest: the storage that it was measured in.
+        bytes: of a token in the caches of all layers, scales included.
+        recipe_bytes: the same as the recipe has it.
+        loss: divergence of the model with all of them from the one with caches of floats, in nats per token of
+            held-out text.
+        recipe_loss: the same as the recipe has it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    recipe: Recipe
+    layers: dict[int, Pair]
+    losses: list[LayerLoss]
+    coarsest: str
+    bytes: float
+    recipe_bytes: float
+    loss: float
+    recipe_loss: float
+
+
+def search_caches(
+    model: str | Path | Artifact,
+    folder: str | Path,
+    *,
+    recipe: str | Path | Recipe = RECIPE,
+    room: float | None = None,
+    storages: Sequence[str] = STORAGES,
+    texts: CalibrationOptions = TEXTS,
+    on_stage: Progress = silent,
+) -> CacheStorages:
+    """Choose how each layer stores its cache so that the model diverges least and a token takes at most ``room`` bytes.
+
+    Args:
+        model: an artifact folder or an ``.onnx`` file of a causal language model, with a tokenizer. It is opened anew
+            for each measurement, two of each layer.
+        folder: where statistics and measurements are kept. A search that was cut off goes on there.
+        recipe: what to do: its step ``quantize_kv`` gets the storages.
+        room: bytes of a token in all layers, scales included; ``None`` for what the recipe takes.
+        storages: to choose from.
+        texts: what to measure on, by default source of the Python standard library, as for calibrations. A window is
+            longer than pages of floats; held-out texts are cut alike.
+        on_stage: called for each measurement.
+
+    Raises:
+        InputError: the model or the recipe cannot be used, there is no such storage, or the bytes are too few.
+        MissingDependencyError: scipy is not installed.
+    """
+    unknown = [name for name in storages if name not in LEVELS]
+    if unknown or not storages:
+        raise InputError(
+            f"{', '.join(unknown) or 'no storage'} cannot be searched: caches are chosen among integers",
+            remedy=f"choose among {', '.join(LEVELS)} with --storage",
+        )
+    caches = _Caches(model, recipe, Path(folder), texts)
+    coarse_first = sorted(storages, key=_levels)
+    losses = caches.losses(coarse_first[0], on_stage)
+    pairs: list[Pair] = [(keys, values) for keys in coarse_first for values in coarse_first]
+    sizes = [[caches.token_bytes(row.layer, pair) for pair in pairs] for row in losses]
+    costs = [
+        [
+            row.keys * _share(keys, coarse_first[0]) + row.values * _share(values, coarse_first[0])
+            for keys, values in pairs
+        ]
+        for row in losses
+    ]
+    recipe_bytes = caches.recipe_bytes
+    numbers = solve(costs, sizes, recipe_bytes if room is None else room)
+    layers = {row.layer: pairs[number] for row, number in zip(losses, numbers, strict=True)}
+    new_recipe = caches.recipe.setting("quantize_kv", layers=layers)
+    total = sum(size[number] for size, number in zip(sizes, numbers, strict=True))
+    names = [" and ".join(pair) for pair in layers.values()]
+    counts = ", ".join(f"{names.count(name)} as {name}" for name in sorted(set(names)))
+    description = (
+        f"for one model, {total:,.0f} bytes of a token: caches of layers {counts}; made by graphopt search-cache"
+    )
+    return CacheStorages(
+        recipe=new_recipe.model_copy(update={"name": f"{new_recipe.name}-searched", "description": description}),
+        layers=layers,
+        losses=losses,
+        coarsest=coarse_first[0],
+        bytes=total,
+        recipe_bytes=recipe_bytes,
+        loss=caches.held_out_loss(layers, on_stage),
+        recipe_loss=caches.held_out_loss(None, on_stage),
+    )
+
+
+def _levels(storage: str) -> int:
+    return LEVELS[storage]
+
+
+def _share(storage: str, coarsest: str) -> float:
+    """Return what a storage loses of what the coarsest does."""
+    return (_levels(coarsest) / _levels(storage)) ** 2
+
+
+class _Caches:
+    """A model whose caches are stored in one way after the other.
+
+    Args:
+        model: the model.
+        recipe: its recipe, with a step ``quantize_kv`` of integers.
+        folder: for statistics and measurements.
+        texts: what to measure on.
+
+    Attributes:
+        recipe: the recipe.
+        recipe_bytes: of a token in all layers, as the recipe stores them.
+    """
+
+    def __init__(
+        self, model: str | Path | Artifact, recipe: str | Path | Recipe, folder: Path, texts: CalibrationOptions
+    ) -> None:
+        self._compilation = compilation = Compilation(model, recipe, work=folder, statistics=folder)
+        step = next((step for step in compilation.passes if isinstance(step, QuantizeKV)), None)
+        if step is None or step.storage not in LEVELS:
+            raise InputError(
+                f"the recipe {compilation.recipe.name} has no step quantize_kv with a storage of integers",
+                remedy=f"take {RECIPE}, or --add quantize_kv",
+            )
+        self._step, self.recipe = step, compilation.recipe_for_target
+        compilation.check_weights()
+        compilation.apply_unchecked(compilation.passes[: compilation.passes.index(step)])
+        compilation.settle()
+        source, positions = compilation.source, compilation.source.manifest.model.max_positions
+        window = min(texts.window or positions or DEFAULT_WINDOW, positions or DEFAULT_WINDOW)
+        texts = texts.model_copy(update={"window": window})
+        self._texts, tokenizer = texts_of(source.companions, texts, positions), tokenizer_among(source.companions)
+        self._held_out = [
+            ids for text in held_out_texts() for ids in windows_of_text(tokenizer, text, window, texts.windows)
+        ]
+        self._first = step.context_tokens
+        longest = min(max(map(len, part)) for part in (self._texts, self._held_out))
+        if longest <= self._first + 1:
+            raise InputError(
+                f"a window has {longest} tokens, and the first {self._first} of them read pages of floats",
+                remedy="give a longer window, a longer text, or a smaller page of quantize_kv",
+            )
+        layers = layers_of(self._model({}).graph)
+        self._layers = {layer.number: layer for layer in layers if layer.attributes.levels is not None}
+        if not self._layers:
+            raise InputError(
+                "no layer of the model stores its cache as integers",
+                remedy="`graphopt optimize` with the same recipe says why",
+            )
+        self.recipe_bytes = sum(_token_bytes(layer) for layer in self._layers.values())
+        key = hashlib.sha256(f"{compilation.origin} {self.recipe.to_yaml()}".encode())
+        for ids in self._texts:
+            key.update(ids.tobytes())
+        self._folder, self._key, self._references = folder, key.hexdigest()[:16], dict[int, list[Floats]]()
+
+    def token_bytes(self, number: int, pair: Pair) -> float:
+        """Return the bytes of a token of a layer, scales included."""
+        layer = self._layers[number]
+        in_floats = replace(layer, attributes=replace(layer.attributes, **_FLOAT_PAGES))
+        return _token_bytes(replace(layer, attributes=self._step.attributes(in_floats, *pair)))
+
+    def losses(self, coarsest: str, on_stage: Progress) -> list[LayerLoss]:
+        """Return what keys alone and values alone of each layer cost in a storage."""
+        measurements = Lines(
+            self._folder / f"caches-{self._key}-{coarsest}.jsonl", LayerLoss, lambda row: str(row.layer)
+        )
+        for count, number in enumerate(self._layers):
+            if str(number) not in measurements.rows:
+                on_stage("layers, one at a time", count, len(self._layers))
+                keys, values = (
+                    self._divergence({number: pair}, self._texts) for pair in ((coarsest, _EXACT), (_EXACT, coarsest))
+                )
+                measurements.add(LayerLoss(layer=number, keys=keys, values=values))
+        return [measurements.rows[str(number)] for number in self._layers]
+
+    def held_out_loss(self, layers: Mapping[int, Pair] | None, on_stage: Progress) -> float:
+        """Return the divergence on held-out text of the model with these storages; ``None``: as the recipe has it."""
+        on_stage("held-out text")
+        return self._divergence(layers, self._held_out)
+
+    def _divergence(self, layers: Mapping[int, Pair] | None, texts: Sequence[IntArray]) -> float:
+        """Return the mean divergence from caches of floats in nats per token; layers that are not named have these."""
+        reference = self._references.get(id(texts))
+        if reference is None:
+            logits = self._logits(dict.fromkeys(self._layers, _FLOATS), texts)
+            reference = self._references[id(texts)] = [log_probabilities(rows) for rows in logits]
+        if layers is None:
+            storages: dict[int, str | Pair] = dict(self._step.layers)
+        else:
+            storages = {number: layers.get(number, _FLOATS) for number in self._layers}
+        comparison = Comparison()
+        for rows, new_rows, ids in zip(reference, self._logits(storages, texts), texts, strict=True):
+            comparison.add(rows, new_rows, ids[self._first + 1 :])
+        return float(comparison.columns()[2].mean())
+
+    def _logits(self, storages: Mapping[int, str | Pair], texts: Sequence[IntArray]) -> Iterator[Array]:
+        """Yield logits of each text behind the tokens that pages of floats hold, [tokens, vocabulary].
+
+        A text is read at once. What its first tokens read is rounded then, too, so that little text says much.
+        """
+        model = self._model(storages)
+        feeds = task_of(model.graph).text_feeds
+        with self._compilation.context.runner.open_model(model) as session:
+            for ids in texts:
+                yield run(session, ["logits"], feeds(model.graph, ids[None, :-1]))[0][0, self._first :]
+
+    def _model(self, storages: Mapping[int, str | Pair]) -> ir.Model:
+        """Return the model with caches stored so; layers that are not named are as the recipe has them."""
+        model = self._compilation.model.clone()
+        step = self._step.model_copy(update={"layers": {**self._step.layers, **storages}})
+        for _ in run_passes(model, [step], self._compilation.context, on_pass=lambda _: None):
+            pass
+        return model
+
+
+def _token_bytes(layer: PagedLayer) -> float:
+    return (layer.bytes(1, 2) - layer.bytes(1, 1)) / layer.attributes.page
