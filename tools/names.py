@@ -1,10 +1,10 @@
 """Names that say nothing: bare participles, pronouns and adverbs as names of variables, functions, classes and files.
 
-    python tools/names.py                    # how many there are, by room
-    python tools/names.py graphopt/passes    # each of a folder, with file and line
-    python tools/names.py --write            # forget those that are gone: the list only shrinks
+    python tools/names.py                    # how many there are in graphopt/ and tools/, by folder
+    python tools/names.py graphopt/passes    # those of a folder, with file and line
+    python tools/names.py --write            # remove from the list those that are gone: it only shrinks
 
-Names are nouns for data, verb and object for functions. The offenders that are left stand in ``tests/names.txt``;
+Names are nouns for data, verb and object for functions. The remaining offenders are listed in ``tests/names.txt``;
 ``tests/test_names.py`` refuses any other.
 """
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "names.txt"
+FOLDERS = ("graphopt", "tools")
 
 PRONOUNS = frozenset(
     """
@@ -49,18 +50,20 @@ NOUNS = frozenset(
     seed seeds need needs feed speed embed shed red bed hundred id fed_ bleed breed weed
     """.split()  # noqa: SIM905
 )
-"""Words that end like a participle and are none."""
+"""Nouns and verbs that end like a participle."""
 
 
 def is_offender(name: str) -> bool:
     """Return whether a name is one word that says nothing: ``found``, ``_Said``, ``each``, ``packed``."""
+    if name.startswith("__") and name.endswith("__"):  # Python's own, such as __all__
+        return False
     word = name.strip("_").lower()
     if word in PRONOUNS or word in PARTICIPLES:
         return True
     return len(word) > 4 and word not in NOUNS and re.fullmatch(r"[a-z]+ed", word) is not None
 
 
-def assigned(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def assignments(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Yield each name that a module assigns, with its line: variables, parameters, attributes, functions, classes."""
     for node in ast.walk(tree):
         match node:
@@ -72,23 +75,22 @@ def assigned(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def offenders(root: Path = ROOT) -> Iterator[tuple[Path, str, int]]:
     """Yield the file, the name and the line of each offender; line 0 for the name of a file or folder."""
-    package = root / "graphopt"
-    for file in sorted(package.rglob("*.py")):
+    for file in sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py")):
         stem = file.parent.name if file.stem == "__init__" else file.stem
         if is_offender(stem):
             yield file, stem, 0
-        for name, line in assigned(ast.parse(file.read_text(encoding="utf-8"))):
+        for name, line in assignments(ast.parse(file.read_text(encoding="utf-8"))):
             if is_offender(name):
                 yield file, name, line
 
 
-def counted(root: Path = ROOT) -> Counter[tuple[str, str]]:
-    """Return how often each offender stands in each file."""
+def count_offenders(root: Path = ROOT) -> Counter[tuple[str, str]]:
+    """Return how often each file assigns each offender."""
     return Counter((str(file.relative_to(root)), name) for file, name, _ in offenders(root))
 
 
-def listed() -> Counter[tuple[str, str]]:
-    """Return the offenders that were there when the list was written last."""
+def read_list() -> Counter[tuple[str, str]]:
+    """Return the offenders in the list."""
     rows = (line.split() for line in LIST.read_text(encoding="utf-8").splitlines())
     return Counter({(file, name): int(count) for file, name, count in rows})
 
@@ -96,9 +98,9 @@ def listed() -> Counter[tuple[str, str]]:
 def main(arguments: list[str]) -> None:
     """Print offenders, or write the list anew."""
     if "--write" in arguments:
-        counts = counted()
+        counts = count_offenders()
         if LIST.is_file() and "--again" not in arguments:
-            counts &= listed()
+            counts &= read_list()
         LIST.write_text("".join(f"{file} {name} {count}\n" for (file, name), count in sorted(counts.items())))
         print(f"{counts.total()} in {LIST.relative_to(ROOT)}")
     elif arguments:
@@ -107,8 +109,8 @@ def main(arguments: list[str]) -> None:
             if any(path.startswith(folder.rstrip("/")) for folder in arguments):
                 print(f"{path}:{line} {name}")
     else:
-        rooms = Counter(file.relative_to(ROOT).parts[1] for file, _, _ in offenders())
-        print(*(f"{count:5} {room}" for room, count in rooms.most_common()), f"{rooms.total():5}", sep="\n")
+        folders = Counter("/".join(file.relative_to(ROOT).parts[:2]) for file, _, _ in offenders())
+        print(*(f"{count:5} {folder}" for folder, count in folders.most_common()), f"{folders.total():5}", sep="\n")
 
 
 if __name__ == "__main__":

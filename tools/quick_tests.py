@@ -2,9 +2,9 @@
 
     .venv/bin/pytest -q $(.venv/bin/python tools/quick_tests.py)
 
-Tests mirror the package: a change of ``graphopt/passes/codes/quantize_weights.py`` asks for
-``tests/passes/codes/test_quantize_weights.py``, and where no test has that name, for the tests of the nearest folder
-that has some. Where nothing has changed, the last commit is the change.
+Tests mirror the package: for a change of ``graphopt/passes/codes/quantize_weights.py`` it prints
+``tests/passes/codes/test_quantize_weights.py``, or where no test has that name, the tests of the nearest folder with
+tests. Where nothing has changed, it takes the files of the last commit.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ CORE = (
 )
 
 
-def changed(root: Path = ROOT) -> list[str]:
+def changed_files(root: Path = ROOT) -> list[str]:
     """Return the files that differ from the last commit, new ones included, or else those of the last commit."""
-    edited = _git(root, "diff", "--name-only", "HEAD") + _git(root, "ls-files", "--others", "--exclude-standard")
-    return edited or _git(root, "diff", "--name-only", "HEAD~1", "HEAD")
+    files = _git(root, "diff", "--name-only", "HEAD") + _git(root, "ls-files", "--others", "--exclude-standard")
+    return files or _git(root, "diff", "--name-only", "HEAD~1", "HEAD")
 
 
 def _git(root: Path, *arguments: str) -> list[str]:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()
+    result = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    return result.stdout.splitlines()
 
 
 def mirrored_tests(files: Iterable[str], root: Path = ROOT) -> list[str]:
     """Return the test files of ``files``, and the core, as paths from the root."""
-    found = set(CORE)
+    tests = set(CORE)
     for file in files:
         path = PurePath(file)
         if path.parts[0] == "tests":
-            found.update(str(each) for each in [path] if path.name.startswith("test_") and (root / path).is_file())
+            tests.update(str(test) for test in [path] if path.name.startswith("test_") and (root / path).is_file())
         elif path.parts[0] in ("graphopt", "tools") and path.suffix == ".py":
-            found.update(_mirrored(path, root))
-    return sorted(found)
+            tests.update(_tests_of(path, root))
+    return sorted(tests)
 
 
-def _mirrored(path: PurePath, root: Path) -> Iterator[str]:
+def _tests_of(path: PurePath, root: Path) -> Iterator[str]:
     inside = path.with_suffix("").parts[1:] if path.parts[0] == "graphopt" else path.with_suffix("").parts
     name = inside[-1] if inside[-1] != "__init__" or len(inside) < 2 else inside[-2]
     folder = root / "tests" / PurePath(*inside[:-1])
@@ -64,4 +64,4 @@ def _mirrored(path: PurePath, root: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(*mirrored_tests(changed()))
+    print(*mirrored_tests(changed_files()))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.quick_tests import CORE, ROOT, changed, mirrored_tests
+from tools.quick_tests import CORE, ROOT, changed_files, mirrored_tests
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_changed_is_what_git_says(tmp_path: Path) -> None:
         (tmp_path / f"{number}.py").write_text("")
         git("add", ".")
         git("commit", "-m", str(number))
-    assert changed(tmp_path) == ["2.py"]
+    assert changed_files(tmp_path) == ["2.py"]
     (tmp_path / "3.py").write_text("")
     (tmp_path / "1.py").write_text("x = 1")
-    assert changed(tmp_path) == ["1.py", "3.py"]
+    assert changed_files(tmp_path) == ["1.py", "3.py"]

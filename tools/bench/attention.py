@@ -117,9 +117,9 @@ def _point(contest: Contest, problem: AttentionProblem, budgets: list[int], curv
     for row in sorted(rows, key=lambda row: list(choices).index(row.engine)):
         tokens = row.engine.removeprefix(f"{_CURVE}-bounds-")
         name = "dense" if row.engine == _CURVE else f"budget {tokens}"
-        of_engine = curves.setdefault(name, Curve(name, [], []))
-        of_engine.x.append(context)
-        of_engine.median_us.append(row.median_us)
+        curve_of_engine = curves.setdefault(name, Curve(name, [], []))
+        curve_of_engine.x.append(context)
+        curve_of_engine.median_us.append(row.median_us)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ class Layer:
 
     def matrix(self, product: int, expert: int) -> np.ndarray:
         """Return the matrix of an expert, float64."""
-        of_row = np.repeat(self.scales[product][expert], BLOCK, axis=0)
-        weight: np.ndarray = self.table[self.codes[product][expert]].astype(np.float64) * of_row
+        row_scales = np.repeat(self.scales[product][expert], BLOCK, axis=0)
+        weight: np.ndarray = self.table[self.codes[product][expert]].astype(np.float64) * row_scales
         return weight
 
 

@@ -60,7 +60,7 @@ class Stream:
 
     Attributes:
         text: of the reply.
-        came: seconds since the Unix epoch of the request, of each part, and of the end.
+        arrivals: seconds since the Unix epoch of the request, of each part, and of the end.
         error: what went wrong, or nothing.
         prompt_tokens: of the prompt.
         cached_tokens: tokens of the prompt that the worker had in its cache.
@@ -404,9 +404,9 @@ class Disturbance:
     Attributes:
         title: of its row.
         begin: causes it.
-        left: hosts that the front lists afterwards; ``None`` where that is not checked.
+        hosts_after: hosts that the front lists afterwards; ``None`` where that is not checked.
         mend: undoes it.
-        mended: hosts that the front lists then, or ``None``.
+        hosts_mended: hosts that the front lists then, or ``None``.
     """
 
     title: str
@@ -515,10 +515,10 @@ def prefixes(
             )
             console.print(json.dumps(rows[-1]), markup=False, highlight=False)
             hosts.stop("front", "a", "b")
-    of_prefix = rows[0]["computed"]
+    prefix_tokens = rows[0]["computed"]
     for row in rows[1:]:
         console.print(
-            f"{row['routing']}: {row['computed'] / of_prefix:.2f} times the tokens of prefix", highlight=False
+            f"{row['routing']}: {row['computed'] / prefix_tokens:.2f} times the tokens of prefix", highlight=False
         )
     _conclude(console, load, json_file, rows)
 

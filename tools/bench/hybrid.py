@@ -68,11 +68,11 @@ def time_requests(session: Session, shared_tokens: int, rounds: int) -> tuple[fl
     for _ in range(rounds):
         cache = PrefixCache(session)
         document = numbers.integers(0, session.interface.vocabulary or 2, shared_tokens).tolist()
-        for of_request in times:
+        for seconds in times:
             question = numbers.integers(0, session.interface.vocabulary or 2, QUESTION).tolist()
             begin = time.perf_counter()
             graphopt.generate(session, [[*document, *question]], max_new_tokens=1, cache=cache)
-            of_request.append(time.perf_counter() - begin)
+            seconds.append(time.perf_counter() - begin)
         fed_tokens = cache.fed_tokens
     return min(times[0]), min(times[1]), fed_tokens
 

@@ -34,8 +34,8 @@ def read_costs(instructions: str, report: dict[str, Any]) -> list[Cost]:
         case, match = dict(key), _MATMULNBITS.fullmatch(engine)
         if match is None or int(match[2]) != case["group"]:
             continue
-        own_us = times.get((key, f"graphopt-int{match[1]}"))
-        if own_us is not None:
+        graphopt_us = times.get((key, f"graphopt-int{match[1]}"))
+        if graphopt_us is not None:
             cost_rows.append(
                 Cost(
                     bits=int(match[1]),
@@ -44,7 +44,7 @@ def read_costs(instructions: str, report: dict[str, Any]) -> list[Cost]:
                     rows_of_x=case["rows"],
                     shape=(case["inner"], case["outer"]),
                     matmulnbits_us=round(peer_us, 1),
-                    matmultable_us=round(own_us, 1),
+                    matmultable_us=round(graphopt_us, 1),
                 )
             )
     return cost_rows

@@ -168,18 +168,18 @@ def blocks(work: Work, numbers: Array, storage: str, block: int, *, share: bool 
         codes, scales = store_tokens(pool_numbers, storage)
         # request, page, head, part, token of the block, ... -> block, head, token of the block, ...
         split = codes.reshape(*codes.shape[:3], parts, block, work.size).swapaxes(2, 3)
-        in_order = split.reshape(-1, work.kv_heads, block, work.size)
-        pool = np.empty_like(in_order)
-        pool[table.ravel()] = in_order
+        block_order = split.reshape(-1, work.kv_heads, block, work.size)
+        pool = np.empty_like(block_order)
+        pool[table.ravel()] = block_order
         pools[name] = _copy(pack(pool, storage, are_keys=name == "keys"))
         steps: Array = np.zeros(0, np.float32)
         if scales is not None:
             block_scales = (
                 scales.reshape(*scales.shape[:3], parts, block).swapaxes(2, 3).reshape(-1, work.kv_heads, block)
             )
-            by_head = np.empty_like(block_scales)
-            by_head[table.ravel()] = block_scales
-            steps = by_head.reshape(-1, block, work.kv_heads)
+            head_scales = np.empty_like(block_scales)
+            head_scales[table.ravel()] = block_scales
+            steps = head_scales.reshape(-1, block, work.kv_heads)
         pools[f"{name[:-1]}_scales"] = steps
     if share:
         table[:, : work.prefix // block] = table[0, : work.prefix // block]

@@ -47,7 +47,7 @@ from graphopt.tasks import task_of
 from tools.bench.parts.gguf_file import write_gguf
 from tools.bench.peers import gguf as llama_cpp
 from tools.bench.peers import nbits, olive
-from tools.studies.real.dither import dither, dithered, put_weights
+from tools.studies.real.dither import add_noise, dither, put_weights
 
 RECIPES = ("int3", "int4-rtn", "int4", "nf4", "small", "medium", "fp6", "large")
 KINDS = ("IQ2_XS", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K")
@@ -87,7 +87,7 @@ class Bench:
 
     Attributes:
         file: a GGUF file of the model; ``None`` where there is none.
-        exported: the artifact that was made of it, with its weights.
+        source: the artifact that was made of it, with its weights.
         floats: the artifact that every row is compared with.
         folder: where artifacts go.
         tokens: of text that is scored.
@@ -151,7 +151,7 @@ class Bench:
         file = open_gguf(self.file)
         floats, importance = self.folder / "floats.gguf", self.folder / "importance.dat"
         if not floats.exists():
-            llama_cpp.write_floats(dithered(file, 0), floats)
+            llama_cpp.write_floats(add_noise(file, 0), floats)
         llama_cpp.write_importance(self.mean_squares(file), importance)
         for kind in kinds:
             quantized_file = llama_cpp.quantize(binary, floats, kind, importance, self.folder / "quantized.gguf")

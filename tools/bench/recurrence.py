@@ -116,8 +116,8 @@ def engines_of(feeds: Arrays, rule: str, layers: int, threads: int) -> dict[str,
     delta, is_gated = RULES[rule]
     attributes: dict[str, Any] = {"delta": delta, "scale": 0.5}
     shapes = [feeds["value"].shape, feeds["state"].shape]
-    own_node = helper.make_node("LinearRecurrence", INPUTS, ["output", "new_state"], domain=DOMAIN, **attributes)
-    engines = {"graphopt": Engine(own_node, feeds, layers, threads, shapes)}
+    graphopt_node = helper.make_node("LinearRecurrence", INPUTS, ["output", "new_state"], domain=DOMAIN, **attributes)
+    engines = {"graphopt": Engine(graphopt_node, feeds, layers, threads, shapes)}
     heads, key_heads = feeds["value"].shape[2], feeds["query"].shape[2]
     flat = {name: array.reshape(*array.shape[:2], -1) for name, array in feeds.items() if array.ndim == 4}
     # onnxruntime has as many states as key heads: keys are repeated before the clock starts
@@ -168,8 +168,8 @@ def scan_engines(shape: tuple[int, int, int, int], rule: str, tokens: int, threa
             ir.save(model, Path(folder) / "model.onnx")
             sessions[name] = open_session(Path(folder) / "model.onnx", threads=threads)
     scan_outputs, results = (session.run(None, feeds) for session in sessions.values())
-    for scan_y, own_y in zip(scan_outputs, results, strict=True):
-        distance = np.abs(scan_y - own_y).max() / np.abs(scan_y).max()
+    for scan_y, graphopt_y in zip(scan_outputs, results, strict=True):
+        distance = np.abs(scan_y - graphopt_y).max() / np.abs(scan_y).max()
         if not distance < 1e-4:
             raise typer.BadParameter(f"the two differ by {distance:.1e} of the largest number")
     return {name: functools.partial(time_run, session, feeds) for name, session in sessions.items()}
@@ -207,7 +207,7 @@ def main(
         while time.perf_counter() < end:
             for name in random.sample(sorted(calls), len(calls)):
                 times[name].append(calls[name](clock))
-        medians = {name: statistics.median(of_engine) * 1e6 for name, of_engine in times.items()}
+        medians = {name: statistics.median(durations) * 1e6 for name, durations in times.items()}
         ratio = medians["Scan" if scan else "onnxruntime"] / medians["graphopt"]
         columns = "  ".join(f"{name} {median:10.1f}" for name, median in medians.items())
         typer.echo(f"{count:5d} tokens  {columns}  x {ratio:.2f}")

@@ -50,7 +50,7 @@ class Work:
         threads: of each server.
         prompt: tokens of a prompt.
         reply: tokens of a reply.
-        most: requests at once, at most.
+        max_clients: requests at once, at most.
     """
 
     folder: Path

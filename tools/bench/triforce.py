@@ -13,11 +13,11 @@ The draft guesses, the middle checks its guesses and adds one of its own, until 
 Random weights predict nothing, so whether a guess is right is drawn with a *given* probability: ``--acceptance`` for
 the draft's guesses (checked by the middle, or the target), ``--middle-acceptance`` for the middle's (checked by the
 target). All steps are real steps of their widths, with logits of all their tokens in memory of the host and caches that
-are rewound; only the number of accepted guesses is drawn. Caches are *not* read from a prompt: they are filled with
+are rolled back; only the number of accepted guesses is drawn. Caches are *not* read from a prompt: they are filled with
 random keys and values as KVAttention would store them, the same in each layer.
 
 Steps of each width are timed first; from these times the fastest lengths are predicted, and each way then writes
-``--tokens`` tokens in interleaved rounds, beside single tokens. A token's time is that of steps and of rewinding
+``--tokens`` tokens in interleaved rounds, beside single tokens. A token's time is that of steps and of rolling back
 caches, which has a column of its own: on a GPU the summaries of retrieval's newest pages are made on the host.
 
 ``--make`` only writes graphs to the folder, as `graphopt optimize` makes them: it needs torch, transformers and
@@ -86,7 +86,7 @@ class Level(Protocol):
     def feed_to(self, length: int) -> None:
         """Read tokens until the cache has ``length``."""
 
-    def take_back(self, length: int) -> None:
+    def roll_back(self, length: int) -> None:
         """Keep ``length`` tokens, or fewer where the cache cannot keep exactly that many."""
 
 
@@ -97,14 +97,14 @@ class Running:
     Attributes:
         decoder: of one row, with its context.
         vocabulary: tokens are drawn from below this.
-        seconds: of its steps and of rewinding.
-        rewind_seconds: of rewinding alone.
+        seconds: of its steps and of rolling back.
+        rollback_seconds: of rolling back alone.
     """
 
     decoder: Decoder
     vocabulary: int
     seconds: float = 0.0
-    rewind_seconds: float = 0.0
+    rollback_seconds: float = 0.0
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def feed_to(self, length: int) -> None:
@@ -116,14 +116,14 @@ class Running:
         self.decoder.step(ids)
         self.seconds += time.perf_counter() - begin
 
-    def take_back(self, length: int) -> None:
+    def roll_back(self, length: int) -> None:
         """See :class:`Level`."""
         begin = time.perf_counter()
         if length < int(self.decoder.tokens[0]):
             self.decoder.rewind(self.decoder.nearest(length))
         seconds = time.perf_counter() - begin
         self.seconds += seconds
-        self.rewind_seconds += seconds
+        self.rollback_seconds += seconds
 
 
 @dataclass
@@ -141,7 +141,7 @@ class SimulatedLevel:
             self.seconds += float(np.interp(count, list(self.costs), list(self.costs.values())))
             self.length = length
 
-    def take_back(self, length: int) -> None:
+    def roll_back(self, length: int) -> None:
         """See :class:`Level`."""
         self.length = min(self.length, length)
 
@@ -181,7 +181,7 @@ def write(
         levels["target"].feed_to(length + 1 + guesses)
         count += 1 + _right(guesses, chances[1 if way.middle else 0], random)
         for level in levels.values():
-            level.take_back(begin + count)
+            level.roll_back(begin + count)
     return count
 
 
@@ -202,7 +202,7 @@ def _guess(way: Way, levels: Mapping[str, Level], length: int, chance: float, ra
         levels["middle"].feed_to(length + guesses + 1 + way.draft)
         guesses += 1 + _right(way.draft, chance, random)
         for name in ("middle", "draft"):
-            levels[name].take_back(length + guesses)
+            levels[name].roll_back(length + guesses)
     return guesses
 
 
@@ -218,7 +218,7 @@ def expected_seconds(
     way: Way, costs: Mapping[str, Mapping[int, float]], chances: tuple[float, float], tokens: int = 2000
 ) -> float:
     """Return the expected seconds of a token, from the times of steps."""
-    levels = {name: SimulatedLevel(of_level, 0) for name, of_level in costs.items()}
+    levels = {name: SimulatedLevel(step_costs, 0) for name, step_costs in costs.items()}
     count = write(way, levels, 0, tokens, chances, seed=1)
     return sum(level.seconds for level in levels.values()) / count
 
@@ -250,9 +250,9 @@ def build(
         BadParameter: models of other shapes or for another device lie in the folder.
     """
     note, description = folder / "shapes.json", {"device": device, **shapes}
-    made_before = json.loads(note.read_text()) if note.exists() else description
-    if made_before != description:
-        raise typer.BadParameter(f"{folder} holds models of other shapes, {made_before}: name another folder")
+    old_description = json.loads(note.read_text()) if note.exists() else description
+    if old_description != description:
+        raise typer.BadParameter(f"{folder} holds models of other shapes, {old_description}: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     note.write_text(json.dumps(description))
     target = folder / f"target-{storage}"
@@ -307,8 +307,8 @@ def _write_middle(target: Path, budget: int, file: Path) -> None:
 def open_level(file: Path, threads: int, device: Device, entries: Entries) -> Session:
     """Open a model without its tokenizer, as tokens are random; the files of its weights must exist."""
     manifest = read_manifest(file.parent)
-    of_device = {} if device == "cpu" else _ON_GPU
-    entries = {**manifest.session, **of_device, **entries}
+    device_entries = {} if device == "cpu" else _ON_GPU
+    entries = {**manifest.session, **device_entries, **entries}
     inference = open_session(file, entries=entries, threads=threads, device=device)
     return session_from(OpenModel(file, inference, manifest, None), device=device)
 
@@ -338,8 +338,8 @@ def behind_context(session: Session, context: int, threads: int) -> Running:
             pages = layer.pages(context + _SPARE, WIDTHS[-1])
             state = fill(attributes, sequence, context, pages, threads)
             if attributes.summarizes:
-                of_pages = summarize(attributes.summary, attributes.page, sequence, context, pages, threads)
-                state["summaries"] = of_pages
+                page_summaries = summarize(attributes.summary, attributes.page, sequence, context, pages, threads)
+                state["summaries"] = page_summaries
             states_by_layer[key] = state
         names = layer.states(1, 1)
         arrays |= {layer.port(name): states_by_layer[key][name] for name in names}
@@ -355,11 +355,11 @@ def step_seconds(level: Running, context: int, rounds: int) -> dict[int, float]:
     for width, samples in seconds.items():
         # Of one width after another: the first step behind a wide one takes up to twice as long.
         for _ in range(rounds + 1):
-            level.take_back(context)
+            level.roll_back(context)
             begin, before = int(level.decoder.tokens[0]), level.seconds
             level.feed_to(begin + width)
             samples.append(level.seconds - before)
-    level.take_back(context)
+    level.roll_back(context)
     return {width: statistics.median(samples[1:]) for width, samples in seconds.items()}
 
 
@@ -440,12 +440,12 @@ def measure(
     for number in range(rounds):
         for way, _ in ways:
             for level in levels.values():
-                level.take_back(context)
+                level.roll_back(context)
                 level.feed_to(context)
-                level.seconds = level.rewind_seconds = 0.0
+                level.seconds = level.rollback_seconds = 0.0
             count = write(way, levels, context, tokens, chances, seed=number)
             samples[way].append(sum(level.seconds for level in levels.values()) / count)
-            rewinds[way].append(sum(level.rewind_seconds for level in levels.values()) / count)
+            rewinds[way].append(sum(level.rollback_seconds for level in levels.values()) / count)
     single = samples[ways[0][0]]
     return [
         {

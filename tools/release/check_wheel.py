@@ -1,10 +1,10 @@
-"""Install a wheel into an environment of its own, without a compiler, and run what it holds.
+"""Install a wheel into an environment of its own, without a compiler, and check its library and commands.
 
     python tools/release/check_wheel.py dist/graphopt-0.2.0-py3-none-linux_x86_64.whl
     python tools/release/check_wheel.py --installed          # checks what is installed beside the Python that runs it
 
-Package indexes are asked for wheels only, and the search path holds the new environment alone: neither pip nor graphopt
-can compile anything.
+pip may install wheels only, and the search path holds the new environment alone: neither pip nor graphopt can compile
+anything.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def install_and_check(wheel: Path, extras: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         scripts = Path(folder) / ("Scripts" if os.name == "nt" else "bin")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        environment = {**kept, "PATH": str(scripts), "CC": "no-compiler", "CXX": "no-compiler"}
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        environment = {**variables, "PATH": str(scripts), "CC": "no-compiler", "CXX": "no-compiler"}
         python = str(scripts / "python")
         install = ["-m", "pip", "install", "--quiet", "--only-binary", ":all:", f"{wheel.resolve()}[{extras}]"]
         for command in (install, [str(Path(__file__).resolve()), "--installed"]):
@@ -43,8 +43,8 @@ def check() -> None:
     """
     import graphopt
 
-    place = Path(graphopt.__file__).resolve()
-    assert not place.is_relative_to(ROOT / "graphopt"), f"this is the source, and not an installed wheel: {place}"
+    location = Path(graphopt.__file__).resolve()
+    assert not location.is_relative_to(ROOT / "graphopt"), f"this is the source, and not an installed wheel: {location}"
     import onnxruntime
 
     from graphopt.runtime_ops import library_path
@@ -57,21 +57,21 @@ def check() -> None:
         options = onnxruntime.SessionOptions()
         options.register_custom_ops_library(str(library))
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        (made,) = session.run(None, {"x": [[1.0, 1.0, 1.0, 1.0]]})
-    # the first column of the orthogonal matrix holds halves, the others have as many minuses
-    assert made.tolist() == [[2.0, 0.0, 0.0, 0.0]], made
+        (y,) = session.run(None, {"x": [[1.0, 1.0, 1.0, 1.0]]})
+    # the first column of the orthogonal matrix is all 1/2; the others have as many -1/2 as 1/2
+    assert y.tolist() == [[2.0, 0.0, 0.0, 0.0]], y
     command = Path(sys.executable).parent / "graphopt"
-    said = subprocess.run([command, "passes"], capture_output=True, text=True, check=True).stdout
-    assert "quantize_weights" in said, said
+    output = subprocess.run([command, "passes"], capture_output=True, text=True, check=True).stdout
+    assert "quantize_weights" in output, output
     bills = [file for file in importlib.metadata.files("graphopt") or () if file.parent.name == "sboms"]
     assert len(bills) == 1, f"bills of materials in the wheel: {bills}"
     bill = json.loads(Path(str(bills[0].locate())).read_text())
     assert bill["metadata"]["component"]["version"] == importlib.metadata.version("graphopt")
-    print(f"{place.parent}: library, command and bill of materials are there, and an operator runs")
+    print(f"{location.parent}: library, command and bill of materials are there, and an operator runs")
 
 
 def _save_transform(file: Path) -> None:
-    """Write a model that turns a row of four by ``ai.graphopt::Hadamard``, without the operator's body."""
+    """Write a model that rotates a row of four by ``ai.graphopt::Hadamard``, without the operator's body."""
     from onnx import TensorProto, helper, save
 
     matrix = [1, 1, 1, 1, 1, -1, 1, -1, 1, 1, -1, -1, 1, -1, -1, 1]

@@ -1,8 +1,8 @@
-"""What each CUDA kernel takes of a GPU: registers, shared memory, and what it spills, which must be nothing.
+"""Print the registers, shared memory and spills of each CUDA kernel; there must be no spills.
 
-Every ``.cu`` file of ``graphopt/runtime_ops`` is compiled for sm_80 and sm_90a as the library's CMakeLists.txt says,
-with every warning as an error, and ``ptxas`` is asked. Shared memory is what a kernel states at compile time; ours is
-dynamic, and said at the launch. No GPU is needed::
+Every ``.cu`` file of ``graphopt/runtime_ops`` is compiled for sm_80 and sm_90a with the options of the library's
+CMakeLists.txt and every warning as an error; ``ptxas`` reports the figures. Shared memory is the static one; our
+kernels' is dynamic, and given at the launch. No GPU is needed::
 
     python tools/release/cuda_resources.py [FILE ...]
 
@@ -34,37 +34,37 @@ _KERNEL = re.compile(
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes for one architecture.
+    """The resources of a kernel on one architecture.
 
     Attributes:
         kernel: its name, demangled.
         architecture: such as ``sm_90a``.
         registers: of a thread.
-        spilled: bytes that a thread stores and loads again for want of registers.
+        spill_bytes: bytes that a thread stores and loads again for want of registers.
         stack: bytes of a thread's local memory, the spilled ones among them.
-        shared: bytes of static shared memory of a block.
+        shared_bytes: bytes of static shared memory of a block.
     """
 
     kernel: str
     architecture: str
     registers: int
-    spilled: int
+    spill_bytes: int
     stack: int
-    shared: int
+    shared_bytes: int
 
 
-def resources_of(said: str) -> list[Resources]:
-    """Return what ``ptxas -v`` reports for each kernel."""
-    found = []
-    for match in _KERNEL.finditer(said):
+def resources_of(output: str) -> list[Resources]:
+    """Return the resources of each kernel in the output of ``ptxas -v``."""
+    rows = []
+    for match in _KERNEL.finditer(output):
         number = {name: int(match[name] or 0) for name in ("registers", "stores", "loads", "stack", "shared")}
-        spilled = number["stores"] + number["loads"]
-        sizes = (number["registers"], spilled, number["stack"], number["shared"])
-        found.append(Resources(demangled(match["name"]), match["architecture"], *sizes))
-    return found
+        spill_bytes = number["stores"] + number["loads"]
+        sizes = (number["registers"], spill_bytes, number["stack"], number["shared"])
+        rows.append(Resources(demangle(match["name"]), match["architecture"], *sizes))
+    return rows
 
 
-def demangled(name: str) -> str:
+def demangle(name: str) -> str:
     """Return a kernel's readable name, without namespaces and arguments; the raw name without c++filt."""
     tool = shutil.which("c++filt")
     if tool is None:
@@ -82,14 +82,14 @@ def compile_one(nvcc: str, source: Path, folder: Path) -> list[Resources]:
     """
     codes = [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in ARCHITECTURES]
     command = [nvcc, *OPTIONS, *codes, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    said = done.stderr + done.stdout
-    if done.returncode:
-        sys.exit(f"{source}: nvcc refuses it\n{said}")
-    found = resources_of(said)
-    if len(found) != said.count("Compiling entry function"):
-        sys.exit(f"{source}: the output of ptxas for its kernels cannot be parsed\n{said}")
-    return found
+    result = subprocess.run(command, capture_output=True, text=True)
+    output = result.stderr + result.stdout
+    if result.returncode:
+        sys.exit(f"{source}: nvcc refuses it\n{output}")
+    rows = resources_of(output)
+    if len(rows) != output.count("Compiling entry function"):
+        sys.exit(f"{source}: the output of ptxas for its kernels cannot be parsed\n{output}")
+    return rows
 
 
 def main(arguments: list[str]) -> int:
@@ -104,8 +104,10 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         for source in sources:
             for row in compile_one(nvcc, source.resolve(), Path(folder)):
-                spills += row.spilled > 0
-                figures = f"{row.registers:9} {row.spilled:8} {row.stack:6} {row.shared:7}  {row.architecture:5}"
+                spills += row.spill_bytes > 0
+                figures = (
+                    f"{row.registers:9} {row.spill_bytes:8} {row.stack:6} {row.shared_bytes:7}  {row.architecture:5}"
+                )
                 print(f"{figures}  {source.parent.name}: {row.kernel}", flush=True)
     if spills:
         print(f"{spills} kernels spill registers", file=sys.stderr)

@@ -19,12 +19,12 @@ def requirements(extras: str, pyproject: Path = PYPROJECT) -> list[str]:
         SystemExit: the project has no such extra.
     """
     project = tomllib.loads(pyproject.read_text())["project"]
-    found, optional = list(project["dependencies"]), project["optional-dependencies"]
+    lines, optional = list(project["dependencies"]), project["optional-dependencies"]
     for extra in filter(None, extras.split(",")):
         if extra not in optional:
             raise SystemExit(f"EXTRAS={extras}: pyproject.toml has no extra {extra!r}; it has {', '.join(optional)}")
-        found += optional[extra]
-    return list(dict.fromkeys(found))
+        lines += optional[extra]
+    return list(dict.fromkeys(lines))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Print the wheel's bill of materials, CycloneDX 1.6 as JSON. CMake puts it into the wheel (PEP 770).
 
 The wheel holds graphopt alone: its Python files, and one library compiled from its own C++. Packages that pip installs
-beside it are listed as what they are, required or optional, with the versions that are asked for.
+with it are listed as required or optional, with the versions of ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ def bill(pyproject: Path = PYPROJECT) -> dict[str, Any]:
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     name, version = project["name"], project["version"]
     itself = f"pkg:pypi/{name}@{version}"
-    required = project["dependencies"]
-    # What only helps to work on graphopt is not part of using it.
-    extras = {extra: each for extra, each in project["optional-dependencies"].items() if extra not in ("dev", "bench")}
-    components = {_name(each): _component(each, "required") for each in required}
-    for extra, each in ((extra, each) for extra, several in extras.items() for each in several):
-        components.setdefault(_name(each), _component(each, "optional", extra))
-    found = [components[key] for key in sorted(components)]
+    dependencies = project["dependencies"]
+    # Extras for work on graphopt itself are no part of its use.
+    extras = {
+        extra: requirements
+        for extra, requirements in project["optional-dependencies"].items()
+        if extra not in ("dev", "bench")
+    }
+    components = {_name(requirement): _component(requirement, "required") for requirement in dependencies}
+    for extra, requirement in (
+        (extra, requirement) for extra, requirements in extras.items() for requirement in requirements
+    ):
+        components.setdefault(_name(requirement), _component(requirement, "optional", extra))
+    component_list = [components[key] for key in sorted(components)]
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -41,27 +47,27 @@ def bill(pyproject: Path = PYPROJECT) -> dict[str, Any]:
                 "licenses": [{"license": {"id": project["license"]}}],
             }
         },
-        "components": found,
+        "components": component_list,
         "dependencies": [
-            {"ref": itself, "dependsOn": [each["bom-ref"] for each in found]},
-            *({"ref": each["bom-ref"]} for each in found),
+            {"ref": itself, "dependsOn": [component["bom-ref"] for component in component_list]},
+            *({"ref": component["bom-ref"]} for component in component_list),
         ],
     }
 
 
 def _name(requirement: str) -> str:
     """Return the name of a requirement as package indexes write it (PEP 503)."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    assert found is not None, requirement
-    return re.sub(r"[-_.]+", "-", found[0]).lower()
+    match = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert match is not None, requirement
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 
 def _component(requirement: str, scope: str, extra: str | None = None) -> dict[str, Any]:
     purl = f"pkg:pypi/{_name(requirement)}"
     properties = [{"name": "python:requirement", "value": requirement}]
     properties += [] if extra is None else [{"name": "python:extra", "value": extra}]
-    known = {"type": "library", "bom-ref": purl, "name": _name(requirement), "purl": purl, "scope": scope}
-    return {**known, "properties": properties}
+    fields = {"type": "library", "bom-ref": purl, "name": _name(requirement), "purl": purl, "scope": scope}
+    return {**fields, "properties": properties}
 
 
 if __name__ == "__main__":

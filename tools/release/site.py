@@ -1,7 +1,7 @@
-"""What mkdocs does beside its own work: the README is the front page, and links to sources are names, not links.
+"""Hooks of mkdocs: the README becomes the front page, and links to sources become names.
 
-Pages are written for readers of the repository, whose links lead to files beside ``docs/``. Those that are pages of the
-site lead to them there; others, such as examples in C++, are shown as their path.
+Pages are written for readers of the repository, with links to files outside of ``docs/``. Links to files that are pages
+of the site lead to these pages; others, such as examples in C++, are shown as their path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that lie beside ``docs/``."""
+    """Add the pages from outside of ``docs/``."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     return files

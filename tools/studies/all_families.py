@@ -5,8 +5,8 @@
     python tools/studies/all_families.py --results uses.jsonl --recipes small-rtn --uses verify,drafts,serve
 
 Each family runs in a process of its own, with a limit of time. A row is written when its family ends, and a family that
-has a row is not tried again. A configuration is made small by its own names: sizes that every configuration has, by
-whatever names it knows them, in all of its parts.
+has a row is not tried again. A configuration is made small by setting :data:`SIZES` under the names that it and its
+parts have for them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RECIPES = ("rotate", "int4-rtn", "small-rtn", "rotate-kv4-rtn", "w4a8-rtn")
 """One recipe for each kind of rewrite: rotations, onnxruntime's products, ours, caches, inputs in codes."""
 
 TOKENS = 24
-"""What a text has behind its prompt where drafts and requests are tried."""
+"""New tokens of a text where drafts and requests are tried."""
 
 SIZES = {
     "vocab_size": 320,
@@ -105,15 +105,15 @@ SIZES = {
 """Sizes of a small model, by the names that configurations have for them."""
 
 BOUND = 1e-5
-"""What logits may differ by from those of transformers, relative to the largest."""
+"""The largest difference of logits from those of transformers, relative to the largest logit."""
 
 CHUNKS = (7, 11, 1, 1)
 """Tokens of each call: a prompt, a chunk, and single steps."""
 
 SERVER = multiprocessing.get_context("forkserver")
-"""Imports what every family needs once: half of what a small export takes."""
+"""Imports once what every family needs: imports take half of the time of a small export."""
 
-OTHERS: dict[str, dict[str, Any]] = {
+EXTRA_SETTINGS: dict[str, dict[str, Any]] = {
     # two layers of which a third and a fourth reuse keys and values
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -177,13 +177,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mllama": {"text_config": {"cross_attention_layers": [1]}},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
 }
-"""What sizes alone do not say, by family."""
+"""Settings besides sizes, by family."""
 
 
 def small(config_class: Any) -> Any:
     """Return the configuration of a model of two layers, or of four where layers share."""
     sample = config_class()
-    settings = _sizes_of(sample) | OTHERS.get(config_class.model_type, {})
+    settings = _sizes_of(sample) | EXTRA_SETTINGS.get(config_class.model_type, {})
     config = config_class(**settings)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if name in settings:
@@ -195,25 +195,25 @@ def small(config_class: Any) -> Any:
 
 
 def _sizes_of(config: Any) -> dict[str, Any]:
-    """Return what a configuration has to be told to become small."""
-    known = config.to_dict()
+    """Return the settings that make a configuration small."""
+    fields = config.to_dict()
     settings: dict[str, Any] = {
         name: size
         for name, size in SIZES.items()
-        if isinstance(known.get(name, known.get(getattr(config, "attribute_map", {}).get(name))), int)
+        if isinstance(fields.get(name, fields.get(getattr(config, "attribute_map", {}).get(name))), int)
     }
     if "qk_rope_head_dim" in settings and "head_dim" in settings:
         settings["head_dim"] = settings["qk_rope_head_dim"]
     if "kv_lora_rank" in settings and "num_key_value_heads" in settings:
         settings["num_key_value_heads"] = settings["num_attention_heads"]
     for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
-        kinds = known.get(name)
+        kinds = fields.get(name)
         if isinstance(kinds, list) and kinds:
             # Two layers of as many kinds as there are.
             settings[name] = (list(dict.fromkeys(kinds)) * 2)[:2]
-    if "is_decoder" in known and not known.get("is_encoder_decoder"):
-        settings["is_decoder"] = True  # encoders that can be decoders have no cache else
-    return settings | {name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in known}
+    if "is_decoder" in fields and not fields.get("is_encoder_decoder"):
+        settings["is_decoder"] = True  # otherwise encoders that can be decoders have no cache
+    return settings | {name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id") if name in fields}
 
 
 def families() -> dict[str, Any]:
@@ -225,13 +225,13 @@ def families() -> dict[str, Any]:
 
 
 def attempt(family: str, folder: Path, recipes: Sequence[str] = RECIPES, uses: Sequence[str] = ()) -> dict[str, str]:
-    """Return what came of each stage of a family, in this process: ``ok``, or what was said.
+    """Try each stage of a family in this process; return for each ``ok`` or its error.
 
     Args:
         family: as transformers calls it.
         folder: an empty folder, for models.
-        recipes: what is tried behind the export.
-        uses: what is tried with the models that came of it, keys of :data:`USES`.
+        recipes: to try after the export.
+        uses: to try with the compiled models, keys of :data:`USES`.
     """
     import torch
     import transformers
@@ -276,8 +276,10 @@ def _export(folder: Path) -> None:
     (agreement,) = graphopt.export(folder / "checkpoint", folder / "float32").checks
     ids = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, sum(CHUNKS)))
     mask = np.ones_like(ids)
-    at_once, in_chunks = (run_pieces(folder / "float32", ids, mask, pieces) for pieces in ((sum(CHUNKS),), CHUNKS))
-    change = float(np.abs(in_chunks - at_once).max() / np.abs(at_once).max())
+    full_outputs, chunk_outputs = (
+        run_pieces(folder / "float32", ids, mask, pieces) for pieces in ((sum(CHUNKS),), CHUNKS)
+    )
+    change = float(np.abs(chunk_outputs - full_outputs).max() / np.abs(full_outputs).max())
     figures = {"transformers": agreement.figures.get("largest_change", math.nan), "those of one call": change}
     for name, figure in figures.items():
         if not figure <= BOUND:
@@ -292,7 +294,7 @@ def _optimize(folder: Path, recipe: str) -> None:
 
 
 def _verify(folder: Path, recipes: Sequence[str]) -> None:
-    """Prove again what each recipe made."""
+    """Verify the result of each recipe."""
     from graphopt.compile.replay import verify
 
     for recipe in recipes:
@@ -312,11 +314,11 @@ def _draft(folder: Path, recipes: Sequence[str]) -> None:
         session = graphopt.load(folder / name)
         (plain,) = graphopt.generate(session, [_prompts()[0]], max_new_tokens=TOKENS)
         wrong = next(token for token in range(SIZES["vocab_size"]) if token not in plain.tokens)
-        known = Speculation(OracleProposer(plain.tokens, 0.75, wrong), 3)
-        (drafted,) = graphopt.generate(session, [_prompts()[0]], max_new_tokens=TOKENS, proposer=known)
+        speculation = Speculation(OracleProposer(plain.tokens, 0.75, wrong), 3)
+        (completion,) = graphopt.generate(session, [_prompts()[0]], max_new_tokens=TOKENS, proposer=speculation)
         # Where onnxruntime's own products sum 1 row and 4 rows in other orders, a note says so.
-        if drafted.tokens != plain.tokens and not known.stats.report()["notes"]:
-            raise VerificationError(f"drafts of {name} turn {plain.tokens} into {drafted.tokens}")
+        if completion.tokens != plain.tokens and not speculation.stats.report()["notes"]:
+            raise VerificationError(f"drafts of {name} turn {plain.tokens} into {completion.tokens}")
 
 
 def _serve(folder: Path, _: Sequence[str]) -> None:
@@ -341,14 +343,14 @@ def _serve(folder: Path, _: Sequence[str]) -> None:
             raise
         raise VerificationError("; ".join(reasons)) from None
     session = graphopt.load(folder / "float32")
-    alone = [graphopt.generate(session, [prompt], max_new_tokens=TOKENS)[0].tokens for prompt in _prompts()]
+    single_texts = [graphopt.generate(session, [prompt], max_new_tokens=TOKENS)[0].tokens for prompt in _prompts()]
     batch = Batch(folder / "serve", threads=1, on_failure=print)
     try:
-        together = [tokens for tokens, _ in run(batch, [Turn(tuple(prompt), TOKENS) for prompt in _prompts()])]
+        batch_texts = [tokens for tokens, _ in run(batch, [Turn(tuple(prompt), TOKENS) for prompt in _prompts()])]
     finally:
         batch.close()
-    if together != alone:
-        raise VerificationError(f"an engine makes {together}, where the model makes {alone}")
+    if batch_texts != single_texts:
+        raise VerificationError(f"an engine makes {batch_texts}, where the model makes {single_texts}")
 
 
 USES: dict[str, Callable[[Path, Sequence[str]], None]] = {"verify": _verify, "drafts": _draft, "serve": _serve}
@@ -366,7 +368,7 @@ def _line(error: Exception) -> str:
 
 
 def attempt_apart(family: str, seconds: float, recipes: str, uses: str = "") -> dict[str, str]:
-    """Return what came of each stage of a family, tried in a process that may take so many seconds."""
+    """Return the row of a family, tried in a process of its own for at most ``seconds``."""
     with tempfile.TemporaryDirectory(prefix="family-") as temporary:
         result = Path(temporary) / "row.json"
         lists = [[*filter(None, names.split(","))] for names in (recipes, uses)]
@@ -390,12 +392,12 @@ def _attempt_into(family: str, result: Path, recipes: Sequence[str], uses: Seque
 
 
 def summary(rows: dict[str, dict[str, str]]) -> list[list[str]]:
-    """Return a line for each family: how far it got, and what the first stage that failed said."""
+    """Return a line for each family: the stages that passed, and the first error."""
     lines = []
     for family, row in sorted(rows.items()):
         failures = [(name, text) for name, text in row.items() if text != "ok"]
-        reached = ", ".join(name for name, text in row.items() if text == "ok") or "nothing"
-        lines.append([family, reached, f"{failures[0][0]}: {failures[0][1]}" if failures else ""])
+        stages_passed = ", ".join(name for name, text in row.items() if text == "ok") or "nothing"
+        lines.append([family, stages_passed, f"{failures[0][0]}: {failures[0][1]}" if failures else ""])
     return lines
 
 
@@ -412,8 +414,8 @@ def main(
     SERVER.set_forkserver_preload(["transformers.exporters.exporter_onnx", "graphopt.models.unrolling", "onnxruntime"])
     earlier = results.read_text("utf-8").splitlines() if results.is_file() else []
     rows: dict[str, dict[str, str]] = {row["family"]: row["stages"] for row in map(json.loads, earlier)}
-    wanted = only.split(",") if only else list(families())
-    for family in track([family for family in wanted if family not in rows], "families"):
+    names = only.split(",") if only else list(families())
+    for family in track([family for family in names if family not in rows], "families"):
         start = time.monotonic()
         rows[family] = attempt_apart(family, seconds, recipes, uses)
         row = {"family": family, "seconds": round(time.monotonic() - start), "stages": rows[family]}

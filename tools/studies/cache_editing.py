@@ -1,14 +1,14 @@
-"""Edit a span of a text that was read, and read the text anew: time, and what comes next.
+"""Edit a span of a text in a cache, beside reading the new text: time, and the KL of the next tokens.
 
     python tools/studies/cache_editing.py                            # SmolLM2, 7936 tokens; `make real` fetches it
     python tools/studies/cache_editing.py --recipe kv4 --edit 48:16 --reread 0,128
 
-The text is Python's documentation of its language. A span in its middle (`--behind` is how many tokens stand behind
-it) is replaced by tokens from elsewhere in it (`--edit OLD:NEW`, how many). Then the next tokens are fed, 16 at a time,
-behind the states that were edited, behind those of the new text read anew, and behind those of the old text: KL in
-nats beside those read anew. Seconds of a file are those to load it, to edit it, which asks the graph how keys turn, and
-to save it. Two texts that were read are rounded in two ways, which is part of the KL of caches of few bits. All seconds
-are those of processors, with one thread, as others may use the machine.
+The text is the documentation of the Python language. A span in its middle (`--behind`: how many tokens come after it)
+is replaced by tokens from elsewhere in the text (`--edit OLD:NEW`: numbers of tokens). Then the next tokens are fed, 16
+at a time, after the edited states, after the states of the old text, and after states that read the new text: KL in
+nats is relative to the last. Seconds of a file are those to load it, to edit it, which computes the rotations of keys
+with the graph, and to save it. Two texts are rounded differently, which is part of the KL of caches of few bits. All
+seconds are processor time of one thread, as other programs may use the machine.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from tools.studies.real.models import fetch
 
 def read_anew(session: graphopt.Session, tokens: list[int], room: int) -> tuple[Decoder, float]:
     """Return a decoder that has read tokens, and the seconds that it took."""
-    decoder, began = Decoder(session, 1, room=len(tokens) + room), time.process_time()
+    decoder, begin = Decoder(session, 1, room=len(tokens) + room), time.process_time()
     for _ in decoder.feed(np.array([tokens], np.int64)):
         pass
-    return decoder, time.process_time() - began
+    return decoder, time.process_time() - begin
 
 
 def edit_file(model: Path, file: Path, span: list[Edit], reread: int) -> float:
     """Return the seconds to load a file, to edit it and to save it, in a session that has edited nothing before."""
     session = graphopt.load(model, threads=1)
-    began = time.process_time()
+    begin = time.process_time()
     content = StateFile.load(file)
     assert content.prompt is not None
     decoder = Decoder.restore(session, file)
     tokens = decoder.edit(content.prompt.tokens, span, reread=reread)
-    edited = SavedPrompt(session.decode(tokens), tokens)
-    decoder.save(file.with_suffix(".edited"), edited, original=(content, span[0].start))
-    return time.process_time() - began
+    new_prompt = SavedPrompt(session.decode(tokens), tokens)
+    decoder.save(file.with_suffix(".edited"), new_prompt, original=(content, span[0].start))
+    return time.process_time() - begin
 
 
-def compare(expected: Logs, result: Logs) -> dict[str, float]:
-    """Return the KL of tokens from what is expected, and the share that have the same best token."""
-    kl = (np.exp(expected) * (expected - result)).sum(axis=1)
-    same = (expected.argmax(axis=1) == result.argmax(axis=1)).mean()
-    return {"kl": float(kl.mean()), "kl_99": float(np.quantile(kl, 0.99)), "same": float(same)}
+def compare(reference: Logs, result: Logs) -> dict[str, float]:
+    """Return the KL of log probabilities from the reference, and the share of positions with the same best token."""
+    kl = (np.exp(reference) * (reference - result)).sum(axis=1)
+    same_share = (reference.argmax(axis=1) == result.argmax(axis=1)).mean()
+    return {"kl": float(kl.mean()), "kl_99": float(np.quantile(kl, 0.99)), "same": float(same_share)}
 
 
 def recipe_of(name: str) -> str | Recipe:
@@ -82,7 +82,7 @@ def main(
     tokens: Annotated[str, typer.Option(help="of the text")] = "7936",
     following: Annotated[int, typer.Option("--next", min=1, help="tokens behind it that are compared")] = 256,
     edits: Annotated[list[str] | None, typer.Option("--edit", help="tokens that are replaced, and by how many")] = None,
-    behind: Annotated[int, typer.Option(help="tokens behind the span; 0: half of the text")] = 0,
+    tail_tokens: Annotated[int, typer.Option("--behind", help="tokens behind the span; 0: half of the text")] = 0,
     rereads: Annotated[str, typer.Option("--reread", help="tokens behind the span that are read again")] = str(REREAD),
     json_file: JsonFile = None,
 ) -> None:
@@ -112,31 +112,33 @@ def main(
         decoder, reading = read_anew(session, text, following)
         prompt = SavedPrompt(session.decode(text), text)
         decoder.save(file, prompt)
-        unedited = logs_behind(decoder.fork([0]), following_ids)
-        began = time.process_time()
+        old_logs = logs_behind(decoder.fork([0]), following_ids)
+        begin = time.process_time()
         session.key_shifts  # noqa: B018, once for a session
-        opening = time.process_time() - began
+        opening = time.process_time() - begin
         for edit in edits or ["32:32", "64:16", "64:0"]:
             before, after = map(int, edit.split(":"))
-            start = count - behind - before if behind else count // 2
+            start = count - tail_tokens - before if tail_tokens else count // 2
             span = [Edit(start, start + before, elsewhere[:after])]
             anew, _ = read_anew(session, apply_edits(text, span), following)
-            expected = logs_behind(anew, following_ids)
+            reference = logs_behind(anew, following_ids)
             del anew
-            variants: list[tuple[str, float, float, Logs]] = [("not edited", 0.0, 0.0, unedited)]
+            variants: list[tuple[str, float, float, Logs]] = [("not edited", 0.0, 0.0, old_logs)]
             for reread in map(int, rereads.split(",")):
-                edited, began = decoder.fork([0]), time.process_time()
-                edited.edit(text, span, reread=reread)
-                seconds = time.process_time() - began
-                of_file = edit_file(model, file, span, reread)
-                variants.append((str(reread), seconds, of_file, logs_behind(edited, following_ids)))
-            for name, seconds, of_file, result in variants:
+                fork, begin = decoder.fork([0]), time.process_time()
+                fork.edit(text, span, reread=reread)
+                seconds = time.process_time() - begin
+                file_seconds = edit_file(model, file, span, reread)
+                variants.append((str(reread), seconds, file_seconds, logs_behind(fork, following_ids)))
+            for name, seconds, file_seconds, result in variants:
                 row = {"edit": edit, "reread": name, "seconds": seconds, "share": seconds / reading}
-                row |= {"file_seconds": of_file, "file_share": of_file / reading}
-                row |= compare(expected, result)
+                row |= {"file_seconds": file_seconds, "file_share": file_seconds / reading}
+                row |= compare(reference, result)
                 rows.append(row)
                 figures = (f"{row['kl']:.5f}", f"{row['kl_99']:.4f}", f"{row['same']:.3f}")
-                times = (part for each in (seconds, of_file) for part in (f"{each:.1f}", f"{each / reading:.3f}"))
+                times = (
+                    part for value in (seconds, file_seconds) for part in (f"{value:.1f}", f"{value / reading:.3f}")
+                )
                 table.add_row(edit, name, *times, *figures)
     console = Console(width=120)
     console.print(f"{describe()}; {recipe}, {count} tokens, read in {reading:.1f} s of a processor")

@@ -4,10 +4,10 @@
     python tools/studies/checkpoint_sizes.py Q4_K NVFP4
     python tools/studies/checkpoint_sizes.py Q4_K --load 24        # time and memory of opening 24 products
 
-A matrix of random blocks is decoded, found again in the file by `keep_codes`, lowered for `ort-cpu`, and stored by
-`compact_scales`; both take the numbers back to the last bit. *Before* is without that last step. Scales of NVFP4, which
-are floats of 8 bits, are those of a quantizer: the largest of 16 weights over 6; NVFP4 with `--tails 4` of weights of
-Student's distribution with 4 degrees of freedom, else of the normal one.
+A matrix of random blocks is decoded, replaced by its codes in the file by `keep_codes`, lowered for `ort-cpu`, and
+stored by `compact_scales`; all are exact to the last bit. *Before* is without that last step. Scales of NVFP4, which
+are floats of 8 bits, are those of a quantizer: the largest of 16 weights over 6. Weights of NVFP4 are normal numbers,
+or with `--tails 4` of Student's distribution with 4 degrees of freedom.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests import ggufs
 _ROLES = frozenset({Role.CODES, Role.SCALES, Role.ZERO_POINTS})
 
 
-# Processor time of opening a session, and the memory of its process after a run, and at most.
+# Processor time of opening a session, and the resident and peak memory of its process after a run.
 _OPEN = """
 import json, sys, time
 import numpy as np
@@ -60,7 +60,7 @@ print(json.dumps([seconds, *(int(status[key].split()[0]) / 1024 for key in ("VmR
 
 
 def products(matrix: np.ndarray, count: int = 1) -> ir.Model:
-    """Return a graph that multiplies by the transpose of a square matrix, whose rows are in another order each time."""
+    """Return a chain of ``count`` products with the transpose of a square matrix, its rows shifted for each."""
     size = len(matrix)
     x = value = ir.val("x", dtype=ir.DataType.FLOAT, shape=[1, size])
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": 23}, name="products")
@@ -75,27 +75,27 @@ def products(matrix: np.ndarray, count: int = 1) -> ir.Model:
 
 
 def stored_bytes(model: ir.Model) -> int:
-    """Return the bytes of codes and of what turns them into numbers."""
+    """Return the bytes of codes, scales and zero points."""
     values = model.graph.initializers.values()
     tensors = [value.const_value for value in values if reader_of(value, _ROLES) is not None]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def sizes(kind: str, size: int, load: int, tails: float | None = None) -> tuple[int, int, int]:
-    """Return bytes in the file, without ``compact_scales`` and with it; print what opening ``load`` products costs."""
+    """Return bytes in the file, without ``compact_scales`` and with it; print the cost of opening ``load`` products."""
     shape = (size, size)
     matrix = np.random.default_rng(3).standard_normal(shape).astype(np.float32)
     type_of_file = gguf.GGMLQuantizationType[kind]
     if kind == "NVFP4":
         weights = matrix if tails is None else np.random.default_rng(3).standard_t(tails, shape).astype(np.float32)
-        stored = quantize_nvfp4(weights)
+        blocks = quantize_nvfp4(weights)
     else:
-        stored = ggufs.random_blocks(shape, kind) if kind in ggufs.HALVES else gguf.quantize(matrix, type_of_file)
-    model = products(gguf.dequantize(stored, type_of_file), load or 1)
+        blocks = ggufs.random_blocks(shape, kind) if kind in ggufs.HALVES else gguf.quantize(matrix, type_of_file)
+    model = products(gguf.dequantize(blocks, type_of_file), load or 1)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "matrix.gguf"
         writer = gguf.GGUFWriter(file, "any")
-        writer.add_tensor("matrix", stored, raw_dtype=type_of_file)
+        writer.add_tensor("matrix", blocks, raw_dtype=type_of_file)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -106,17 +106,17 @@ def sizes(kind: str, size: int, load: int, tails: float | None = None) -> tuple[
         before = stored_bytes(model)
         paths = [write(model, Path(folder) / "before")] if load else []
         CompactScales()(model, context)
-        now = stored_bytes(model)
+        after = stored_bytes(model)
         if load:
             compare_loads(kind, [*paths, write(model, Path(folder) / "now")])
-    return stored.nbytes, before // (load or 1), now // (load or 1)
+    return blocks.nbytes, before // (load or 1), after // (load or 1)
 
 
 def quantize_nvfp4(matrix: np.ndarray) -> np.ndarray:
     """Return a matrix of weights of about 1 in blocks of 64: a scale in E4M3 for 16 weights, then codes of 4 bits.
 
-    The package gguf does not write this type. A tensor of such files has a float32 number besides, which moves its
-    scales to where E4M3 has all its bits; here weights are of that size to begin with.
+    The package gguf does not write this type. A tensor of such files also has a float32 scale, which moves the others
+    to where E4M3 is most precise; here weights have that size already.
     """
     groups = matrix.reshape(-1, 4, 16)
     scales = (np.abs(groups).max(-1) / 6).astype(ml_dtypes.float8_e4m3fn)
@@ -136,7 +136,7 @@ def write(model: ir.Model, folder: Path) -> Path:
 
 
 def compare_loads(kind: str, paths: list[Path], rounds: int = 7) -> None:
-    """Print what opening each file costs: the least of some rounds, in turn, each in a process of its own."""
+    """Print the least cost of opening each file over rounds in turn, each in a process of its own."""
     runs: dict[Path, list[list[float]]] = {path: [] for path in paths}
     for _ in range(rounds):
         for path in paths:
@@ -158,8 +158,8 @@ def main(
     """Print a table: bits of a weight in the file and in artifacts."""
     table = Table("type", "file, bits", "before", "now", "beside the file")
     for kind in kinds or KINDS:
-        of_file, before, now = (8 * count / size**2 for count in sizes(kind, size, load, tails))
-        table.add_row(kind, f"{of_file:.4g}", f"{before:.4g}", f"{now:.4g}", f"{now / of_file - 1:+.1%}")
+        file_bits, before, after = (8 * count / size**2 for count in sizes(kind, size, load, tails))
+        table.add_row(kind, f"{file_bits:.4g}", f"{before:.4g}", f"{after:.4g}", f"{after / file_bits - 1:+.1%}")
     Console().print(table)
 
 

@@ -1,13 +1,13 @@
-"""Measure what a model loses when its feed-forward layers keep only the neurons that a prompt used most.
+"""Measure the loss of a model whose feed-forward layers keep only the neurons that a prompt used most.
 
     python tools/studies/chosen_neurons.py float32                    # an artifact in float32; minutes on two cores
     python tools/studies/chosen_neurons.py float32 --share 0.5 --prompt 512 --text 256 --windows 8
 
 GRIFFIN (Dong et al., 2024, section 4): of the activations of each layer over a prompt, each token scaled to length 1,
-neurons are ranked by their norm over the tokens; the text behind the prompt uses the first of them alone.
-Printed are the divergence from the whole model on the text behind the prompt, how often the first choice is the same,
-and the share of all weights that a step reads: no step can be faster than that. A draft of the model by itself would
-cost that share of a step a guess.
+neurons are ranked by their norm over the tokens; the text after the prompt uses the first of them alone.
+Printed are the divergence from the whole model on the text after the prompt, how often the first choice is the same,
+and the share of all weights that a step reads, which bounds its speed. A draft by the model itself would cost that
+share of a step for each guess.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def down_products(model: ir.Model) -> list[ir.Node]:
     Raises:
         InputError: there is none.
     """
-    found = []
+    products = []
     for node in model.graph:
         weight = node.inputs[1].const_value if node.op_type == "MatMul" and node.inputs[1] is not None else None
         shape = () if weight is None else weight.shape.numpy()
         if len(shape) != 2 or shape[0] <= shape[1]:
             continue
-        made = node.inputs[0].producer() if node.inputs[0] is not None else None
-        if made is not None and made.op_type in ("Mul", "Gelu", "Relu", "FastGelu"):
-            found.append(node)
-    if not found:
+        producer = node.inputs[0].producer() if node.inputs[0] is not None else None
+        if producer is not None and producer.op_type in ("Mul", "Gelu", "Relu", "FastGelu"):
+            products.append(node)
+    if not products:
         raise InputError("no feed-forward layer is found", remedy="give an artifact in float32, as export writes it")
-    return found
+    return products
 
 
 def weight_of(product: ir.Node) -> ir.TensorProtocol:
@@ -65,8 +65,8 @@ def weight_of(product: ir.Node) -> ir.TensorProtocol:
     return value.const_value
 
 
-def masked(model: ir.Model, products: list[ir.Node]) -> None:
-    """Multiply what each product reads by an input ``mask.N`` [length, neurons]; what it reads is ``neurons.N``."""
+def add_masks(model: ir.Model, products: list[ir.Node]) -> None:
+    """Multiply the input of each product, now the output ``neurons.N``, by an input ``mask.N`` [length, neurons]."""
     for number, node in enumerate(products):
         state = node.inputs[0]
         assert state is not None
@@ -81,10 +81,10 @@ def masked(model: ir.Model, products: list[ir.Node]) -> None:
         model.graph.outputs.append(state)
 
 
-def ranked(activations: Floats) -> npt.NDArray[np.int64]:
-    """Return neurons, those that tokens used most first: equation 5 of the paper; activations [tokens, neurons]."""
-    scaled = activations / np.maximum(np.linalg.norm(activations, axis=1, keepdims=True), 1e-12)
-    return np.argsort(-np.linalg.norm(scaled, axis=0), kind="stable")
+def rank_neurons(activations: Floats) -> npt.NDArray[np.int64]:
+    """Return neurons in the order of their use: equation 5 of the paper; activations [tokens, neurons]."""
+    directions = activations / np.maximum(np.linalg.norm(activations, axis=1, keepdims=True), 1e-12)
+    return np.argsort(-np.linalg.norm(directions, axis=0), kind="stable")
 
 
 def main(
@@ -102,41 +102,47 @@ def main(
     task, products = task_of(model.graph), down_products(model)
     weights = [weight_of(node) for node in products]
     widths = [weight.shape.numpy()[0] for weight in weights]
-    every = sum(value.const_value.size for value in model.graph.initializers.values() if value.const_value is not None)
+    weight_count = sum(
+        value.const_value.size for value in model.graph.initializers.values() if value.const_value is not None
+    )
     # All products of a feed-forward layer are as large as the one that ends it, and shrink alike.
-    gated = any(node.op_type == "Mul" for node in (products[0].predecessors()))
-    inner = (3 if gated else 2) * sum(weight.size for weight in weights)
+    has_gate = any(node.op_type == "Mul" for node in (products[0].predecessors()))
+    inner = (3 if has_gate else 2) * sum(weight.size for weight in weights)
     length = prompt + text
     rows = []
-    fed: list[tuple[str, dict[str, npt.NDArray[np.generic]]]] = []
-    for name, each in zip(("English", "source code"), held_out_texts(), strict=True):
-        ids = tokenizer.encode(each[: 8 * windows * length], add_special_tokens=False).ids
+    samples: list[tuple[str, dict[str, npt.NDArray[np.generic]]]] = []
+    for name, content in zip(("English", "source code"), held_out_texts(), strict=True):
+        ids = tokenizer.encode(content[: 8 * windows * length], add_special_tokens=False).ids
         for begin in range(0, min(windows * length, len(ids) - length + 1), length):
-            fed.append((name, dict(task.text_feeds(model.graph, np.array([ids[begin : begin + length]], np.int64)))))
-    masked(model, products)
+            samples.append(
+                (name, dict(task.text_feeds(model.graph, np.array([ids[begin : begin + length]], np.int64))))
+            )
+    add_masks(model, products)
     outputs = [task.output, *(f"neurons.{number}" for number in range(len(products)))]
     session = open_session(file, content=ir.to_proto(model).SerializeToString())
-    found: dict[tuple[str, float], list[Floats]] = {}
-    for name, feeds in fed:
-        ones = {f"mask.{number}": np.ones((length, width), np.float32) for number, width in enumerate(widths)}
-        logits, *activations = session.run(outputs, {**feeds, **ones})
+    results: dict[tuple[str, float], list[Floats]] = {}
+    for name, feeds in samples:
+        full_masks = {f"mask.{number}": np.ones((length, width), np.float32) for number, width in enumerate(widths)}
+        logits, *activations = session.run(outputs, {**feeds, **full_masks})
         whole = log_probabilities(logits[0, prompt:])
-        orders = [ranked(each.reshape(length, -1)[:prompt]) for each in activations]
-        for kept in share:
-            masks = {key: mask.copy() for key, mask in ones.items()}
+        orders = [rank_neurons(states.reshape(length, -1)[:prompt]) for states in activations]
+        for kept_share in share:
+            masks = {key: mask.copy() for key, mask in full_masks.items()}
             for number, order in enumerate(orders):
-                masks[f"mask.{number}"][prompt:, order[round(kept * len(order)) :]] = 0
+                masks[f"mask.{number}"][prompt:, order[round(kept_share * len(order)) :]] = 0
             (logits,) = session.run([task.output], {**feeds, **masks})
             part = log_probabilities(logits[0, prompt:])
             divergence = (np.exp(whole) * (whole - part)).sum(axis=-1)
-            same = whole.argmax(axis=-1) == part.argmax(axis=-1)
-            found.setdefault((name, kept), []).append(np.stack([divergence, same]))
+            same_choice = whole.argmax(axis=-1) == part.argmax(axis=-1)
+            results.setdefault((name, kept_share), []).append(np.stack([divergence, same_choice]))
     table = Table("text", "neurons", "weights read", "KL, nats", "same first choice")
-    for (name, kept), figures in found.items():
-        kl, same = np.concatenate(figures, axis=1).mean(axis=1)
-        read = 1 - (1 - kept) * inner / every
-        table.add_row(name, f"{kept:.0%}", f"{read:.2f}", f"{kl:.3f}", f"{same:.1%}")
-        rows.append({"text": name, "share": kept, "read": read, "kl": float(kl), "same": float(same)})
+    for (name, kept_share), figures in results.items():
+        kl, same_choice = np.concatenate(figures, axis=1).mean(axis=1)
+        weights_read = 1 - (1 - kept_share) * inner / weight_count
+        table.add_row(name, f"{kept_share:.0%}", f"{weights_read:.2f}", f"{kl:.3f}", f"{same_choice:.1%}")
+        rows.append(
+            {"text": name, "share": kept_share, "read": weights_read, "kl": float(kl), "same": float(same_choice)}
+        )
     Console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""Measure what rotation brings to int4, over groups and seeds: bits per byte of the shipped model on held-out text.
+"""Measure the gain of int4 by rotation, over groups and seeds: bits per byte of the shipped model on held-out text.
 
 python tools/studies/compare_rotations.py --seeds 5 --json rotations.json
 """
@@ -46,20 +46,20 @@ def main(
     rows = []
     table = Table("group", "int4", "rotated: median", "lowest", "highest", "cost gained back")
     with tempfile.TemporaryDirectory() as temporary:
-        source, made = Path(temporary) / "float32", Path(temporary) / "int4"
+        source, target = Path(temporary) / "float32", Path(temporary) / "int4"
         graphopt.export("stdlib_lm", source)
         floats = graphopt.evaluate(graphopt.load(source), text).bits_per_byte
         for group in GROUPS:
             bits = {}
             for seed in (None, *range(seeds)):
-                graphopt.optimize(source, recipe(group, seed, value), made, overwrite=True)
-                bits[seed] = graphopt.evaluate(graphopt.load(made), text).bits_per_byte
+                graphopt.optimize(source, recipe(group, seed, value), target, overwrite=True)
+                bits[seed] = graphopt.evaluate(graphopt.load(target), text).bits_per_byte
                 rows.append({"group": group, "seed": seed, "bits_per_byte": bits[seed], "float32": floats})
-            plain, rotated = bits[None], [bits[seed] for seed in range(seeds)]
-            median = statistics.median(rotated)
-            gained = (plain - median) / (plain - floats)
-            figures = (plain, median, min(rotated), max(rotated))
-            table.add_row(str(group), *(f"{figure:.4f}" for figure in figures), f"{gained:.0%}")
+            plain, rotated_bits = bits[None], [bits[seed] for seed in range(seeds)]
+            median = statistics.median(rotated_bits)
+            gain = (plain - median) / (plain - floats)
+            figures = (plain, median, min(rotated_bits), max(rotated_bits))
+            table.add_row(str(group), *(f"{figure:.4f}" for figure in figures), f"{gain:.0%}")
     console = Console()
     console.print(f"bits per byte; float32 needs {floats:.4f}")
     console.print(table)

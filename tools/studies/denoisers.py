@@ -1,10 +1,10 @@
-"""What recipes make of small denoisers of diffusers with random weights: exact passes, then whole sampling loops.
+"""Recipes on small denoisers of diffusers with random weights: exact passes, then whole sampling loops.
 
     python tools/studies/denoisers.py                         # all of tests/denoisers.py: six exports
     python tools/studies/denoisers.py dit,sd3 --recipes rotate,int8
 
-Random weights say whether a graph goes through and what exact passes move; what rounding costs a trained model they do
-not say: samples of a random denoiser grow or are cut off at once, which real ones do not.
+Random weights show whether a graph compiles and how much exact passes change outputs. They do not show the loss of a
+trained model by rounding: samples of a random denoiser diverge or are clipped at once, which real ones are not.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tests.denoisers import DENOISERS, write_denoiser
 def study(name: str, recipes: list[str], folder: Path) -> None:
     """Print a line for the export, and one for each recipe."""
     write_denoiser(name, folder / "checkpoint")
-    exported = graphopt.export(folder / "checkpoint", folder / "float32")
-    print(f"{name:13} torch and graph differ by {exported.checks[0].figures['largest_change']:.1e}", flush=True)
+    export_manifest = graphopt.export(folder / "checkpoint", folder / "float32")
+    print(f"{name:13} torch and graph differ by {export_manifest.checks[0].figures['largest_change']:.1e}", flush=True)
     for recipe in recipes:
         manifest = graphopt.optimize(folder / "float32", recipe, folder / recipe, force=True).manifest
-        proved = verify(folder / "float32", folder / recipe).checks[0].status
+        status = verify(folder / "float32", folder / recipe).checks[0].status
         changes = [check.figures.get("largest_change", 0.0) for check in manifest.checks if check.status == "measured"]
         quality = next((str(check.reason) for check in manifest.checks if check.name == "quality"), "")
         bits = 0.0 if manifest.weights is None else manifest.weights.bits_per_weight
-        said = quality or f"exact, moved by {max(changes[1:], default=0.0):.1e}"
-        print(f"{name:13} {recipe:7} {bits:5.2f} bits, {proved}; {said}", flush=True)
+        outcome = quality or f"exact, moved by {max(changes[1:], default=0.0):.1e}"
+        print(f"{name:13} {recipe:7} {bits:5.2f} bits, {status}; {outcome}", flush=True)
 
 
 def main(

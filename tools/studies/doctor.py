@@ -1,4 +1,4 @@
-"""What `graphopt doctor --fix` promises, beside what comes out, and families in which it must find nothing.
+"""Compare the promises of `graphopt doctor --fix` with its results, and check families in which it must find nothing.
 
     python tools/studies/doctor.py                      # a planted graph for each fault that a pass mends
     python tools/studies/doctor.py --families           # exports of twelve small models of random weights
@@ -49,7 +49,7 @@ def scan(path: Path, times: int) -> Path:
 
 
 def codes(**options: Any) -> Callable[[Path, int], Path]:
-    """Return what writes a product with codes."""
+    """Return a function that writes a product with codes."""
     return lambda path, times: planted.products_with_codes(path, times, **options)
 
 
@@ -78,7 +78,7 @@ def feeds_of(session: onnxruntime.InferenceSession) -> dict[str, np.ndarray]:
 
 
 def milliseconds(files: list[Path]) -> list[float]:
-    """Return the processor's time of a run of each file, in turn."""
+    """Return the least processor time of a run of each file, in turns."""
     sessions = []
     for file in files:
         entries = graphopt.read(file.parent).manifest.session if file.name == artifacts.MODEL else {}
@@ -86,22 +86,22 @@ def milliseconds(files: list[Path]) -> list[float]:
     feeds = feeds_of(sessions[0])
     seconds: list[list[float]] = [[] for _ in sessions]
     for _ in range(ROUNDS):
-        for session, taken in zip(sessions, seconds, strict=True):
+        for session, samples in zip(sessions, seconds, strict=True):
             start = time.process_time()
             session.run(None, feeds)
-            taken.append(time.process_time() - start)
-    return [min(taken) * 1e3 for taken in seconds]
+            samples.append(time.process_time() - start)
+    return [min(samples) * 1e3 for samples in seconds]
 
 
 def plant(name: str, folder: Path) -> str:
-    """Return the row of a fault: bytes that were promised and saved, times of a run before and after."""
+    """Return the row of a fault: promised and saved bytes, times of a run before and after."""
     file = FAULTS[name](folder / "planted.onnx", TIMES)
     result = mend(file, folder / "mended")
     if name.split(",")[0] not in [symptom.code for symptom in result.before.faults] or result.after.faults:
         raise SystemExit(f"{name}: {[symptom.code for symptom in result.before.faults]} was found")
-    saved = weight_bytes(ir.load(file).graph) - weight_bytes(graphopt.read(folder / "mended").model.graph)
+    bytes_saved = weight_bytes(ir.load(file).graph) - weight_bytes(graphopt.read(folder / "mended").model.graph)
     before, after = milliseconds([file, folder / "mended" / artifacts.MODEL])
-    figures = f"{result.before.bytes_saved:,} | {saved:,} | {before:.3f} | {after:.3f} | {before / after:.2f}"
+    figures = f"{result.before.bytes_saved:,} | {bytes_saved:,} | {before:.3f} | {after:.3f} | {before / after:.2f}"
     return f"| `{name}` | {', '.join(f'`{step}`' for step in result.steps)} | {figures} |"
 
 
@@ -115,13 +115,13 @@ def examine(name: str, folder: Path) -> str:
     else:
         write_checkpoint(name, folder / "checkpoint")
     graphopt.export(folder / "checkpoint", folder / "float32")
-    found = []
+    findings = []
     for part in (folder / "float32", *sorted((folder / "float32").glob("*/"))):
         if (part / artifacts.MODEL).is_file():
             diagnosis = diagnose(part)
-            found += [f"{symptom.level} `{symptom.code}`" for symptom in diagnosis.symptoms]
-            found += [f"note {note.code}" for note in diagnosis.notes]
-    return f"| {name} | {', '.join(found) or 'nothing'} |"
+            findings += [f"{symptom.level} `{symptom.code}`" for symptom in diagnosis.symptoms]
+            findings += [f"note {note.code}" for note in diagnosis.notes]
+    return f"| {name} | {', '.join(findings) or 'nothing'} |"
 
 
 def main(
@@ -129,7 +129,7 @@ def main(
     only: Annotated[str, typer.Option(help="names, with commas between")] = "",
 ) -> None:
     """Print a table."""
-    others, names = OtherLoad(), only.split(",") if only else [*TEXTS, *SIGNALS] if families else list(FAULTS)
+    load, names = OtherLoad(), only.split(",") if only else [*TEXTS, *SIGNALS] if families else list(FAULTS)
     if families:
         print("| family | found |\n| --- | --- |")
     else:
@@ -138,7 +138,7 @@ def main(
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             print(examine(name, Path(folder)) if families else plant(name, Path(folder)), flush=True)
-    print(f"{describe()}; others took {others.share():.0%} of the cores")
+    print(f"{describe()}; others took {load.share():.0%} of the cores")
 
 
 if __name__ == "__main__":

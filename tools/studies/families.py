@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.families import ENCODERS, FAMILIES, RECURRENT, make_model
 from tests.isomorphic import description
 
-EVERYTHING = Rotate(online_residual=True, query_key="hadamard", weight_inputs="hadamard")
+ALL_ROTATIONS = Rotate(online_residual=True, query_key="hadamard", weight_inputs="hadamard")
 COLUMNS = {
     "residual": "residual",
     "value": "value",
@@ -85,7 +85,7 @@ This page was made by `python tools/studies/families.py --markdown docs/families
 
 @dataclass
 class Outcome:
-    """What became of the bases of one role: how many were rotated, by how many nodes at run time, why others not."""
+    """The bases of one role: how many are rotated, by how many nodes at run time, and why others are not."""
 
     rotated: int = 0
     nodes: int = 0
@@ -115,26 +115,28 @@ class Row:
 
 def outcomes(bases: list[Basis], after: ir.Model, report: PassReport) -> dict[str, Outcome]:
     """Return what ``report`` and the nodes of ``after`` say about each of ``bases``, by role."""
-    fused = {
+    fused_pairs = {
         (str(change.what.figures["basis"]), str(change.what.figures["role"]))
         for change in report.changes
         if change.what.code == BASIS_FUSED.code
     }
-    turned = [node.inputs[0] for node in after.graph if node.op_type == "Hadamard"]
-    places = [Axis(value.name or "", len(value.shape) - 1) for value in turned if value and value.shape is not None]
-    found = {role: Outcome() for role in COLUMNS}
+    rotated_values = [node.inputs[0] for node in after.graph if node.op_type == "Hadamard"]
+    axes = [
+        Axis(value.name or "", len(value.shape) - 1) for value in rotated_values if value and value.shape is not None
+    ]
+    outcome_by_role = {role: Outcome() for role in COLUMNS}
     for basis in bases:
-        # A residual of which only what weights read is rotated is reported as theirs.
-        role = next((role for name, role in fused if name == basis.name), basis.role)
-        if role not in found:
+        # A residual that is rotated only where weights read it is reported under the role of weight inputs.
+        role = next((role for name, role in fused_pairs if name == basis.name), basis.role)
+        if role not in outcome_by_role:
             continue
-        nodes = sum(place in basis.axes for place in places)
-        found[role].nodes += nodes
-        found[role].rotated += bool(nodes) or (basis.name, role) in fused
+        nodes = sum(axis in basis.axes for axis in axes)
+        outcome_by_role[role].nodes += nodes
+        outcome_by_role[role].rotated += bool(nodes) or (basis.name, role) in fused_pairs
         for skip in report.skips:
             if (skip.where, skip.reason.figures["width"]) == (basis.name, basis.width):
-                found[basis.role].refusals.append(f"{sentence(skip.reason)} ({skip.node or ''})")
-    return found
+                outcome_by_role[basis.role].refusals.append(f"{sentence(skip.reason)} ({skip.node or ''})")
+    return outcome_by_role
 
 
 def fold(model: ir.Model) -> None:
@@ -143,8 +145,8 @@ def fold(model: ir.Model) -> None:
     FoldNorms()(model)
 
 
-def examine(family: str, path: Path, rotate: Rotate = EVERYTHING) -> Row:
-    """Rotate the artifact at ``path`` and check it, from the graph as it was exported on.
+def examine(family: str, path: Path, rotate: Rotate = ALL_ROTATIONS) -> Row:
+    """Rotate the artifact at ``path`` and check each step from the exported graph on.
 
     Raises:
         GraphoptError: a pass or the comparison of logits failed.
@@ -158,31 +160,31 @@ def examine(family: str, path: Path, rotate: Rotate = EVERYTHING) -> Row:
         report = rotate(model).report
         assert report.claims is not None
         certificate = check(before, model, report.claims)
-        found = outcomes(bases, model, report)
+        outcome_by_role = outcomes(bases, model, report)
         change = verifier.check(model, "rotate", "exact").figures["largest_change_from_start"]
-    return Row(family, found, certificate.status, change)
+    return Row(family, outcome_by_role, certificate.status, change)
 
 
 def compare_unrolled(layers: int) -> None:
-    """Print of every family whether the graph that is unrolled to ``layers`` is that of a trace of all of them."""
+    """Print for every family whether its graph unrolled to ``layers`` equals a trace of all of them."""
     table = Table("family", "traced layers", "the same graph", "seconds", "of a trace of all")
     for family in track([*FAMILIES, *ENCODERS], "families"):
         with quiet():
-            model, other = (make_model(family, layers).eval() for _ in range(2))
+            model, model_copy = (make_model(family, layers).eval() for _ in range(2))
         start = time.process_time()
-        loaded = LoadedModel(model, weights_of(model), lambda: None, [])
+        loaded_model = LoadedModel(model, weights_of(model), lambda: None, [])
         try:
             with quiet():
-                chosen = plan_layers(other, task_of_model(other).sample(other)).samples
-            traced = ", ".join(map(str, chosen))
+                sample_layers = plan_layers(model_copy, task_of_model(model_copy).sample(model_copy)).samples
+            layer_text = ", ".join(map(str, sample_layers))
         except NotUnderstoodError as error:
-            traced = sentence(error.reason)
+            layer_text = sentence(error.reason)
         start = time.process_time()
-        program, _ = trace_loaded(loaded, family)
+        program, _ = trace_loaded(loaded_model, family)
         middle = time.process_time()
-        same = description(program) == description(trace(other, family))
+        is_same = description(program) == description(trace(model_copy, family))
         seconds = (middle - start, time.process_time() - middle)
-        table.add_row(family, traced, "yes" if same else "NO", *(f"{each:.0f}" for each in seconds))
+        table.add_row(family, layer_text, "yes" if is_same else "NO", *(f"{value:.0f}" for value in seconds))
     Console().print(table)
 
 
@@ -194,25 +196,28 @@ def _table_of(markdown: Path) -> dict[str, list[str]]:
 
 
 def main(
-    unrolled: Annotated[
-        int | None, typer.Option(help="instead, compare graphs unrolled to so many layers with traces of all of them")
+    unrolled_layers: Annotated[
+        int | None,
+        typer.Option(
+            "--unrolled", help="instead, compare graphs unrolled to so many layers with traces of all of them"
+        ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
     markdown: Annotated[Path | None, typer.Option(help="write the table here too, with what it means")] = None,
     only: Annotated[str, typer.Option(help="families, separated by commas; other rows of the table stay")] = "",
 ) -> None:
     """Make, export, rotate and check every family."""
-    if unrolled is not None:
-        return compare_unrolled(unrolled)
+    if unrolled_layers is not None:
+        return compare_unrolled(unrolled_layers)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         for family in track(only.split(",") if only else [*FAMILIES, *RECURRENT], "families"):
-            source, made = Path(temporary) / f"{family}.transformers", Path(temporary) / family
+            source, target = Path(temporary) / f"{family}.transformers", Path(temporary) / family
             with quiet():
                 make_model(family).save_pretrained(source)
             try:
-                graphopt.export(source, made)
-                rows.append(examine(family, made))
+                graphopt.export(source, target)
+                rows.append(examine(family, target))
             except GraphoptError as error:
                 rows.append(Row(family, failure=error.what))
     headings = ["family", *COLUMNS.values(), "certificate", "change of logits"]

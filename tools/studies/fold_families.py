@@ -38,44 +38,48 @@ from tests.presets import distinct, nearest
 LAYERS = 6
 ALTERNATION = (["sliding_attention"] * 5 + ["full_attention"]) * 2
 ENDS = "int4, ends int8"
-"""What is no preset: int4, but int8 in the first and in the last layer."""
+"""A recipe besides presets: int4, but int8 in the first and in the last layer."""
 
 
-def made(family: str) -> tuple[Any, list[str]]:
+def family_model(family: str) -> tuple[Any, list[str]]:
     """Return a model with random weights, and the kind of each of its layers."""
     if family == "gemma3":
         settings = FAMILIES["gemma3"][1]
-        kept = settings["layer_types"]
+        layer_types = settings["layer_types"]
         settings["layer_types"] = ALTERNATION
         try:
             return make_model("gemma3", len(ALTERNATION)), ALTERNATION
         finally:
-            settings["layer_types"] = kept
+            settings["layer_types"] = layer_types
     model = make_model(family, LAYERS)
     types = getattr(model.config, "layer_types", None)
     return model, list(types) if types else ["layer"] * LAYERS
 
 
 def wrong(model: ir.Model, kinds: list[str], exceptions: list[int]) -> Iterator[str]:
-    """Yield what folding says that is wrong; ``kinds`` are the layers, ``exceptions`` those stored in another way."""
+    """Yield errors of folding; ``kinds`` are the right layers, ``exceptions`` those that are stored differently."""
     plain = fold(model.graph)
     trace = trace_of(model, None, "")
     yield from _layers(plain, kinds)
-    found = sorted(layer for each in trace.folds for layer in each.exceptions)
-    if exceptions and found != exceptions:
-        yield f"layers {found} are stored in another way, not {exceptions}"
+    exception_layers = sorted(layer for entry in trace.folds for layer in entry.exceptions)
+    if exceptions and exception_layers != exceptions:
+        yield f"layers {exception_layers} are stored in another way, not {exceptions}"
     outside = [node.role for node in trace.nodes if node.layer is None and node.role.endswith("_proj") and node.weights]
     if outside:
         yield f"outside of layers: {dict(Counter(outside))}"
-    other = model.clone()
-    shuffle_names(other)
-    shuffled = fold(other.graph)
-    if (plain.parts, plain.structures, plain.parameters) != (shuffled.parts, shuffled.structures, shuffled.parameters):
+    copy = model.clone()
+    shuffle_names(copy)
+    copy_folding = fold(copy.graph)
+    if (plain.parts, plain.structures, plain.parameters) != (
+        copy_folding.parts,
+        copy_folding.structures,
+        copy_folding.parameters,
+    ):
         yield "other names, other layers"
 
 
-def _layers(folded: Folding, kinds: list[str]) -> Iterator[str]:
-    structures = [tuple(folded.structures[each] for each in layer) for layer in folded.layers()]
+def _layers(folding: Folding, kinds: list[str]) -> Iterator[str]:
+    structures = [tuple(folding.structures[part] for part in layer) for layer in folding.layers()]
     if len(structures) != len(kinds):
         yield f"{len(structures)} layers, not {len(kinds)}"
         return
@@ -87,7 +91,7 @@ def _layers(folded: Folding, kinds: list[str]) -> Iterator[str]:
 
 
 def recipes(names: list[str], folder: Path, layers: int) -> Iterator[tuple[str, Recipe, list[int]]]:
-    """Yield recipes by name, each with the layers that it stores in another way than the others."""
+    """Yield recipes by name, each with the layers that it stores differently."""
     for name in names:
         yield name, nearest(load_recipe(name)), []
     ends = (0, layers - 1)
@@ -113,41 +117,41 @@ def main(
     ] = "",
 ) -> None:
     """Export, optimize and fold; exits with 1 where a layer was not found."""
-    chosen = families.split(",") if families else [*FAMILIES, *ENCODERS]
-    listed = list(presets()) if names == "all" else names.split(",") if names else list(distinct())
+    family_names = families.split(",") if families else [*FAMILIES, *ENCODERS]
+    preset_names = list(presets()) if names == "all" else names.split(",") if names else list(distinct())
     table = Table("family", "layers", "before", "after", "refused", "wrong", "seconds")
     failures: list[str] = []
-    for family in track(chosen, "families"):
-        began, right, refused, faults = time.perf_counter(), 0, 0, list[str]()
+    for family in track(family_names, "families"):
+        begin, right, refusals, faults = time.perf_counter(), 0, 0, list[str]()
         with tempfile.TemporaryDirectory() as temporary, quiet():
-            source, exported = Path(temporary) / "source", Path(temporary) / "exported"
-            model, kinds = made(family)
+            source, float_artifact = Path(temporary) / "source", Path(temporary) / "exported"
+            model, kinds = family_model(family)
             model.save_pretrained(source)
             try:
-                graphopt.export(source, exported)
+                graphopt.export(source, float_artifact)
             except GraphoptError as error:
                 table.add_row(family, "", error.what, "", "", "", "")
                 continue
-            before = list(wrong(artifact.read(exported).model, kinds, []))
-            known: dict[str, str] = {}
-            for name, recipe, exceptions in recipes(listed, exported, len(kinds)):
-                # A preset that is another's twin but for how codes are chosen has its structure.
-                if known.setdefault(recipe.model_dump_json(include={"steps"}), name) != name:
+            before = list(wrong(artifact.read(float_artifact).model, kinds, []))
+            name_by_steps: dict[str, str] = {}
+            for name, recipe, exceptions in recipes(preset_names, float_artifact, len(kinds)):
+                # Presets that differ only in how codes are chosen give the same structure.
+                if name_by_steps.setdefault(recipe.model_dump_json(include={"steps"}), name) != name:
                     right += 1
                     continue
                 try:
-                    store = Path(temporary) / f"weights{len(known)}"
-                    after, _ = compiled(artifact.read(exported), recipe, store)
+                    store = Path(temporary) / f"weights{len(name_by_steps)}"
+                    after, _ = compiled(artifact.read(float_artifact), recipe, store)
                 except GraphoptError as error:
-                    refused += 1
+                    refusals += 1
                     failures.append(f"{family}, {name}: refused: {error.what}")
                     continue
-                said = list(wrong(after, kinds, exceptions))
-                faults += [f"{family}, {name}: {each}" for each in said]
-                right += not said
-        failures += [f"{family}, as exported: {each}" for each in before] + faults
-        seconds = f"{time.perf_counter() - began:.0f}"
-        row = (family, str(len(kinds)), "no" if before else "yes", str(right), str(refused), str(len(faults)), seconds)
+                messages = list(wrong(after, kinds, exceptions))
+                faults += [f"{family}, {name}: {message}" for message in messages]
+                right += not messages
+        failures += [f"{family}, as exported: {message}" for message in before] + faults
+        seconds = f"{time.perf_counter() - begin:.0f}"
+        row = (family, str(len(kinds)), "no" if before else "yes", str(right), str(refusals), str(len(faults)), seconds)
         table.add_row(*row)
         print(*row, flush=True)
     Console(width=160).print(table)

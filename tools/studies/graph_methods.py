@@ -1,12 +1,12 @@
-"""Papers on encoders, images and denoisers as combinations of what is here: a table for each kind of model.
+"""Methods of papers on encoders and images, built of graphopt's parts: a table for each kind of model.
 
     python tools/studies/graph_methods.py skipping                       # graphs that skip tokens, with times
     python tools/studies/graph_methods.py encoder MINILM                 # a checkpoint of all-MiniLM-L6-v2
     python tools/studies/graph_methods.py convolutions FILE.onnx CALIBRATION.npz JUDGED.npz
 
-`skipping` times exported graphs in onnxruntime, as does `convolutions`. `encoder` computes in torch, in floats: weights
-and inputs are rounded to what their codes mean, so errors are those of a graph with such codes, and no time is told.
-What diffusion papers add is in `tools/studies/timesteps.py`.
+`skipping` times exported graphs in onnxruntime, `convolutions` runs int8 graphs there. `encoder` computes in torch with
+floats: weights and inputs have the values of their codes, so errors are those of a graph with such codes, without
+times. Methods of diffusion papers are in `tools/studies/timesteps.py`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def skipping(
     """Time graphs that skip tokens beside the same layers that do not."""
     from tools.studies.graphs.skipping import rows
 
-    others = OtherLoad()
+    load = OtherLoad()
     print("| graph | tokens out | ms a run | times as fast as all tokens | relative change from torch |")
     print("| --- | --- | --- | --- | --- |")
     for row in rows(tuple(recipes.split(",")), rounds):
         print(row, flush=True)
-    print(f"{describe()}; others took {others.share():.0%} of the cores")
+    print(f"{describe()}; others took {load.share():.0%} of the cores")
 
 
 @app.command()
@@ -55,14 +55,14 @@ def encoder(checkpoint: Annotated[Path, typer.Argument(help="a folder of all-Min
 def convolutions(
     file: Annotated[Path, typer.Argument(help="an .onnx file of convolutions")],
     calibration: Annotated[Path, typer.Argument(help="an .npz file of samples that ranges are measured on")],
-    judged: Annotated[Path, typer.Argument(help="another one that outputs are compared on")],
+    test_file: Annotated[Path, typer.Argument(metavar="JUDGED", help="another one that outputs are compared on")],
 ) -> None:
-    """Move scales of an int8 graph to numbers that integers alone can apply."""
+    """Round scales of an int8 graph to numbers that integer arithmetic can apply."""
     from tools.studies.graphs.convolutions import rows
 
     print("| scales | cosine with float | relative error | relative change from int8 |")
     print("| --- | --- | --- | --- |")
-    for row in rows(file, calibration, judged):
+    for row in rows(file, calibration, test_file):
         print(row, flush=True)
 
 

@@ -1,12 +1,12 @@
-"""Measure what sparse caches keep of a model: text far beyond its trained length, and a part of the tokens within it.
+"""Measure models with sparse caches: on text far beyond the trained length, and reading a part of the tokens within it.
 
     python tools/studies/long_text.py                         # the shipped model; 5 minutes on two cores
     python tools/studies/long_text.py --tokens 20000 --json long_text.json
 
 Streaming scores the whole text as one sequence, and its cache must not grow. The plain model is scored in windows of
-its trained length, which is the best it can do, and then as one sequence of four times that length, which it was not
-trained for. Retrieval is scored within the trained length, against the same model with a dense cache. Bits per byte are
-bits per token over the bytes that a token of the text has on average.
+its trained length, which suits it best, and then as one sequence of four times that length, which it is not trained
+for. Retrieval is scored within the trained length, beside the same model with a dense cache. Bits per byte are bits per
+token over the bytes that a token of the text has on average.
 """
 
 from __future__ import annotations
@@ -53,33 +53,37 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "float32"
         plain, text = open_shipped_model(source, tokens)
-        ids, trained = text.ids, plain.max_positions or 0
-        rows.append(("plain, windows of its trained length", trained, nats_in_windows(plain, ids, trained), None))
+        ids, trained_length = text.ids, plain.max_positions or 0
+        rows.append(
+            ("plain, windows of its trained length", trained_length, nats_in_windows(plain, ids, trained_length), None)
+        )
         endless = optimize_artifact(source, Path(temporary) / "streaming", Canonicalize(), STREAMING)
         nats, largest = as_one(endless, ids)
         rows.append((f"streaming, {STREAMING.sinks} first and {STREAMING.recent} newest", len(ids), nats, largest))
-        paged = optimize_artifact(source, Path(temporary) / "paged", Canonicalize(), PageKV())
-        beyond = ids[: TIMES_TRAINED * trained]
+        paged_session = optimize_artifact(source, Path(temporary) / "paged", Canonicalize(), PageKV())
+        long_ids = ids[: TIMES_TRAINED * trained_length]
         for name, session in (
-            ("plain, past its trained length", without_limit(paged)),
+            ("plain, past its trained length", without_limit(paged_session)),
             ("streaming, the same tokens", endless),
         ):
-            nats, largest = as_one(session, beyond)
-            rows.append((name, len(beyond), nats[-trained:], largest))
+            nats, largest = as_one(session, long_ids)
+            rows.append((name, len(long_ids), nats[-trained_length:], largest))
         for step in RETRIEVAL:
             session = optimize_artifact(source, Path(temporary) / step.summary, Canonicalize(), step)
-            read = step.sinks + step.recent + step.budget * (step.page or 0)
-            name = f"retrieval by {step.summary}, at most {read} of {trained} tokens"
-            rows.append((name, trained, nats_in_windows(session, ids, trained), None))
+            tokens_read = step.sinks + step.recent + step.budget * (step.page or 0)
+            name = f"retrieval by {step.summary}, at most {tokens_read} of {trained_length} tokens"
+            rows.append((name, trained_length, nats_in_windows(session, ids, trained_length), None))
     table = Table("", "tokens of a sequence", "bits per byte", "cache, MB")
-    found = []
-    for what, sequence, nats, cache in rows:
+    json_rows = []
+    for title, sequence, nats, cache in rows:
         bits = text.bits_per_byte(nats)
-        table.add_row(what, str(sequence), f"{bits:.4f}", "" if cache is None else f"{cache / 1e6:.2f}")
-        found.append({"what": what, "sequence": sequence, "scored": len(nats), "bits_per_byte": bits, "cache": cache})
+        table.add_row(title, str(sequence), f"{bits:.4f}", "" if cache is None else f"{cache / 1e6:.2f}")
+        json_rows.append(
+            {"what": title, "sequence": sequence, "scored": len(nats), "bits_per_byte": bits, "cache": cache}
+        )
     Console().print(table)
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+        json_file.write_text(json.dumps(json_rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

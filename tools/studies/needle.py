@@ -5,17 +5,17 @@
     python tools/studies/needle.py --contexts '' --margins          # from which margin on a needle is chosen
 
 One key in the context, the needle, is close to the query of the step; all others are random, of the same norm. Its
-value is of +1 and -1, and it counts as found if attention returns that, each number within 0.1. So the test asks of a
-policy whether it reads the right page, and not of a model whether it would look for it: the needle in a haystack, in
-keys. Dense attention must find it everywhere, streaming among its first and newest tokens only (StreamingLLM, Xiao et
-al. 2024), retrieval wherever the summary of its page gives it away (Quest, Tang et al. 2024).
+value is of +1 and -1, and it counts as found if attention returns that, each number within 0.1. So this tests whether a
+policy reads the right page, not whether a model would look for it. Dense attention must find it everywhere, streaming
+among its first and newest tokens only (StreamingLLM, Xiao et al. 2024), retrieval wherever the summary of its page
+scores high enough (Quest, Tang et al. 2024).
 
-How far a needle stands out is its margin: its score less the mean score of the others, in their standard deviations.
-The mean key of a page of T tokens has 1 / sqrt(T) of that, whatever the needle looks like: 64 tokens dilute it to an
-eighth. Bounds do not average: they see what of the needle exceeds the largest of T numbers, channel by channel. That
-takes a query with large channels, as those of models are; where it is spread evenly, as behind a Hadamard, hardly any
-channel of a needle exceeds the others. `--margins` measures this: the least margin at which 99% of the pages with a
-needle are among those that the budget allows.
+The margin of a needle is its score less the mean score of the others, in their standard deviations. The score of the
+mean key of a page of T tokens has 1 / sqrt(T) of that: 64 tokens reduce it to an eighth. Bounds do not average: they
+show by how much the needle exceeds the largest of T numbers, channel by channel. That needs a query with large
+channels, as those of models are; where the query is spread evenly, as after a Hadamard, hardly any channel of a needle
+exceeds the others. `--margins` measures this: the least margin at which 99% of the pages with a needle are within the
+budget.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ POLICIES: dict[str, dict[str, Any]] = {
     "retrieval, bounds": {"policies": (RETRIEVAL,), "summary": "bounds"},
     "retrieval, mean": {"policies": (RETRIEVAL,), "summary": "mean"},
 }
-FOUND = 0.1
+TOLERANCE = 0.1
 """How far each number of y may be from +1 or -1: a missed needle gives an average over others, which is near 0."""
 
 _KV_HEADS = 2
 _STATE = ("keys", "values", "scales", "recent", "summaries")
-_SHARE, _DRAWN, _CONTEXT = 0.99, 200, 1 << 15
+_SHARE, _TRIALS, _CONTEXT = 0.99, 200, 1 << 15
 _MARGINS = np.arange(1.0, 61.0)
 _CHANNELS = (4, 16, 64)
 
@@ -97,33 +97,33 @@ def main(
     needle, counts = Needle(cosine, channels, common), token_counts(contexts)
     if 0 in counts:
         raise typer.BadParameter("a context of no tokens has no room for a needle")
-    rounded = int(storage.startswith("int"))
+    float_pages = int(storage.startswith("int"))
     attrs = KVAttributes(
         kv_heads=_KV_HEADS,
         scale=1 / math.sqrt(size),
         page=page,
         storage=storage,
-        sink_pages=rounded,
-        recent_pages=rounded,
+        sink_pages=float_pages,
+        recent_pages=float_pages,
         sinks=sinks,
         recent=recent,
         budget=-(-budget // page),
     )
     console, rows = Console(), []
     if counts:
-        places = [f"{100 * index / (depths - 1):.0f}" for index in range(depths)]
-        names = [Column(name, no_wrap=True) for name in ("tokens", "policy", *places)]
+        depth_names = [f"{100 * index / (depths - 1):.0f}" for index in range(depths)]
+        names = [Column(name, no_wrap=True) for name in ("tokens", "policy", *depth_names)]
         table = Table(*names, title=f"needles found of {trials}, by depth in percent")
         for context in counts:
-            found = search(attrs, size, context, depths, trials, needle)
-            for name, of_policy in found.items():
-                table.add_row(str(context), name, *map(str, of_policy))
-                rows.append({"context": context, "policy": name, "found": of_policy, "of": trials})
+            hits = search(attrs, size, context, depths, trials, needle)
+            for name, policy_hits in hits.items():
+                table.add_row(str(context), name, *map(str, policy_hits))
+                rows.append({"context": context, "policy": name, "found": policy_hits, "of": trials})
         console.print(table)
         console.print(f"margin: {needle.margin(size):.1f} standard deviations", highlight=False)
-    least = _margins(size, _CONTEXT, budget, console) if margins else []
+    margin_rows = _margins(size, _CONTEXT, budget, console) if margins else []
     if json_file is not None:
-        report = {"margin": needle.margin(size), "rows": rows, "margins": least}
+        report = {"margin": needle.margin(size), "rows": rows, "margins": margin_rows}
         json_file.write_text(json.dumps(report, indent=2) + "\n")
 
 
@@ -141,28 +141,28 @@ def search(
         needle: how they differ from the rest.
     """
     positions = np.linspace(0, context - 1, depths).astype(np.int64)
-    found = {name: np.zeros(depths, np.int64) for name in POLICIES}
+    hits = {name: np.zeros(depths, np.int64) for name in POLICIES}
     for first in range(0, trials, attrs.kv_heads):
         haystack = Haystack(attrs.kv_heads, size, positions, needle, seed=first)
-        counted = min(attrs.kv_heads, trials - first)
+        used_heads = min(attrs.kv_heads, trials - first)
         for name, y in answers(attrs, haystack, context).items():
-            off = np.abs(y - haystack.needle_values.swapaxes(0, 1)).max(axis=-1)
-            found[name] += (off[:, :counted] < FOUND).sum(axis=1)
-    return {name: of_policy.tolist() for name, of_policy in found.items()}
+            distances = np.abs(y - haystack.needle_values.swapaxes(0, 1)).max(axis=-1)
+            hits[name] += (distances[:, :used_heads] < TOLERANCE).sum(axis=1)
+    return {name: counts.tolist() for name, counts in hits.items()}
 
 
 def answers(attrs: KVAttributes, haystack: Haystack, context: int) -> dict[str, Array]:
-    """Return what each policy of :data:`POLICIES` answers, by onnxruntime: float32 [needles, Hk, D].
+    """Return the output of each policy of :data:`POLICIES` in onnxruntime: float32 [needles, Hk, D].
 
-    The cache of ``context`` tokens is the same for all of them; only its summaries are of the policy.
+    The cache of ``context`` tokens is the same for all; only its summaries depend on the policy.
     """
     feeds = question(attrs, haystack, context, threads=2)
-    made: dict[str, Array] = {}
+    outputs: dict[str, Array] = {}
     for name, policy in POLICIES.items():
-        asked = replace(attrs, **policy)
-        (y,) = _run(asked, feeds | {"summaries": summaries(asked, haystack, context, threads=2)})
-        made[name] = y.reshape(len(haystack.positions), haystack.kv_heads, haystack.size)
-    return made
+        policy_attrs = replace(attrs, **policy)
+        (y,) = _run(policy_attrs, feeds | {"summaries": summaries(policy_attrs, haystack, context, threads=2)})
+        outputs[name] = y.reshape(len(haystack.positions), haystack.kv_heads, haystack.size)
+    return outputs
 
 
 def _run(attrs: KVAttributes, feeds: Mapping[str, Array]) -> Sequence[Array]:
@@ -179,8 +179,8 @@ def _run(attrs: KVAttributes, feeds: Mapping[str, Array]) -> Sequence[Array]:
     declare(model)
     with tempfile.TemporaryDirectory(prefix="graphopt-needle-") as folder:
         ir.save(model, Path(folder) / "model.onnx")
-        made: Sequence[Array] = open_session(Path(folder) / "model.onnx", threads=2).run(None, dict(feeds))
-    return made
+        outputs: Sequence[Array] = open_session(Path(folder) / "model.onnx", threads=2).run(None, dict(feeds))
+    return outputs
 
 
 def least_margin(page: int, summary: str, channels: int, size: int, context: int, budget: int) -> float | None:
@@ -192,41 +192,47 @@ def least_margin(page: int, summary: str, channels: int, size: int, context: int
     random = np.random.default_rng([page, channels, size])
     keys = random.standard_normal((context // page, page, size), np.float32)
     attrs = KVAttributes(kv_heads=1, scale=1.0, page=page, policies=(RETRIEVAL,), summary=summary)
-    known, reached = _summaries(keys, summary), np.zeros(len(_MARGINS), np.int64)
-    allowed = -(-budget // page)
-    for _ in range(_DRAWN):
+    page_summaries, hits = _summaries(keys, summary), np.zeros(len(_MARGINS), np.int64)
+    page_budget = -(-budget // page)
+    for _ in range(_TRIALS):
         query = np.zeros(size)
         query[random.permutation(size)[:channels]] = random.choice([-1, 1], channels) / math.sqrt(channels)
-        lies_in = int(random.integers(len(keys)))
-        others = np.sort(np.delete(Retrieval.of(attrs).page_scores(known, query[None]), lies_in))[::-1]
-        there = np.repeat(keys[None, lies_in], len(_MARGINS), axis=0).astype(np.float64)
-        there[:, 0] += (_MARGINS - there[:, 0] @ query)[:, None] * query
-        least = others[allowed - 1] if allowed <= len(others) else -np.inf
-        reached += Retrieval.of(attrs).page_scores(_summaries(there, summary), query[None]) > least
-    enough = np.flatnonzero(reached >= _SHARE * _DRAWN)
-    return float(_MARGINS[enough[0]]) if len(enough) else None
+        page_index = int(random.integers(len(keys)))
+        other_scores = np.sort(np.delete(Retrieval.of(attrs).page_scores(page_summaries, query[None]), page_index))[
+            ::-1
+        ]
+        needle_keys = np.repeat(keys[None, page_index], len(_MARGINS), axis=0).astype(np.float64)
+        needle_keys[:, 0] += (_MARGINS - needle_keys[:, 0] @ query)[:, None] * query
+        threshold = other_scores[page_budget - 1] if page_budget <= len(other_scores) else -np.inf
+        hits += Retrieval.of(attrs).page_scores(_summaries(needle_keys, summary), query[None]) > threshold
+    sufficient = np.flatnonzero(hits >= _SHARE * _TRIALS)
+    return float(_MARGINS[sufficient[0]]) if len(sufficient) else None
 
 
 def _summaries(pages: Array, summary: str) -> Array:
     """Return the summaries of full pages of keys [n, T, D]."""
-    made: Array = pages.mean(axis=1)
+    result: Array = pages.mean(axis=1)
     if summary == "bounds":
-        made = np.concatenate([pages.min(axis=1), pages.max(axis=1)], axis=-1)
-    return made
+        result = np.concatenate([pages.min(axis=1), pages.max(axis=1)], axis=-1)
+    return result
 
 
 def _margins(size: int, context: int, budget: int, console: Console) -> list[dict[str, Any]]:
-    channels = [*(each for each in _CHANNELS if each < size), size]
-    heading = [f"bounds, {each} channels" for each in channels]
+    channels = [*(count for count in _CHANNELS if count < size), size]
+    heading = [f"bounds, {count} channels" for count in channels]
     title = f"margin from which on {_SHARE:.0%} are found: {budget} of {context} tokens, heads of {size}"
-    table, found = Table("page", "mean", *heading, title=title), []
+    table, margin_rows = Table("page", "mean", *heading, title=title), []
     for page in PAGES:
-        of_mean = least_margin(page, "mean", size, size, context, budget)
-        of_bounds = [least_margin(page, "bounds", each, size, context, budget) for each in channels]
-        table.add_row(str(page), *("none" if each is None else f"{each:.0f}" for each in (of_mean, *of_bounds)))
-        found.append({"page": page, "mean": of_mean, "bounds": dict(zip(channels, of_bounds, strict=True))})
+        mean_margin = least_margin(page, "mean", size, size, context, budget)
+        bounds_margins = [least_margin(page, "bounds", count, size, context, budget) for count in channels]
+        table.add_row(
+            str(page), *("none" if margin is None else f"{margin:.0f}" for margin in (mean_margin, *bounds_margins))
+        )
+        margin_rows.append(
+            {"page": page, "mean": mean_margin, "bounds": dict(zip(channels, bounds_margins, strict=True))}
+        )
     console.print(table)
-    return found
+    return margin_rows
 
 
 if __name__ == "__main__":

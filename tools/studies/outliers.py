@@ -1,6 +1,6 @@
-"""Measure what each rotation is worth where activations have outliers: bits per byte of the shipped model.
+"""Measure the gain of each rotation where activations have outliers: bits per byte of the shipped model.
 
-Real models have outliers where a small one may not, so they are planted, without changing what the model computes, in
+Large models have outliers where a small one may not, so they are planted, without changing the model's function, in
 places that folding a gain cannot undo (see ``plant``). Activations have a scale per token, as in the presets w4a8-rtn
 and w4a4-rtn. The cache of 4 bits is that of the preset kv4: pages of 64 tokens as int4, keys rounded per channel of a
 page, values per token, the first page and the newest kept as floats.
@@ -50,18 +50,18 @@ FACTOR = 60.0
 LOUDNESS = 20.0
 """How many times as large as its neighbours a channel should become: up to 20 in LLM.int8() (Dettmers et al. 2022)."""
 
-LAYERS, GROUPED, HEAD = range(6), 2, 64  # the shipped model; query heads 0 and 1 read key head 0
+LAYERS, GROUP_SIZE, HEAD = range(6), 2, 64  # the shipped model; query heads 0 and 1 read key head 0
 VALUE_LAYERS = (1,)
 """Where a value channel is planted. Values have no quiet channel: one that is scaled becomes 45 times as large as its
 neighbours. A rotation spreads that over the 64 channels of its head and no further, columns of weights as well: planted
 in every head of every layer, 4-bit weights alone cost 0.24 bits per byte with values rotated (0.04 without)."""
 
-PLACES = ("residual", "value", "query_key", "weight_inputs")
+ROLES = ("residual", "value", "query_key", "weight_inputs")
 ROTATIONS: dict[str, tuple[str, ...]] = {
     "none": (),
-    **{f"{place} alone": (place,) for place in PLACES},
-    "all four": PLACES,
-    **{f"all but {place}": tuple(other for other in PLACES if other != place) for place in PLACES},
+    **{f"{role} alone": (role,) for role in ROLES},
+    "all four": ROLES,
+    **{f"all but {role}": tuple(kept_role for kept_role in ROLES if kept_role != role) for role in ROLES},
 }
 BITS: dict[str, tuple[int | None, bool]] = {
     "W4": (None, False),
@@ -72,10 +72,10 @@ BITS: dict[str, tuple[int | None, bool]] = {
 """Bits of activations, and whether the cache has pages of int4."""
 
 
-def rotate(places: Iterable[str], seed: int) -> Recipe:
+def rotate(roles: Iterable[str], seed: int) -> Recipe:
     """Return a recipe that rotates these places and no others."""
-    chosen = {place: "hadamard" if place in places else None for place in PLACES}
-    step = Rotate.model_validate({**chosen, "seed": seed})
+    modes = {role: "hadamard" if role in roles else None for role in ROLES}
+    step = Rotate.model_validate({**modes, "seed": seed})
     return Recipe(name="rotate", steps=(step,), activations="float32")
 
 
@@ -95,9 +95,9 @@ def node_of(model: ir.Model, layer: int, name: str) -> ir.Node:
     return next(node for node in model.graph if node.name == f"model.layers.{layer}.{name}")
 
 
-def inputs_of(model: ir.Model, places: Iterable[tuple[ir.Node, int]], ids: Array) -> list[Array]:
+def inputs_of(model: ir.Model, sites: Iterable[tuple[ir.Node, int]], ids: Array) -> list[Array]:
     """Run tokens and return what these nodes read as these inputs, in float64."""
-    names = [value.name or "" for node, index in places if (value := node.inputs[index]) is not None]
+    names = [value.name or "" for node, index in sites if (value := node.inputs[index]) is not None]
     copy = model.clone()
     inside = {value.name: value for node in copy.graph for value in node.outputs}
     copy.graph.outputs.extend(inside[name] for name in dict.fromkeys(names))
@@ -138,9 +138,9 @@ def plant(model: ir.Model, ids: Array) -> None:
         scale(down[layer], 0, [channel], 1 / FACTOR)
         pairs = size_of(keys[layer][:, 0]).reshape(2, -1)
         pair = loudest_to_be(np.sqrt((pairs**2).sum(0)))
-        turned = [pair, pair + HEAD // 2]
-        scale(node_of(model, layer, "self_attn.k_proj.MatMul"), 1, turned, FACTOR)
-        scale(node_of(model, layer, "self_attn.q_proj.MatMul"), 1, in_each_query_head(turned), 1 / FACTOR)
+        pair_channels = [pair, pair + HEAD // 2]
+        scale(node_of(model, layer, "self_attn.k_proj.MatMul"), 1, pair_channels, FACTOR)
+        scale(node_of(model, layer, "self_attn.q_proj.MatMul"), 1, in_each_query_head(pair_channels), 1 / FACTOR)
     for layer in VALUE_LAYERS:
         channel = loudest_to_be(size_of(values[layer][:, 0]))
         scale(node_of(model, layer, "self_attn.v_proj.MatMul"), 1, [channel], FACTOR)
@@ -152,16 +152,16 @@ def principal_components(model: ir.Model, ids: Array) -> None:
     tokens = token_lookups(model.graph)
     basis = next(basis for basis in find_bases(model.graph) if any(site.node in tokens for site in basis.writers))
     assert not basis.pins
-    read = {site.node.inputs[0]: (site.node, 0) for site in basis.readers}
-    moments = sum(np.einsum("bli,blj->ij", x, x) for x in inputs_of(model, list(read.values()), ids))
+    read_inputs = {site.node.inputs[0]: (site.node, 0) for site in basis.readers}
+    moments = sum(np.einsum("bli,blj->ij", x, x) for x in inputs_of(model, list(read_inputs.values()), ids))
     components = np.linalg.eigh(moments)[1][:, ::-1]
 
     for site in (*basis.writers, *basis.readers):
         weight = own_input(site.node, site.input)
         assert weight.const_value is not None
         old = weight.const_value.numpy()
-        turned = np.moveaxis(np.moveaxis(old.astype(np.float64), site.axis, -1) @ components, -1, site.axis)
-        weight.const_value = ir.tensor(turned.astype(old.dtype), name=weight.name)
+        new_weight = np.moveaxis(np.moveaxis(old.astype(np.float64), site.axis, -1) @ components, -1, site.axis)
+        weight.const_value = ir.tensor(new_weight.astype(old.dtype), name=weight.name)
 
 
 def scale(node: ir.Node, axis: int, channels: Sequence[int], factor: float) -> None:
@@ -180,17 +180,17 @@ def size_of(x: Array) -> Array:
 
 def loudest_to_be(sizes: Array) -> int:
     """Return the channel that scaling makes nearest to :data:`LOUDNESS` times as large as the mean square of all."""
-    scaled = FACTOR * sizes / np.sqrt((sizes**2).mean())
-    return int(np.abs(np.log(scaled / LOUDNESS)).argmin())
+    scaled_sizes = FACTOR * sizes / np.sqrt((sizes**2).mean())
+    return int(np.abs(np.log(scaled_sizes / LOUDNESS)).argmin())
 
 
 def in_each_query_head(channels: Sequence[int]) -> list[int]:
     """Return channels of the first key head in the query heads that read it."""
-    return [head * HEAD + channel for head in range(GROUPED) for channel in channels]
+    return [head * HEAD + channel for head in range(GROUP_SIZE) for channel in channels]
 
 
 def peaks(model: ir.Model, ids: Array) -> dict[str, tuple[float, float]]:
-    """Return, by place, how far what is rounded stands out, in the layers that were planted.
+    """Return, by role, how large outliers are in the layers where they are planted.
 
     First max|x| / rms(x) of a token, the median over tokens; then the same of the sizes of channels, mean of layers.
     """
@@ -200,14 +200,14 @@ def peaks(model: ir.Model, ids: Array) -> dict[str, tuple[float, float]]:
         "query_key": ("self_attn.Attention", 1),
         "weight_inputs": ("mlp.down_proj.MatMul", 0),
     }
-    found = {}
-    for place, (name, index) in names.items():
-        layers = VALUE_LAYERS if place == "value" else LAYERS
+    peak_by_role = {}
+    for role, (name, index) in names.items():
+        layers = VALUE_LAYERS if role == "value" else LAYERS
         rows = inputs_of(model, [(node_of(model, layer, name), index) for layer in layers], ids)
-        rows = [x[:, 0] if place == "query_key" else x for x in rows]
+        rows = [x[:, 0] if role == "query_key" else x for x in rows]
         tokens = np.concatenate([_peak(x).ravel() for x in rows])
-        found[place] = float(np.median(tokens)), float(np.mean([_peak(size_of(x)) for x in rows]))
-    return found
+        peak_by_role[role] = float(np.median(tokens)), float(np.mean([_peak(size_of(x)) for x in rows]))
+    return peak_by_role
 
 
 def _peak(x: Array) -> Array:
@@ -218,33 +218,33 @@ def training_tokens(source: Path, rows: int = 16, length: int = 256) -> Array:
     """Return the beginnings of modules that the model was trained on, spread over the library, [rows, length]."""
     session = graphopt.load(source)
     texts = list(training_texts().values())
-    encoded = (session.encode(text[: 20 * length]) for text in texts[:: max(1, len(texts) // (4 * rows))])
-    return np.array([ids[:length] for ids in encoded if len(ids) >= length][:rows], np.int64)
+    token_lists = (session.encode(text[: 20 * length]) for text in texts[:: max(1, len(texts) // (4 * rows))])
+    return np.array([ids[:length] for ids in token_lists if len(ids) >= length][:rows], np.int64)
 
 
 def make_models(folder: Path) -> dict[str, Path]:
     """Write the shipped model, canonical and with folded norms, as it is and with outliers; show what was planted."""
-    console, exported = Console(), folder / "exported"
-    made = {"untreated": folder / "untreated", "treated": folder / "treated"}
-    graphopt.export("stdlib_lm", exported)
+    console, float_artifact = Console(), folder / "exported"
+    folders = {"untreated": folder / "untreated", "treated": folder / "treated"}
+    graphopt.export("stdlib_lm", float_artifact)
     prepare = Recipe(name="prepare", steps=(Canonicalize(), FoldNorms()))
-    graphopt.optimize(exported, prepare, made["untreated"])
-    ids = training_tokens(exported)
-    plain, treated = (artifacts.read(made["untreated"]) for _ in range(2))
-    plant(treated.model, ids)
-    before, after = logits_of(plain.model, ids), logits_of(treated.model, ids)
-    moved = float(np.abs(after - before).max() / np.abs(before).max())
-    if moved > 1e-3:
-        raise GraphoptError(f"planting outliers moved the logits by {moved:.1e} of the largest")
-    artifacts.write(treated, made["treated"])
-    rotated = graphopt.optimize(treated, rotate(PLACES, 0))
+    graphopt.optimize(float_artifact, prepare, folders["untreated"])
+    ids = training_tokens(float_artifact)
+    plain, treated_artifact = (artifacts.read(folders["untreated"]) for _ in range(2))
+    plant(treated_artifact.model, ids)
+    before, after = logits_of(plain.model, ids), logits_of(treated_artifact.model, ids)
+    change = float(np.abs(after - before).max() / np.abs(before).max())
+    if change > 1e-3:
+        raise GraphoptError(f"planting outliers moved the logits by {change:.1e} of the largest")
+    artifacts.write(treated_artifact, folders["treated"])
+    rotated_artifact = graphopt.optimize(treated_artifact, rotate(ROLES, 0))
     table = Table("max / rms: of a token, of channels", "untreated", "treated", "treated, all four rotations")
-    columns = [peaks(model.model, ids) for model in (plain, treated, rotated)]
-    for place in PLACES:
-        table.add_row(place, *(f"{column[place][0]:.1f}, {column[place][1]:.1f}" for column in columns))
-    console.print(f"planting moved the logits by {moved:.1e} of the largest")
+    columns = [peaks(model.model, ids) for model in (plain, treated_artifact, rotated_artifact)]
+    for role in ROLES:
+        table.add_row(role, *(f"{column[role][0]:.1f}, {column[role][1]:.1f}" for column in columns))
+    console.print(f"planting moved the logits by {change:.1e} of the largest")
     console.print(table)
-    return made
+    return folders
 
 
 def main(
@@ -263,31 +263,31 @@ def main(
             floats = graphopt.evaluate(graphopt.load(source), text).bits_per_byte
             table = Table("rotations", *BITS, title=f"{name}: bits per byte above float32's {floats:.4f}")
             for label in track(only or ROTATIONS, f"{name}: rotations", console=Console(stderr=True)):
-                places = ROTATIONS[label]
-                rotated: Artifact = (
-                    graphopt.optimize(source, rotate(places, seed)) if places else artifacts.read(source)
+                roles = ROTATIONS[label]
+                rotated_artifact: Artifact = (
+                    graphopt.optimize(source, rotate(roles, seed)) if roles else artifacts.read(source)
                 )
-                lost = []
+                losses = []
                 for format_name, (bits, has_int4_cache) in BITS.items():
                     graphopt.optimize(
-                        rotated,
+                        rotated_artifact,
                         quantize(bits, has_int4_cache, group, clip),
                         folder / "made",
                         overwrite=True,
                         force=True,
                     )
-                    found = graphopt.evaluate(graphopt.load(folder / "made"), text).bits_per_byte
+                    bits_per_byte = graphopt.evaluate(graphopt.load(folder / "made"), text).bits_per_byte
                     rows.append(
                         {
                             "model": name,
                             "rotations": label,
                             "format": format_name,
-                            "bits_per_byte": found,
+                            "bits_per_byte": bits_per_byte,
                             "float32": floats,
                         }
                     )
-                    lost.append(found - floats)
-                table.add_row(label, *(f"{figure:+.3f}" for figure in lost))
+                    losses.append(bits_per_byte - floats)
+                table.add_row(label, *(f"{figure:+.3f}" for figure in losses))
             console.print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n")

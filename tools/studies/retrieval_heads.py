@@ -1,11 +1,11 @@
-"""Measure what retrieval heads are worth: calibrate, optimize with the result, and score the held-out text.
+"""Measure the gain of retrieval heads: calibrate, optimize with the result, and score the held-out text.
 
     python tools/studies/retrieval_heads.py                  # the shipped model; 13 minutes of processor time
 
-The shipped model is calibrated on a module that it was trained on, and scored in windows of its trained length on
-modules that it never saw. All variants stream 16 first and 64 newest tokens; they differ in which KV heads read more,
-and in what these read. Controls choose as many heads, those of the lowest scores. The bytes are those that a decode
-step reads of the caches of all layers at the end of a window: pages in whole, and summaries where a head chooses pages.
+The shipped model is calibrated on a module of its training text, and scored in windows of its trained length on
+held-out modules. All variants stream 16 first and 64 newest tokens; they differ in which KV heads read more, and in
+what these read. Controls choose as many heads, those of the lowest scores. The bytes are those that a decode step reads
+of the caches of all layers at the end of a window: whole pages, and summaries where a head chooses pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from graphopt.quality.evaluation import evaluate
 from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, STREAMING
 from graphopt.util.stdlib_text import held_out_text, training_texts
 
-READ: dict[str, Any] = {"sinks": 16, "recent": 64, "budget": 11, "page": 16}
+READ_OPTIONS: dict[str, Any] = {"sinks": 16, "recent": 64, "budget": 11, "page": 16}
 CALIBRATED_ON = "argparse.py"
 SHARES = (0.25, 0.5)
 
@@ -45,10 +45,10 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         source, text = Path(temporary) / "float32", held_out_text()[:characters]
         graphopt.export("stdlib_lm", source)
-        options = SparseKV(**READ)
+        options = SparseKV(**READ_OPTIONS)
         streaming = options.model_copy(update={"policy": "streaming"})
-        found = calibrate(source, training_texts()[CALIBRATED_ON], streaming=streaming, retrieval=options)
-        for number, (name, step) in enumerate(variants(found.scores)):
+        calibration = calibrate(source, training_texts()[CALIBRATED_ON], streaming=streaming, retrieval=options)
+        for number, (name, step) in enumerate(variants(calibration.scores)):
             folder = Path(temporary) / str(number)
             graphopt.optimize(source, Recipe(name="heads", steps=(Canonicalize(), step)), folder)
             session = graphopt.load(folder)
@@ -60,22 +60,24 @@ def main(
     Console().print(table)
     if json_file is not None:
         json_file.write_text(
-            json.dumps({"scores": found.scores.model_dump(mode="json"), "rows": rows}, indent=2) + "\n"
+            json.dumps({"scores": calibration.scores.model_dump(mode="json"), "rows": rows}, indent=2) + "\n"
         )
 
 
 def variants(scores: HeadScores) -> list[tuple[str, SparseKV]]:
-    """Return what is compared, each with its name."""
-    made = [("all", SparseKV(policy=policy, **READ)) for policy in ("dense", "retrieval")]
-    made.append(("none", SparseKV(policy="streaming", **READ)))
+    """Return the compared variants with their names."""
+    variant_list = [("all", SparseKV(policy=policy, **READ_OPTIONS)) for policy in ("dense", "retrieval")]
+    variant_list.append(("none", SparseKV(policy="streaming", **READ_OPTIONS)))
     ranks: list[tuple[Rank, HeadScores]] = [("razor", scores), ("mass", scores), ("mass", worst(scores))]
     for share in SHARES:
-        for rank, of in ranks:
-            name = f"{share:.0%} by {rank}" if of is scores else f"{share:.0%}, those that lose least (control)"
+        for rank, head_scores in ranks:
+            name = (
+                f"{share:.0%} by {rank}" if head_scores is scores else f"{share:.0%}, those that lose least (control)"
+            )
             for policy in ("dense", "retrieval"):
-                step = SparseKV(policy=policy, heads=of, rank=rank, retrieval_share=share, **READ)
-                made.append((name, step))
-    return made
+                step = SparseKV(policy=policy, heads=head_scores, rank=rank, retrieval_share=share, **READ_OPTIONS)
+                variant_list.append((name, step))
+    return variant_list
 
 
 def worst(scores: HeadScores) -> HeadScores:
@@ -88,21 +90,21 @@ def worst(scores: HeadScores) -> HeadScores:
 
 
 def bytes_read(layer: PagedLayer, tokens: int) -> int:
-    """Return what one new token reads of a row's cache of ``tokens`` tokens at most, in pages of floats."""
+    """Return the most bytes that a new token reads of a row's cache of ``tokens`` tokens, in pages of floats."""
     kv, pages = layer.attributes, -(-tokens // layer.attributes.page)
     state = kv.state(1, 1, layer.head_size)
-    of_page = (state.keys.bytes + state.values.bytes) // kv.kv_heads
+    page_bytes = (state.keys.bytes + state.values.bytes) // kv.kv_heads
     newest = min(pages, -(-kv.recent // kv.page) + 1)
     always = min(pages, kv.first_pages + newest)
     total = 0
     for head in range(kv.kv_heads):
         policy = kv.policy(head)
         if policy == STREAMING:
-            total += always * of_page
+            total += always * page_bytes
         elif policy == RETRIEVAL:
-            total += min(pages, always + kv.budget) * of_page + pages * state.summaries.bytes // kv.kv_heads
+            total += min(pages, always + kv.budget) * page_bytes + pages * state.summaries.bytes // kv.kv_heads
         else:
-            total += pages * of_page
+            total += pages * page_bytes
     return total
 
 

@@ -1,4 +1,4 @@
-"""Measure what it takes to rotate and quantize a large model: memory and time, against plain copying of its bytes.
+"""Measure the memory and time to rotate and quantize a large model, beside copying its bytes.
 
 python tools/studies/rotate_large.py --json rotate_large.json
 python tools/studies/rotate_large.py --steps rotate-int4 --jobs 1 --jobs 2
@@ -82,9 +82,9 @@ def main(
         largest = 4 * hidden * max(inner, vocabulary)
         rows: list[dict[str, Any]] = [{"step": "plain copy of the files", **copy(source, Path(work) / "copied")}]
         for step, count in itertools.product(steps or ("copy", "rotate", "rotate-online"), jobs or (1,)):
-            made = Path(work) / step
-            rows.append({"step": step, "jobs": count, **json.loads(run(OPTIMIZE, source, made, step, count))})
-            shutil.rmtree(made)
+            target = Path(work) / step
+            rows.append({"step": step, "jobs": count, **json.loads(run(OPTIMIZE, source, target, step, count))})
+            shutil.rmtree(target)
     table = Table(
         "step", "jobs", "seconds", "peak memory", "of a worker", "certificate", "of that seconds", "load", "sha256"
     )

@@ -1,10 +1,10 @@
-"""What rounding methods are worth: the divergence from the float model, by recipe and method, as a table in Markdown.
+"""Compare rounding methods: the divergence from the float model, by recipe and method, as a table in Markdown.
 
     graphopt export stdlib_lm -o float
     python tools/studies/rounding_table.py float
 
 Every artifact is judged on held-out text (docs/quality.md); statistics are collected once for all recipes that share a
-graph, on text that is not held out. A recipe may have options behind it:
+graph, on text that is not held out. A recipe may be followed by options:
 "int4-rtn,quantize_weights.linear.format=int3".
 """
 
@@ -23,7 +23,7 @@ from graphopt.quantization.statistics.options import CalibrationOptions
 
 _INT3 = "quantize_weights.linear.format=int3"
 RECIPES = (
-    *(each for name in ("fp6", "int4", "nf4") for each in (f"{name}-rtn", f"rotate-{name}")),
+    *(recipe for name in ("fp6", "int4", "nf4") for recipe in (f"{name}-rtn", f"rotate-{name}")),
     f"int4-rtn,{_INT3}",
     f"rotate-int4-rtn,{_INT3}",
     "w4a8-rtn",
@@ -32,11 +32,11 @@ RECIPES = (
 METHODS = ("nearest", "weighted", "gptq", "{method: gptq, order: natural}", "{method: gptq, sweeps: 2}")
 
 
-def chosen(recipe: str, method: str, calibration: CalibrationOptions) -> Recipe:
+def recipe_of(recipe: str, method: str, calibration: CalibrationOptions) -> Recipe:
     """Return a preset with its options, a rounding method and the text to calibrate on."""
     name, *options = recipe.split(",")
-    found = load_recipe(name, options=[*options, f"quantize_weights.rounding={method}"])
-    return found.model_copy(update={"calibration": calibration})
+    preset = load_recipe(name, options=[*options, f"quantize_weights.rounding={method}"])
+    return preset.model_copy(update={"calibration": calibration})
 
 
 def title(method: str) -> str:
@@ -67,10 +67,10 @@ def main(
         for name in recipe or RECIPES:
             cells: list[str] = []
             size = 0
-            for each in methods:
-                made = optimize(
+            for method_name in methods:
+                artifact = optimize(
                     model,
-                    chosen(name, each, calibration),
+                    recipe_of(name, method_name, calibration),
                     Path(temporary) / "made",
                     overwrite=True,
                     jobs=jobs,
@@ -78,11 +78,11 @@ def main(
                     quality_tokens=tokens,
                     force=True,
                 )
-                figures = next(check.figures for check in made.manifest.checks if check.name == "quality")
+                figures = next(check.figures for check in artifact.manifest.checks if check.name == "quality")
                 cells.append(f"{figures['kl_mean']:.4f}")
-                size = sum(record.bytes for record in made.manifest.files.values())
-            shown = " ".join(part.rpartition("=")[2] for part in name.split(","))
-            print(f"| {shown} | {size / 1e6:.1f} |", " | ".join(cells), "|", flush=True)
+                size = sum(record.bytes for record in artifact.manifest.files.values())
+            label = " ".join(part.rpartition("=")[2] for part in name.split(","))
+            print(f"| {label} | {size / 1e6:.1f} |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What recipes make of each family of images and recordings of the tests: small models, random weights.
+"""Recipes on each family of images and recordings of the tests: small models of random weights.
 
     python tools/studies/signal_families.py                          # all families, five minutes
     python tools/studies/signal_families.py vit,detr --recipes rotate,int8
 
 Each is exported, optimized, verified, and run on two files; `int8` is calibrated on eight random signals, and all are
-judged on others. Random weights say whether a graph goes through and what exact passes move; what rounding costs a
-trained model they do not say.
+judged on others. Random weights show whether a graph compiles and how much exact passes change outputs, but not the
+loss of a trained model by rounding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from graphopt.tasks import TASKS
 from graphopt.tasks.ports import port_of_value
 from tests.signals import FAMILIES, write_image, write_recording, write_signal_checkpoint
 
-CALIBRATED, SUFFIXES = "int8", {"images": "png", "recordings": "wav"}
+CALIBRATED_RECIPE, SUFFIXES = "int8", {"images": "png", "recordings": "wav"}
 
 
 def calibration(folder: Path, file: Path) -> Path:
@@ -43,17 +43,19 @@ def calibration(folder: Path, file: Path) -> Path:
 
 
 def change_of(manifest: Any) -> float:
-    """Return the most that an exact pass moved an output by, as a share of its largest number."""
+    """Return the largest change of an output by an exact pass, as a share of its largest number."""
     return max((check.figures.get("largest_change", 0.0) for check in manifest.checks), default=0.0)
 
 
 def study(family: str, recipes: list[str], folder: Path) -> None:
     """Print a line for each recipe."""
     write_signal_checkpoint(family, folder / "checkpoint")
-    exported = graphopt.export(folder / "checkpoint", folder / "float32")
-    print(f"{family:17} {exported.task:17} torch and graph differ by {change_of(exported):.1e}", flush=True)
+    export_manifest = graphopt.export(folder / "checkpoint", folder / "float32")
+    print(
+        f"{family:17} {export_manifest.task:17} torch and graph differ by {change_of(export_manifest):.1e}", flush=True
+    )
     for name in recipes:
-        inputs = calibration(folder / "float32", folder / "calibration.npz") if name == CALIBRATED else None
+        inputs = calibration(folder / "float32", folder / "calibration.npz") if name == CALIBRATED_RECIPE else None
         artifact = graphopt.optimize(folder / "float32", name, folder / name, inputs=inputs, force=True)
         checks = verify(folder / "float32", folder / name, inputs=inputs).checks
         session = load_signals(folder / name)
@@ -61,7 +63,7 @@ def study(family: str, recipes: list[str], folder: Path) -> None:
         for seed in range(2):
             session.run(session.read_file(write(folder / f"{seed}.{SUFFIXES[session.task.reads]}", seed)))
         if any(report.effect == "lossy" for report in artifact.manifest.passes):
-            figures = quality_figures(folder / "float32", folder / name, exported.task)
+            figures = quality_figures(folder / "float32", folder / name, export_manifest.task)
             outcome = f"cosine {figures['cosine_mean']:.4f}, relative error {figures['relative_error']:.3f}"
         else:
             outcome = f"exact: moved by {change_of(artifact.manifest):.1e}"

@@ -1,12 +1,12 @@
-"""Measure what a sparse cache keeps of the shipped model within its trained length, and how much of the cache it reads.
+"""Measure the shipped model with sparse caches within its trained length, and how much of the cache is read.
 
     python tools/studies/sparse_text.py                     # 20000 tokens of held-out text; 3 minutes on two cores
     python tools/studies/sparse_text.py --tokens 5000 --json sparse_text.json
 
 Text is scored in windows of the trained length, each token with half a window of context at least. Bits per byte are
-bits per token over the bytes that a token of the text has on average. How many pages a query reads besides the first
-and the newest tokens is counted by the operator's definition, on the queries and summaries of the graph itself, for
-every 16th token that is scored in the first windows: all layers and KV heads count alike.
+bits per token over the bytes that a token of the text has on average. The pages that a query reads besides the first
+and the newest tokens are counted by the operator's definition, on the queries and summaries of the graph itself, for
+every 16th scored token of the first windows: the mean is over all layers and KV heads.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ COUNTED_WINDOWS, COUNTED_STRIDE = 4, 16
 
 
 def variants() -> list[tuple[str, SparseKV]]:
-    """Return what is measured: each with its words."""
+    """Return the measured steps with their titles."""
     retrieval = {"policy": "retrieval", "sinks": 16, "recent": 64, "page": 16}
     streaming = {"policy": "streaming", "sinks": 16, "page": 16}
-    found = []
+    option_rows = []
     for summary in ("bounds", "mean"):
         common = {**retrieval, "summary": summary}
-        found.append((f"11 pages by {summary}", {**common, "budget": 11}))
-        found += [(f"mass {mass} by {summary}", {**common, "budget": 0, "mass": mass}) for mass in (0.9, 0.95)]
-        found += [
+        option_rows.append((f"11 pages by {summary}", {**common, "budget": 11}))
+        option_rows += [(f"mass {mass} by {summary}", {**common, "budget": 0, "mass": mass}) for mass in (0.9, 0.95)]
+        option_rows += [
             (f"11 pages by {summary}, {channels} channels of 64", {**common, "budget": 11, "channels": channels})
             for channels in (32, 16)
         ]
     for recent in (240, 112):
-        found.append((f"streaming, 16 first and {recent} newest", {**streaming, "recent": recent}))
-        found.append((f"the same, compensated: {recent}", {**streaming, "recent": recent, "compensate": True}))
-    return [(name, SparseKV.model_validate(options)) for name, options in found]
+        option_rows.append((f"streaming, 16 first and {recent} newest", {**streaming, "recent": recent}))
+        option_rows.append((f"the same, compensated: {recent}", {**streaming, "recent": recent, "compensate": True}))
+    return [(name, SparseKV.model_validate(options)) for name, options in option_rows]
 
 
 def main(
@@ -69,19 +69,21 @@ def main(
         source = Path(temporary) / "float32"
         plain, text = open_shipped_model(source, tokens)
         ids, window = text.ids, plain.max_positions or len(text.ids)
-        every: list[tuple[str, SparseKV | None]] = [("dense", None), *variants()]
-        for index, (name, step) in enumerate(every):
-            session, chosen, read = plain, None, window
+        all_variants: list[tuple[str, SparseKV | None]] = [("dense", None), *variants()]
+        for index, (name, step) in enumerate(all_variants):
+            session, page_count, tokens_read = plain, None, window
             if step is not None:
-                made = Path(temporary) / str(index)
-                session = optimize_artifact(source, made, Canonicalize(), step, run=False)
-                read = step.sinks + step.recent
+                target = Path(temporary) / str(index)
+                session = optimize_artifact(source, target, Canonicalize(), step, run=False)
+                tokens_read = step.sinks + step.recent
                 if step.policy == "retrieval":
-                    chosen = pages_chosen(made, session, ids, window)
-                    read += round(chosen * (step.page or 0))
+                    page_count = pages_chosen(target, session, ids, window)
+                    tokens_read += round(page_count * (step.page or 0))
             bits = text.bits_per_byte(nats_in_windows(session, ids, window))
-            table.add_row(name, f"{bits:.4f}", "" if chosen is None else f"{chosen:.1f}", str(read))
-            rows.append({"what": name, "bits_per_byte": bits, "pages": chosen, "read": read, "tokens": len(ids)})
+            table.add_row(name, f"{bits:.4f}", "" if page_count is None else f"{page_count:.1f}", str(tokens_read))
+            rows.append(
+                {"what": name, "bits_per_byte": bits, "pages": page_count, "read": tokens_read, "tokens": len(ids)}
+            )
             if json_file is not None:
                 json_file.write_text(json.dumps(rows, indent=2) + "\n")
     Console().print(table)
@@ -109,13 +111,13 @@ def pages_chosen(folder: Path, session: Session, ids: IntArray, window: int) -> 
         for part in windows(ids, window)[:COUNTED_WINDOWS]:
             tokens = part[None, :-1]
             past = interface.empty_past(1, tokens.shape[1])
-            found = runner.run([*names, *summaries], interface.feeds(tokens, np.ones_like(tokens), past))
-            for layer, query, known in zip(interface.layers, found, found[len(names) :], strict=False):
+            outputs = runner.run([*names, *summaries], interface.feeds(tokens, np.ones_like(tokens), past))
+            for layer, query, page_summaries in zip(interface.layers, outputs, outputs[len(names) :], strict=False):
                 kv = layer.attributes
                 split = query[0].reshape(tokens.shape[1], kv.kv_heads, -1, layer.head_size).astype(np.float64)
                 for head in (head for head in range(kv.kv_heads) if kv.policy(head) == Retrieval.number):
                     for position in range(tokens.shape[1] // 2, tokens.shape[1], COUNTED_STRIDE):
-                        pages = kv.policy_of(head).pages(kv, known[0, head], split[position, head], position)
+                        pages = kv.policy_of(head).pages(kv, page_summaries[0, head], split[position, head], position)
                         counts.append(len(pages))
     return float(np.mean(counts))
 

@@ -10,12 +10,13 @@ the noisy sample stay in floats. Weights have 7 bits with AVX2 and no VNNI, else
     one range     `quantize_convolutions` with calls of all timesteps: `QLinearConv` of constant scales
     N groups      the same with calls of each group of timesteps by itself; scales, zero points and biases of the
                   graphs that onnxruntime makes of them are stacked, and a `Gather` by the timestep picks a row
-    corrected     of one range: what rounding adds to the output on average is taken off in each group (QNCD)
+    corrected     of one range: the mean error of rounding in the output is subtracted in each group (QNCD)
     each call     `DynamicQuantizeLinear -> ConvInteger` for each convolution: ranges of the tensor at hand
 
-All of it is standard ONNX but `QLinearAdd` and its like, onnxruntime's own. Samples are those of DDIM in 20 steps from
-8 seeds that calibration did not see; cosine and relative error of them beside those of the float model, and of single
-calls on its own loops. Times are the processor's of a call of batch 1, one thread, the least of interleaved rounds.
+All of it is standard ONNX except `QLinearAdd` and the like, which are onnxruntime's own. Samples are those of DDIM in
+20 steps from 8 seeds that are not used in calibration; their cosine and relative error are relative to samples of the
+float model, and those of single calls to its outputs in its own loops. Times are the processor time of a call of batch
+1, one thread, the least of interleaved rounds.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def shapes(count: int, seed: int) -> np.ndarray:
 
 
 def train(folder: Path, steps: int) -> None:
-    """Write the checkpoint of a UNet that was trained to say the noise in such images, with its loss."""
+    """Train a UNet to predict the noise in such images, print its loss, and write its checkpoint."""
     import torch
 
     diffusers: Any = importlib.import_module("diffusers")
@@ -81,8 +82,8 @@ def train(folder: Path, steps: int) -> None:
     for step in range(steps):
         images = torch.from_numpy(shapes(BATCH, step))
         noise, moments = torch.randn_like(images), torch.randint(0, TIMESTEPS, (BATCH,))
-        said = model(noise_schedule.add_noise(images, noise, moments), moments).sample
-        loss = torch.nn.functional.mse_loss(said, noise)
+        prediction = model(noise_schedule.add_noise(images, noise, moments), moments).sample
+        loss = torch.nn.functional.mse_loss(prediction, noise)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -101,7 +102,7 @@ def session_of(model: Path | onnx.ModelProto) -> onnxruntime.InferenceSession:
 
 
 def denoiser_of(session: onnxruntime.InferenceSession, calls: list[Feeds] | None = None) -> Denoise:
-    """Return what calls a model; calls are kept in ``calls``."""
+    """Return a function that calls a model and appends its inputs to ``calls``."""
 
     def denoise(call: Mapping[str, Any]) -> Any:
         if calls is not None:
@@ -124,7 +125,7 @@ def group_of(call: Feeds, groups: int) -> int:
 
 
 def static(model: Path, calls: list[Feeds], folder: Path) -> onnx.ModelProto:
-    """Return the graph that onnxruntime makes of convolutions whose ranges are those of some calls."""
+    """Return the fused graph of onnxruntime whose convolutions have the ranges of ``calls``."""
     folder.mkdir()
     arrays: dict[str, Any] = {name: np.stack([call[name] for call in calls]) for name in calls[0]}
     np.savez(folder / "calls.npz", **arrays)
@@ -141,7 +142,7 @@ def static(model: Path, calls: list[Feeds], folder: Path) -> onnx.ModelProto:
 
 
 def group_lookup(groups: int) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray]]:
-    """Return the nodes that say to which group of timesteps a call belongs, and their constants."""
+    """Return the nodes that compute the group of timesteps of a call, and their constants."""
     bounds = np.arange(1, groups, dtype=np.float32) * (TIMESTEPS / groups)
     nodes = [
         helper.make_node("Reshape", [TIMESTEP, "timestep_shape"], ["timestep_column"]),
@@ -153,19 +154,21 @@ def group_lookup(groups: int) -> tuple[list[onnx.NodeProto], dict[str, np.ndarra
     return nodes, {"timestep_bounds": bounds[None], "timestep_axes": axes, "timestep_shape": shape}
 
 
-def corrected(model: onnx.ModelProto, calls: list[Feeds], answers: list[np.ndarray], groups: int) -> onnx.ModelProto:
-    """Return a graph whose output is taken back to what it should be on average: (y - offset) / gain of each group.
+def correct_output(
+    model: onnx.ModelProto, calls: list[Feeds], answers: list[np.ndarray], groups: int
+) -> onnx.ModelProto:
+    """Return a graph whose output is corrected to be right on average: (y - offset) / gain of each group.
 
-    QNCD (arXiv:2403.20137) estimates the mean and the share of the noise of rounding at each step so, and takes it off.
+    So QNCD (arXiv:2403.20137) estimates the mean and the share of the noise of rounding at each step, and subtracts it.
     """
     session, result = session_of(model), onnx.ModelProto()
     result.CopyFrom(model)
     gains, offsets = np.ones(groups, np.float32), np.zeros(groups, np.float32)
     for group in range(groups):
         pairs = [(answer, call) for answer, call in zip(answers, calls, strict=True) if group_of(call, groups) == group]
-        expected = np.concatenate([answer.ravel() for answer, _ in pairs]).astype(np.float64)
-        rounded = np.concatenate([session.run([OUTPUT], call)[0].ravel() for _, call in pairs]).astype(np.float64)
-        gains[group], offsets[group] = np.polyfit(expected, rounded, 1)
+        float_outputs = np.concatenate([answer.ravel() for answer, _ in pairs]).astype(np.float64)
+        int8_outputs = np.concatenate([session.run([OUTPUT], call)[0].ravel() for _, call in pairs]).astype(np.float64)
+        gains[group], offsets[group] = np.polyfit(float_outputs, int8_outputs, 1)
     lookups, constants = group_lookup(groups)
     constants |= {"gains": gains, "offsets": offsets}
     graph = result.graph
@@ -179,33 +182,33 @@ def corrected(model: onnx.ModelProto, calls: list[Feeds], answers: list[np.ndarr
     return result
 
 
-def stacked(models: list[onnx.ModelProto]) -> onnx.ModelProto:
+def stack_constants(models: list[onnx.ModelProto]) -> onnx.ModelProto:
     """Return one graph of several that differ in constants alone: a `Gather` by the timestep picks those of a group.
 
     Raises:
         ValueError: they differ in more.
     """
-    merged = onnx.ModelProto()
-    merged.CopyFrom(models[0])
-    graph = merged.graph
+    result = onnx.ModelProto()
+    result.CopyFrom(models[0])
+    graph = result.graph
     tables = [{tensor.name: tensor for tensor in model.graph.initializer} for model in models]
     wirings = [[(n.op_type, tuple(n.input), tuple(n.output)) for n in model.graph.node] for model in models]
     if any(wiring != wirings[0] for wiring in wirings) or any(table.keys() != tables[0].keys() for table in tables):
         raise ValueError("onnxruntime made graphs of unlike nodes")
     lookups, constants = group_lookup(len(models))
-    kept = []
+    common = []
     for name, tensor in tables[0].items():
         arrays = [numpy_helper.to_array(table[name]) for table in tables]
         if all(np.array_equal(array, arrays[0]) for array in arrays):
-            kept.append(tensor)
+            common.append(tensor)
             continue
         constants[f"{name}.by_group"] = np.stack(arrays)
         lookups.append(helper.make_node("Gather", [f"{name}.by_group", GROUP], [name], axis=0))
     nodes = list(graph.node)
     del graph.node[:], graph.initializer[:]
     graph.node.extend([*lookups, *nodes])
-    graph.initializer.extend([*kept, *(numpy_helper.from_array(array, name) for name, array in constants.items())])
-    return merged
+    graph.initializer.extend([*common, *(numpy_helper.from_array(array, name) for name, array in constants.items())])
+    return result
 
 
 def dynamic(model: onnx.ModelProto, weights: onnx.ModelProto) -> onnx.ModelProto:
@@ -214,14 +217,14 @@ def dynamic(model: onnx.ModelProto, weights: onnx.ModelProto) -> onnx.ModelProto
     result.CopyFrom(model)
     graph = result.graph
     floats = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    coded = {n.name: n for n in weights.graph.node if n.op_type == "QLinearConv"}
+    integer_convs = {n.name: n for n in weights.graph.node if n.op_type == "QLinearConv"}
     codes = {tensor.name: numpy_helper.to_array(tensor) for tensor in weights.graph.initializer}
     count, nodes = 0, []
     for node in graph.node:
-        if node.op_type != "Conv" or node.name not in coded:
+        if node.op_type != "Conv" or node.name not in integer_convs:
             nodes.append(node)
             continue
-        product, name = coded[node.name], f"dynamic_{count}"
+        product, name = integer_convs[node.name], f"dynamic_{count}"
         weight, scale = codes[product.input[3]], codes[product.input[4]]
         if weight.shape != floats[node.input[1]].shape:
             raise ValueError(f"{product.name} is not {node.name}")
@@ -242,8 +245,8 @@ def dynamic(model: onnx.ModelProto, weights: onnx.ModelProto) -> onnx.ModelProto
             graph.initializer.append(numpy_helper.from_array(row, f"{name}.bias"))
             nodes.append(helper.make_node("Add", [f"{name}.y", f"{name}.bias"], [node.output[0]]))
         count += 1
-    if count != len(coded):
-        raise ValueError(f"{count} of {len(coded)} convolutions with codes were met")
+    if count != len(integer_convs):
+        raise ValueError(f"{count} of {len(integer_convs)} convolutions with codes were met")
     del graph.node[:]
     graph.node.extend(nodes)
     return result
@@ -256,14 +259,14 @@ def cosine(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def microseconds(sessions: dict[str, onnxruntime.InferenceSession], call: Feeds, rounds: int) -> dict[str, float]:
-    """Return the processor's time of a call of each model."""
-    taken: dict[str, list[float]] = {name: [] for name in sessions}
+    """Return the least processor time of a call of each model, in microseconds."""
+    samples: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(rounds):
         for name, session in sessions.items():
             start = time.process_time()
             session.run([OUTPUT], call)
-            taken[name].append(time.process_time() - start)
-    return {name: min(times) * 1e6 for name, times in taken.items()}
+            samples[name].append(time.process_time() - start)
+    return {name: min(times) * 1e6 for name, times in samples.items()}
 
 
 def main(
@@ -272,7 +275,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="of times")] = 41,
 ) -> None:
     """Train, quantize, sample, and print a table."""
-    others = OtherLoad()
+    load = OtherLoad()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         train(folder / "checkpoint", steps)
@@ -284,30 +287,32 @@ def main(
         calls: list[Feeds] = []
         for seed in range(100, 100 + CALIBRATION):
             sample(denoiser_of(sessions["float32"], calls), seed)
-        one = static(folder / "float32", calls, folder / "one")
-        sessions["one range"] = session_of(one)
+        one_range = static(folder / "float32", calls, folder / "one")
+        sessions["one range"] = session_of(one_range)
         answers = [sessions["float32"].run([OUTPUT], call)[0] for call in calls]
         for count in map(int, groups.split(",")):
-            sessions[f"one range, corrected in {count} groups"] = session_of(corrected(one, calls, answers, count))
+            sessions[f"one range, corrected in {count} groups"] = session_of(
+                correct_output(one_range, calls, answers, count)
+            )
             parts = [[call for call in calls if group_of(call, count) == group] for group in range(count)]
             models = [static(folder / "float32", part, folder / f"{count}-{n}") for n, part in enumerate(parts)]
-            sessions[f"{count} groups"] = session_of(stacked(models))
-        sessions["each call"] = session_of(dynamic(whole, one))
-        seen: list[Feeds] = []
-        expected = [sample(denoiser_of(sessions["float32"], seen), seed) for seed in range(SEEDS)]
-        answers = [sessions["float32"].run([OUTPUT], call)[0] for call in seen]
-        times = microseconds(sessions, seen[0], rounds)
+            sessions[f"{count} groups"] = session_of(stack_constants(models))
+        sessions["each call"] = session_of(dynamic(whole, one_range))
+        float_calls: list[Feeds] = []
+        float_samples = [sample(denoiser_of(sessions["float32"], float_calls), seed) for seed in range(SEEDS)]
+        answers = [sessions["float32"].run([OUTPUT], call)[0] for call in float_calls]
+        times = microseconds(sessions, float_calls[0], rounds)
         print("| ranges | cosine of samples | the worst | relative error, worst | of calls | us a call |")
         print("| --- | --- | --- | --- | --- | --- |")
         for name, session in sessions.items():
             samples = [sample(denoiser_of(session), seed) for seed in range(SEEDS)]
-            pairs = list(zip(expected, samples, strict=True))
+            pairs = list(zip(float_samples, samples, strict=True))
             cosines = [cosine(*pair) for pair in pairs]
             error = max(np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in pairs)
-            of_calls = [cosine(a, session.run([OUTPUT], c)[0]) for a, c in zip(answers, seen, strict=True)]
-            figures = f"{np.mean(cosines):.5f} | {min(cosines):.5f} | {error:.3f} | {np.mean(of_calls):.5f}"
+            call_cosines = [cosine(a, session.run([OUTPUT], c)[0]) for a, c in zip(answers, float_calls, strict=True)]
+            figures = f"{np.mean(cosines):.5f} | {min(cosines):.5f} | {error:.3f} | {np.mean(call_cosines):.5f}"
             print(f"| {name} | {figures} | {times[name]:.0f} |", flush=True)
-    print(f"{describe()}; others took {others.share():.0%} of the cores")
+    print(f"{describe()}; others took {load.share():.0%} of the cores")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python tools/studies/train_trellis.py 3 --starts 40 --rounds 80
 
-A group is 64 rows of one column, 16 columns are a tile. Viterbi's algorithm gives codes, each group takes the scale of
-least squared error, and the two tables are the least squares for all windows (Lloyd's algorithm), again and again. That
-ends in one of many local minima: short trainings from random starts, long ones of the best, and then short ones from
-the best tables with some values moved, of which any that is better is kept. The last takes off as much as all others.
-Values are in steps of 1/16, and so few of them that kernels add products in 16 bits: see ``room``. At the end one value
-after another moves by a step where that errs less, until none does. Prints the tables, and the relative squared error
+A group is 64 rows of one column, 16 columns are a tile. In turns, Viterbi's algorithm gives codes, each group takes the
+scale of least squared error, and the two tables are the least squares for all windows (Lloyd's algorithm). That ends in
+one of many local minima, so there are short trainings from random starts, long ones of the best, and then short ones
+from the best tables with some values moved, of which any that is better is kept. The last reduce the error as much as
+all others. Values are in steps of 1/16, of a span so small that kernels can add products in 16 bits: see ``room``. At
+the end values move by single steps as long as that reduces the error. Prints the tables, and the relative squared error
 on other groups.
 """
 
@@ -56,7 +56,7 @@ def fit_tables(
 
 
 def make(bits: int, head: Doubles, tail: Doubles) -> TrellisFormat:
-    """Return a format; both tables get the same mean, which their sum does not notice."""
+    """Return a format; both tables get the same mean, which does not change their sum."""
     shift = (head.mean() - tail.mean()) / 2
     return TrellisFormat(f"t{bits}", bits, tuple(map(float, head - shift)), tuple(map(float, tail + shift)))
 
@@ -77,39 +77,41 @@ def room(format: TrellisFormat) -> float:
     return min(_VALUES / (head + tail), _TAILS / tail) if format.field == 4 else _MORE_VALUES / (head + tail)
 
 
-def rounded(format: TrellisFormat) -> TrellisFormat:
+def round_values(format: TrellisFormat) -> TrellisFormat:
     """Return the format with values in steps of 1/16."""
     tables = [tuple(float(v) for v in np.rint(np.array(t) * _STEP) / _STEP) for t in (format.head, format.tail)]
     return TrellisFormat(format.name, format.bits, *tables)
 
 
 def shrunk(format: TrellisFormat) -> TrellisFormat:
-    """Return the format in steps of 1/16, of which there are as many as kernels take."""
+    """Return the format in steps of 1/16, scaled to the span that kernels allow."""
     factor = room(format)
-    while room(small := rounded(make(format.bits, *(np.array(t) * factor for t in (format.head, format.tail))))) < 1:
+    while (
+        room(small := round_values(make(format.bits, *(np.array(t) * factor for t in (format.head, format.tail))))) < 1
+    ):
         factor *= 0.99
     return small
 
 
 def move_steps(format: TrellisFormat, draw: Doubles) -> TrellisFormat:
-    """Return tables of which no value that moves by one step makes the error less."""
-    tables, least, number, unchanged = [list(format.head), list(format.tail)], error_of(format, draw), 0, 0
-    while unchanged < 2 * len(tables[0]) * 2:
+    """Return tables in which no move of a value by one step reduces the error."""
+    tables, least_error, number, rejections = [list(format.head), list(format.tail)], error_of(format, draw), 0, 0
+    while rejections < 2 * len(tables[0]) * 2:
         table, entry, sign = number % 2, number // 4 % len(tables[0]), number // 2 % 2 * 2 - 1
-        number, unchanged = number + 1, unchanged + 1
+        number, rejections = number + 1, rejections + 1
         tables[table][entry] += sign / _STEP
-        moved = TrellisFormat(format.name, format.bits, tuple(tables[0]), tuple(tables[1]))
-        if room(moved) >= 1 and (error := error_of(moved, draw)) < least:
-            format, least, unchanged = moved, error, 0
+        candidate = TrellisFormat(format.name, format.bits, tuple(tables[0]), tuple(tables[1]))
+        if room(candidate) >= 1 and (error := error_of(candidate, draw)) < least_error:
+            format, least_error, rejections = candidate, error, 0
         else:
             tables[table][entry] -= sign / _STEP
     return format
 
 
 def error_of(format: TrellisFormat, draw: Doubles) -> float:
-    """Return the relative squared error behind the search of scales that ``nearest`` does."""
-    made = round_to_nearest(draw, format, GROUP, "least_squares").dequantize()
-    return float(((made - draw) ** 2).mean() / (draw**2).mean())
+    """Return the relative squared error with the scales that ``nearest`` searches."""
+    values = round_to_nearest(draw, format, GROUP, "least_squares").dequantize()
+    return float(((values - draw) ** 2).mean() / (draw**2).mean())
 
 
 def random_start(bits: int, field: int, seed: int) -> TrellisFormat:
@@ -150,17 +152,19 @@ def main() -> None:
     parser.add_argument("--moves", type=int, default=40)
     arguments = parser.parse_args()
     draw, test = (np.random.default_rng(seed).standard_normal((GROUP, arguments.columns)) for seed in (0, 1000))
-    few = draw[:, : arguments.columns // 4]
-    starts = [train(random_start(arguments.bits, arguments.field, seed), 30, few) for seed in range(arguments.starts)]
+    short_draw = draw[:, : arguments.columns // 4]
+    starts = [
+        train(random_start(arguments.bits, arguments.field, seed), 30, short_draw) for seed in range(arguments.starts)
+    ]
     longer = [train(format, arguments.rounds, draw) for format in sorted(starts, key=lambda f: error_of(f, test))[:5]]
     best, random = min(longer, key=lambda format: error_of(format, test)), np.random.default_rng(77)
-    least = error_of(best, test)
-    typer.echo(f"relative squared error {least:.5f}")
+    least_error = error_of(best, test)
+    typer.echo(f"relative squared error {least_error:.5f}")
     for number in range(arguments.moves):
         format = train(move_values(best, random), 16, draw[:, : arguments.columns // 2])
         error = error_of(format, test)
-        if error < least:
-            best, least = format, error
+        if error < least_error:
+            best, least_error = format, error
             typer.echo(f"move {number}: {error:.5f}")
     best = move_steps(best, draw)
     typer.echo(f"by single steps: {error_of(best, test):.5f}")

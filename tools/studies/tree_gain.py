@@ -1,14 +1,14 @@
-"""Measure what trees of guesses would gain over chains: by the choices of heads and of a draft model, and by costs.
+"""Measure the gain of trees of guesses over chains, from choices of heads and of a draft model, and from step times.
 
     python tools/studies/tree_gain.py made --draft draft --modules 6
     python tools/studies/tree_gain.py made --draft draft --steps-of larger
 
-The model writes its completions of held-out modules, greedily and by temperature. Then each drafter says what it would
-have guessed at each place of these texts: whether its first, second or third choice came, at each depth. From that and
-the measured times of steps of 1, 2, 4, 8 and 12 tokens and of the drafter follow the best chain and the best tree
-(tools/bench/parts/trees.py), each chosen by every second place of the texts and judged by the others. With steps of a
-larger model in place of this one's, and drafts for free, that is the most that it could gain of as good a drafter.
-Nothing here drafts trees: their step is taken to cost what a chain of as many tokens costs, the least that it could.
+The model completes held-out modules, greedily and by temperature. Then each drafter guesses at each position of these
+texts: whether its first, second or third choice is right, at each depth. From these ranks and the measured times of
+steps of 1, 2, 4, 8 and 12 tokens and of the drafter follow the best chain and the best tree
+(tools/bench/parts/trees.py), each chosen by every second position of the texts and judged by the others. With
+``--steps-of``, step times of a larger model, and drafts for free: the most that it could gain by as good a drafter.
+Nothing here drafts trees: their step is assumed to cost as much as a chain of as many tokens, a lower bound.
 """
 
 from __future__ import annotations
@@ -38,33 +38,36 @@ from tools.bench.parts.trees import Best, Costs, Ranks, best, ranks_of
 
 
 def of_heads(session: Session, heads: Heads, prompt: Sequence[int], text: Sequence[int]) -> Ranks:
-    """Return the ranks of a text's tokens among the heads' choices, [places, heads]."""
+    """Return the ranks of a text's tokens among the heads' choices, [positions, heads]."""
     ids = np.array([[*prompt, *text]])
     feeds = session.interface.feeds(ids, np.ones_like(ids), session.interface.empty_past(1, ids.shape[1]))
     hidden = session.inference.run([HIDDEN], feeds)[0][0]
-    # the state of the last token of the prompt tells the first of the text, and head 1 the second
-    places = range(len(prompt) - 1, ids.shape[1] - 1 - heads.count)
-    logits = heads.logits(hidden[list(places)], [int(ids[0, place + 1]) for place in places])
+    # the state of the prompt's last token predicts the first token of the text, and head 1 the second
+    positions = range(len(prompt) - 1, ids.shape[1] - 1 - heads.count)
+    logits = heads.logits(hidden[list(positions)], [int(ids[0, position + 1]) for position in positions])
     return np.stack(
-        [ranks_of(logits[:, head], [int(ids[0, place + 2 + head]) for place in places]) for head in range(heads.count)],
+        [
+            ranks_of(logits[:, head], [int(ids[0, position + 2 + head]) for position in positions])
+            for head in range(heads.count)
+        ],
         axis=1,
     )
 
 
 def of_model(smaller: Session, depth: int, prompt: Sequence[int], text: Sequence[int]) -> Ranks:
-    """Return the ranks of a text's tokens among a draft model's choices behind the tokens before, [places, depth]."""
+    """Return the ranks of a text's tokens among a draft model's choices, [positions, depth]."""
     ids = np.array([[*prompt, *text]])
     ranks = ranks_of(smaller.logits(ids)[0, :-1], ids[0, 1:].tolist())
-    # the draft begins behind the anchor, the first token of the text
+    # the draft begins after the anchor, the first token of the text
     return np.lib.stride_tricks.sliding_window_view(ranks[len(prompt) :], depth)
 
 
 def in_turns(
     session: Session, draft: Callable[[int], object], context: int, rounds: int = 25
 ) -> list[dict[int, float]]:
-    """Return the seconds of the model's steps by their tokens, and of the drafter's, as they take turns: medians.
+    """Return the median seconds of the model's steps by their tokens, and of the drafter's, as they take turns.
 
-    Each throws the other's weights out of the caches nearest to the processor, as it does while a text is written.
+    Each evicts the other's weights from the processor's inner caches, as it does while a text is written.
 
     Args:
         session: the model.
@@ -76,7 +79,7 @@ def in_turns(
     decoder = Decoder(session, 1, room=ids.shape[1])
     for _ in decoder.feed(ids[:, :context]):
         pass
-    found: list[dict[int, list[float]]] = [{width: [] for width in WIDTHS} for _ in "ab"]
+    samples: list[dict[int, list[float]]] = [{width: [] for width in WIDTHS} for _ in "ab"]
     for _ in range(rounds):
         for width in WIDTHS:
             decoder.rewind(context)
@@ -85,13 +88,13 @@ def in_turns(
             times.append(time.perf_counter())
             decoder.step(ids[:, context : context + width])
             times.append(time.perf_counter())
-            found[0][width].append(times[2] - times[1])
-            found[1][width].append(times[1] - times[0])
-    return [{width: statistics.median(each) for width, each in seconds.items()} for seconds in found]
+            samples[0][width].append(times[2] - times[1])
+            samples[1][width].append(times[1] - times[0])
+    return [{width: statistics.median(values) for width, values in seconds.items()} for seconds in samples]
 
 
-def costs_of_model(session: Session, smaller: Session, alone: float, context: int) -> Costs:
-    """Return what a draft model's trees cost."""
+def costs_of_model(session: Session, smaller: Session, single_step: float, context: int) -> Costs:
+    """Return the costs of a draft model's trees."""
     ids = np.random.default_rng(1).integers(0, smaller.interface.vocabulary or 2, (1, context + max(WIDTHS)))
     decoder = Decoder(smaller, 1, room=ids.shape[1])
     for _ in decoder.feed(ids[:, :context]):
@@ -102,25 +105,29 @@ def costs_of_model(session: Session, smaller: Session, alone: float, context: in
         decoder.step(ids[:, context : context + width])
 
     steps, drafts = in_turns(session, draft, context)
-    return Costs(alone, steps, drafts)
+    return Costs(single_step, steps, drafts)
 
 
-def costs_of_heads(session: Session, heads: Heads, alone: float, context: int) -> Costs:
-    """Return what trees of heads cost."""
+def costs_of_heads(session: Session, heads: Heads, single_step: float, context: int) -> Costs:
+    """Return the costs of trees of heads."""
     width = session.interface.outputs[HIDDEN].shape[-1] or 1
     state = np.random.default_rng(0).standard_normal((1, width)).astype(np.float32)
     steps, drafts = in_turns(session, lambda _: heads.logits(state, [0])[0].argmax(-1), context)
-    return Costs(alone, steps, statistics.median(drafts.values()))
+    return Costs(single_step, steps, statistics.median(drafts.values()))
 
 
-def row_of(name: str, sampling: str, width: int | None, chained: Best, branched: Best) -> dict[str, Any]:
+def row_of(name: str, sampling: str, width: int | None, best_chain: Best, best_tree: Best) -> dict[str, Any]:
     """Return a row of the report."""
     return {
         "drafter": name,
         "sampling": sampling,
         "width": width,
-        "chain": {"tokens": chained.tokens, "ratio": chained.ratio, "guesses": len(chained.tree)},
-        "tree": {"tokens": branched.tokens, "ratio": branched.ratio, "nodes": [list(path) for path in branched.tree]},
+        "chain": {"tokens": best_chain.tokens, "ratio": best_chain.ratio, "guesses": len(best_chain.tree)},
+        "tree": {
+            "tokens": best_tree.tokens,
+            "ratio": best_tree.ratio,
+            "nodes": [list(path) for path in best_tree.tree],
+        },
     }
 
 
@@ -138,10 +145,10 @@ def main(
     threads: Annotated[int, typer.Option(help="0 lets the engine choose")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
 ) -> None:
-    """Print how often choices came, and the best chain and tree, for each width and for the best one."""
+    """Print how often choices are right, and the best chain and tree, for each width and for the best one."""
     session = graphopt.load(folder, threads=threads)
     context = window + tokens // 2
-    (alone,) = step_medians(session, (1,), context)
+    (single_step,) = step_medians(session, (1,), context)
     smaller = {str(path): graphopt.load(path, threads=threads) for path in draft or ()}
     heads = Heads(session) if session.interface.gives_hidden else None
     console, rows, choices = Console(), [], Table("drafter", "sampling", "depth", "1st", "2nd", "3rd")
@@ -150,12 +157,12 @@ def main(
     if steps_of is not None:
         times = step_medians(graphopt.load(steps_of, threads=threads), WIDTHS, context)
         larger = Costs(times[0], dict(zip(WIDTHS, times, strict=True)), 0.0)
-    costs = {name: larger or costs_of_model(session, each, alone, context) for name, each in smaller.items()}
+    costs = {name: larger or costs_of_model(session, model, single_step, context) for name, model in smaller.items()}
     if heads is not None:
-        costs["heads"] = larger or costs_of_heads(session, heads, alone, context)
+        costs["heads"] = larger or costs_of_heads(session, heads, single_step, context)
     completing = [task for task in tasks(session, window, modules) if task.kind == "completing"]
     for sampling in (GREEDY, Sampling(temperature, top_p=0.95, seed=1)):
-        by = "greedy" if sampling == GREEDY else f"temperature {temperature}"
+        sampling_name = "greedy" if sampling == GREEDY else f"temperature {temperature}"
         texts = [(task.prompt, write_text(session, task, tokens, sampling)[0]) for task in completing]
         for name, cost in costs.items():
             if name in smaller:
@@ -164,34 +171,36 @@ def main(
                 assert heads is not None
                 parts = [of_heads(session, heads, *text) for text in texts]
             ranks = np.concatenate(parts)
-            for place, shares in enumerate(_choices(ranks), start=1):
-                choices.add_row(name, by, str(place), *(f"{share:.2f}" for share in shares))
+            for level, shares in enumerate(_choices(ranks), start=1):
+                choices.add_row(name, sampling_name, str(level), *(f"{share:.2f}" for share in shares))
             for width in (*WIDTHS[1:], None):
-                found = [best(ranks, cost, trees=trees, width=width) for trees in (False, True)]
-                rows.append({**row_of(name, by, width, *found), "choices": _choices(ranks)})
-                cells = [cell for each in found for cell in _cells(each)]
+                pair = [best(ranks, cost, trees=trees, width=width) for trees in (False, True)]
+                rows.append({**row_of(name, sampling_name, width, *pair), "choices": _choices(ranks)})
+                cells = [cell for candidate in pair for cell in _cells(candidate)]
                 step = "best" if width is None else str(width)
-                table.add_row(name, by, step, *cells, f"{found[1].ratio / found[0].ratio:.3f}")
+                table.add_row(name, sampling_name, step, *cells, f"{pair[1].ratio / pair[0].ratio:.3f}")
     console.print(choices)
     console.print(table)
-    told = {name: dataclasses.asdict(each) for name, each in costs.items()}
-    console.print(json.dumps(told))
+    cost_table = {name: dataclasses.asdict(cost) for name, cost in costs.items()}
+    console.print(json.dumps(cost_table))
     if json_file is not None:
-        json_file.write_text(json.dumps({"costs": told, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps({"costs": cost_table, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 
 def _choices(ranks: Ranks) -> list[list[float]]:
-    """Return for each depth how often the 1st, 2nd, 3rd choice came where all before it were first choices."""
-    found = []
-    for place in range(ranks.shape[1]):
-        reached = ranks[(ranks[:, :place] == 1).all(axis=1)][:, place]
-        found.append([float((reached == choice).mean()) if len(reached) else 0.0 for choice in (1, 2, 3)])
-    return found
+    """Return for each depth how often the 1st, 2nd, 3rd choice is right after first choices that are all right."""
+    shares = []
+    for depth in range(ranks.shape[1]):
+        ranks_there = ranks[(ranks[:, :depth] == 1).all(axis=1)][:, depth]
+        shares.append([float((ranks_there == choice).mean()) if len(ranks_there) else 0.0 for choice in (1, 2, 3)])
+    return shares
 
 
-def _cells(found: Best) -> tuple[str, str, str]:
-    levels = [sum(len(path) == level for path in found.tree) for level in range(1, 1 + max(map(len, found.tree)))]
-    return "-".join(map(str, levels)), f"{found.tokens:.2f}", f"{found.ratio:.2f}"
+def _cells(candidate: Best) -> tuple[str, str, str]:
+    levels = [
+        sum(len(path) == level for path in candidate.tree) for level in range(1, 1 + max(map(len, candidate.tree)))
+    ]
+    return "-".join(map(str, levels)), f"{candidate.tokens:.2f}", f"{candidate.ratio:.2f}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Bring in a small random-weight model of each vision-language family, run it, quantize it, and print how it went.
+"""Export a small random-weight model of each vision-language family, run it, quantize it, and print a table.
 
 python tools/studies/vision_language.py
 python tools/studies/vision_language.py --only gemma3,mistral3
@@ -38,16 +38,16 @@ _SIZES = ((60, 40), (33, 52))
 
 @dataclass
 class Row:
-    """What became of a family.
+    """The results of a family.
 
     Attributes:
         family: its name.
-        change: how far logits of the export are from those of transformers on random images, relative to the largest.
-        text: the same of greedy texts about images, and whether all tokens are the same.
-        kl: nats by which the compiled model is from the exported one, on text.
-        verified: what `graphopt verify` says of the compiled model.
-        tower: bytes of the compiled vision graph, and how far its features are from those of the exported one, relative
-            to the largest.
+        change: largest difference of the export's logits from transformers' on random images, relative to the largest.
+        text: the same for greedy texts about images, and whether all tokens are the same.
+        kl: divergence of the compiled model from the exported one on text, in nats.
+        verified: the outcome of `graphopt verify` for the compiled model.
+        tower: bytes of the compiled vision graph, and the largest difference of its features from those of the exported
+            one, relative to the largest.
         genai: whether there is a configuration of onnxruntime-genai.
         seconds: of processor time that the export took.
     """
@@ -86,34 +86,34 @@ def main(
 def _try(row: Row, folder: Path, recipe: str) -> None:
     import transformers
 
-    source, exported, compiled = (folder / name for name in ("source", "exported", "compiled"))
+    source, float_folder, compiled_folder = (folder / name for name in ("source", "exported", "compiled"))
     source.mkdir()
     write_vision_language_checkpoint(row.family, source)
     start = time.process_time()
-    manifest = graphopt.export(source, exported)
+    manifest = graphopt.export(source, float_folder)
     row.seconds = f"{time.process_time() - start:.0f}"
     row.change = f"{manifest.checks[0].figures['largest_change']:.1e}"
-    row.genai = "yes" if (exported / GENAI_CONFIG).is_file() else "no"
+    row.genai = "yes" if (float_folder / GENAI_CONFIG).is_file() else "no"
     pictures = [write_image(folder / f"{n}.png", n, size) for n, size in enumerate(_SIZES)]
     model = transformers.AutoModelForImageTextToText.from_pretrained(source).eval()
-    session = load_vision_language(exported)
+    session = load_vision_language(float_folder)
     largest, is_same = 0.0, True
     prompts = prompts_of(row.family, session, pictures)
     for prompt, numbers in prompts:
         tokens, logits = greedy(session, prompt)
-        expected_tokens, expected = transformers_text(model, numbers)
-        largest = max(largest, float(np.abs(logits - expected).max() / np.abs(expected).max()))
+        expected_tokens, reference_logits = transformers_text(model, numbers)
+        largest = max(largest, float(np.abs(logits - reference_logits).max() / np.abs(reference_logits).max()))
         is_same &= tokens == expected_tokens
     row.text = f"{largest:.1e}, {'same' if is_same else 'other'} tokens"
-    result = graphopt.optimize(exported, recipe, compiled)
+    result = graphopt.optimize(float_folder, recipe, compiled_folder)
     row.kl = f"{result.manifest.check('quality').figures['kl_mean']:.3f}"
-    complete(load_vision_language(compiled), [prompt for prompt, _ in prompts], Settings(COUNT))
-    checks = verify(exported, compiled).checks
+    complete(load_vision_language(compiled_folder), [prompt for prompt, _ in prompts], Settings(COUNT))
+    checks = verify(float_folder, compiled_folder).checks
     row.verified = ", ".join(sorted({check.status for check in checks}))
     tower = next(
         (check for check in checks if check.after == "vision: the recipe" and check.status == "measured"), None
     )
-    size = sum(file.stat().st_size for file in (compiled / "vision").glob("model.onnx*"))
+    size = sum(file.stat().st_size for file in (compiled_folder / "vision").glob("model.onnx*"))
     change = "" if tower is None else f", moved by {tower.figures['largest_change']:.3f}"
     row.tower = f"{size / 1e6:.2f} MB{change}"
 

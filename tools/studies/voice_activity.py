@@ -1,11 +1,11 @@
-"""What the preset int8 makes of the files of silero-vad, judged on a synthetic voice that they read step by step.
+"""The preset int8 on the files of silero-vad, judged on a synthetic voice that they read step by step.
 
     pip download silero-vad==6.2.3 --no-deps && unzip silero_vad-*.whl 'silero_vad/data/*.onnx'
     python tools/studies/voice_activity.py silero_vad/data
 
-The voice is a sum of harmonics with three formants and pauses, with noise under it: the detector says speech and
-silence of it. Both files read it in chunks of 32 ms, each its own state; the table has the size, the cosine of the
-probabilities, the share of chunks with the same answer, and processor time a chunk, the least of five turns.
+The voice is a sum of harmonics with three formants and pauses, over noise: the detector finds speech and silence in it.
+Both files read it in chunks of 32 ms, each with its own state; the table has the size, the cosine of the probabilities,
+the share of chunks with the same answer, and the processor time of a chunk, the least of five turns.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def main(folder: Annotated[Path, typer.Argument(help="the .onnx files of silero-
             turns = [(listen(file, sound), listen(small / "model.onnx", sound)) for _ in range(5)]
             (before, _), (after, _) = turns[0]
             cosine = float(before @ after / np.linalg.norm(before) / np.linalg.norm(after))
-            same = float(((before > 0.5) == (after > 0.5)).mean())
+            same_share = float(((before > 0.5) == (after > 0.5)).mean())
             sizes = file.stat().st_size / 1e6, sum(part.stat().st_size for part in small.glob("model.onnx*")) / 1e6
             times = [min(turn[side][1] for turn in turns) for side in (0, 1)]
-            figures = f"{sizes[0]:.2f}; {sizes[1]:.2f} | {cosine:.4f} | {same:.3f} | {times[0]:.0f}; {times[1]:.0f}"
+            figures = (
+                f"{sizes[0]:.2f}; {sizes[1]:.2f} | {cosine:.4f} | {same_share:.3f} | {times[0]:.0f}; {times[1]:.0f}"
+            )
             print(f"| `{name}` | {figures} |")
 
 

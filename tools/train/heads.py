@@ -1,15 +1,16 @@
-r"""Train heads that draft for an exported model: they read its last hidden state and guess the tokens behind the next.
+r"""Train heads that draft for an exported model: they read its last hidden state and guess the tokens after the next.
 
     graphopt export stdlib_lm -o float32
     python tools/train/heads.py float32 -o heads.onnx
 
-Texts are windows of the training text, and what the model makes of their beginnings: drafts are for what a model says,
-which is not what people write. Each window is run once; of its hidden states follow both what heads read and what they
-must say, since the model's chances of a token are its lm_head's product with the state before it. Head k learns those
-of k positions later (self-distillation, Cai et al., 2024, arXiv:2401.10774, section 2.3.2). The lm_head stays as it is.
+Texts are windows of the training text, and the model's own continuations of their beginnings: a drafter guesses a
+model's text, which differs from people's. Each window is run once; its hidden states are the inputs of heads and give
+their targets, since the model's probabilities of a token are the product of the lm_head and the state before it. Head k
+learns those of k positions later (self-distillation, Cai et al., 2024, arXiv:2401.10774, section 2.3.2). The lm_head is
+not trained.
 
-The learning rate follows the processor's time: a run takes as long as it was told to, collecting not counted, on any
-machine. Where the output is a folder, heads are written into that artifact, and into its manifest.
+The learning rate follows processor time: on any machine a run takes ``--minutes``, without the time to collect states.
+Where the output is a folder, heads are written into that artifact, and into its manifest.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from graphopt.tasks.ports import IntArray
 from graphopt.util.stdlib_text import held_out_text, training_texts
 
 _BEGINNING = 64
-"""Tokens of the training text before what the model itself says."""
+"""Tokens of the training text before the model's own continuation."""
 
-_JUDGED = 20
+_TEST_WINDOWS = 20
 """Windows of held-out text."""
 
 _ROWS = 32
-"""Texts that it makes at once."""
+"""Texts that the model writes at once."""
 
 
 class Blocks(torch.nn.Module):
-    """What :class:`HeadsFile` describes; at first each head says again what the model says of the newest token."""
+    """The heads of :class:`HeadsFile`; untrained, each predicts the same as the model after the newest token."""
 
     def __init__(self, width: int, heads: int, inner: int, vocabulary: int, size: int) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class Blocks(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Texts of one length, and what the model has made of them.
+    """Texts of one length, and the model's hidden states.
 
     Attributes:
         tokens: int64 [texts, length].
@@ -82,23 +83,23 @@ class Texts:
     tokens: torch.Tensor
     states: torch.Tensor
 
-    def some(self, number: int) -> Texts:
+    def sample(self, number: int) -> Texts:
         """Return a random choice of texts."""
-        chosen = torch.randint(len(self.tokens), (number,))
-        return Texts(self.tokens[chosen], self.states[chosen])
+        indices = torch.randint(len(self.tokens), (number,))
+        return Texts(self.tokens[indices], self.states[indices])
 
 
-def opened(folder: Path, threads: int) -> Session:
-    """Open a model that gives its hidden states, whether its file does or not."""
+def open_with_hidden(folder: Path, threads: int) -> Session:
+    """Open a model such that it returns its hidden states, whether its file does so or not."""
     session = graphopt.load(folder, threads=threads)
     if session.interface.gives_hidden:
         return session
     model = ir.load(session.file)
-    done = expose(model.graph)
-    if isinstance(done, Fact):
-        raise InputError(f"this model cannot have heads: {done}", file=session.file)
-    changed = ir.to_proto(model).SerializeToString()
-    inference = open_session(session.file, entries=session.manifest.session, threads=threads, content=changed)
+    exposure = expose(model.graph)
+    if isinstance(exposure, Fact):
+        raise InputError(f"this model cannot have heads: {exposure}", file=session.file)
+    content = ir.to_proto(model).SerializeToString()
+    inference = open_session(session.file, entries=session.manifest.session, threads=threads, content=content)
     return dataclasses.replace(session, inference=inference, interface=Interface.of_session(inference))
 
 
@@ -109,36 +110,36 @@ def windows_of(ids: IntArray, length: int, number: int, seed: int) -> IntArray:
 
 
 def own_texts(session: Session, beginnings: IntArray, length: int, sampling: Sampling) -> IntArray:
-    """Return what the model makes of beginnings, [texts, length]; those that it ends before are left out."""
-    made = []
-    for at in range(0, len(beginnings), _ROWS):
-        prompts = beginnings[at : at + _ROWS].tolist()
-        for each in generate(session, prompts, max_new_tokens=length - beginnings.shape[1], sampling=sampling):
-            made.append([*each.prompt, *each.tokens])
-    return np.array([text for text in made if len(text) == length], np.int64).reshape(-1, length)
+    """Return the model's continuations of beginnings, [texts, length], without those that end before ``length``."""
+    texts = []
+    for start in range(0, len(beginnings), _ROWS):
+        prompts = beginnings[start : start + _ROWS].tolist()
+        for completion in generate(session, prompts, max_new_tokens=length - beginnings.shape[1], sampling=sampling):
+            texts.append([*completion.prompt, *completion.tokens])
+    return np.array([text for text in texts if len(text) == length], np.int64).reshape(-1, length)
 
 
 def texts_of(session: Session, windows: IntArray) -> Texts:
     """Run windows of tokens [number, length], each by itself."""
-    found = []
+    states = []
     for window in windows:
         past = session.interface.empty_past(1, len(window))
         feeds = session.interface.feeds(window[None], np.ones_like(window[None]), past)
-        found.append(session.inference.run([HIDDEN], feeds)[0][0].astype(np.float16))
-    return Texts(torch.from_numpy(windows), torch.from_numpy(np.stack(found)))
+        states.append(session.inference.run([HIDDEN], feeds)[0][0].astype(np.float16))
+    return Texts(torch.from_numpy(windows), torch.from_numpy(np.stack(states)))
 
 
 def loss_of(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> torch.Tensor:
-    """Return the mean cross entropy of the heads against the model's chances."""
+    """Return the mean cross entropy of the heads with the model's probabilities."""
     heads, states = blocks.inner.shape[1], texts.states.float()
-    read, newest = states[:, :-heads], texts.tokens[:, 1 : states.shape[1] - heads + 1]
-    said = blocks(read.flatten(0, 1), newest.flatten()).unflatten(0, read.shape[:2])
+    inputs, newest = states[:, :-heads], texts.tokens[:, 1 : states.shape[1] - heads + 1]
+    head_states = blocks(inputs.flatten(0, 1), newest.flatten()).unflatten(0, inputs.shape[:2])
     with torch.no_grad():
         chances = (states[:, 1:].to(lm_head.dtype) @ lm_head).float().softmax(-1)
     loss = torch.zeros(())
     for head in range(heads):
-        logits = (said[:, :, head].to(lm_head.dtype) @ lm_head).float()
-        target = chances[:, head : head + read.shape[1]]
+        logits = (head_states[:, :, head].to(lm_head.dtype) @ lm_head).float()
+        target = chances[:, head : head + inputs.shape[1]]
         loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(0, 1))
     return loss / heads
 
@@ -146,20 +147,20 @@ def loss_of(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> torch.Tensor
 def right(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> list[float]:
     """Return how often each head's first choice is the model's, in these texts."""
     heads = blocks.inner.shape[1]
-    found = np.zeros(heads)
+    shares = np.zeros(heads)
     with torch.no_grad():
         for tokens, states in zip(texts.tokens, texts.states.float(), strict=True):
-            said = (blocks(states[:-heads], tokens[1 : len(tokens) - heads + 1]) @ lm_head).argmax(-1)
+            guesses = (blocks(states[:-heads], tokens[1 : len(tokens) - heads + 1]) @ lm_head).argmax(-1)
             model = (states @ lm_head).argmax(-1)
             for head in range(heads):
-                found[head] += (said[:, head] == model[1 + head : 1 + head + len(said)]).float().mean().item()
-    return [round(float(share) / len(texts.tokens), 3) for share in found]
+                shares[head] += (guesses[:, head] == model[1 + head : 1 + head + len(guesses)]).float().mean().item()
+    return [round(float(share) / len(texts.tokens), 3) for share in shares]
 
 
-def told_of(blocks: Blocks, lm_head: torch.Tensor, held_out: list[Texts]) -> str:
-    """Return in words how often heads are right on given text, and on the model's own."""
-    given, own = (right(blocks, lm_head, texts) for texts in held_out)
-    return f"right on held-out text {given}, on what the model makes of its beginnings {own}"
+def right_shares(blocks: Blocks, lm_head: torch.Tensor, held_out: list[Texts]) -> str:
+    """Return a sentence on how often heads are right on held-out text, and on the model's own."""
+    held_out_shares, own_shares = (right(blocks, lm_head, texts) for texts in held_out)
+    return f"right on held-out text {held_out_shares}, on what the model makes of its beginnings {own_shares}"
 
 
 def main(
@@ -170,7 +171,9 @@ def main(
     inner: Annotated[int | None, typer.Option(help="inner width of a head; by default that of the model")] = None,
     size: Annotated[int, typer.Option(help="of the heads' embedding of the newest token")] = 64,
     tokens: Annotated[int, typer.Option(help="tokens to train on")] = 600_000,
-    own: Annotated[float, typer.Option(min=0, max=1, help="share of them that the model writes itself")] = 0.4,
+    own_share: Annotated[
+        float, typer.Option("--own", min=0, max=1, help="share of them that the model writes itself")
+    ] = 0.4,
     window: Annotated[int, typer.Option(help="tokens of a window")] = 256,
     text: Annotated[Path | None, typer.Option(help="a text to train on; by default Python's standard library")] = None,
     batch: Annotated[int, typer.Option(help="windows of a step")] = 6,
@@ -185,51 +188,53 @@ def main(
     """Collect hidden states, train, and write; tells how often heads are right on held-out text."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
-    session = opened(folder, threads)
-    began = time.perf_counter()
+    session = open_with_hidden(folder, threads)
+    begin = time.perf_counter()
     if text is None:
-        texts, judged = list(training_texts().values()), held_out_text()
+        texts, test_text = list(training_texts().values()), held_out_text()
     else:
         whole = text.read_text(encoding="utf-8")
-        texts, judged = [whole[: len(whole) * 9 // 10]], whole[len(whole) * 9 // 10 :]
+        texts, test_text = [whole[: len(whole) * 9 // 10]], whole[len(whole) * 9 // 10 :]
     tokenizer = session.require_tokenizer()
     ids, held_out_ids = (
-        np.array([token for encoded in tokenizer.encode_batch(each) for token in encoded.ids], np.int64)
-        for each in (texts, [judged])
+        np.array([token for encoding in tokenizer.encode_batch(part) for token in encoding.ids], np.int64)
+        for part in (texts, [test_text])
     )
     number = tokens // window
-    collected = [windows_of(ids, window, max(1, round(number * (1 - own))), seed)]
+    token_windows = [windows_of(ids, window, max(1, round(number * (1 - own_share))), seed)]
     for share, sampling in enumerate((GREEDY, Sampling(0.8, top_p=0.95, seed=seed))):
-        beginnings = windows_of(ids, _BEGINNING, round(number * own / 2), seed + 1 + share)
-        collected.append(own_texts(session, beginnings, window, sampling))
-    trained_on = texts_of(session, np.concatenate(collected))
-    judged_by = [windows_of(held_out_ids, window, _JUDGED, seed)]
+        beginnings = windows_of(ids, _BEGINNING, round(number * own_share / 2), seed + 1 + share)
+        token_windows.append(own_texts(session, beginnings, window, sampling))
+    trained_on = texts_of(session, np.concatenate(token_windows))
+    judged_by = [windows_of(held_out_ids, window, _TEST_WINDOWS, seed)]
     judged_by.append(own_texts(session, judged_by[0][:, :_BEGINNING], window, GREEDY))
     held_out = [texts_of(session, windows) for windows in judged_by]
     matrix = lm_head_matrix(session)
-    print(f"{trained_on.tokens.numel():,} states in {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"{trained_on.tokens.numel():,} states in {time.perf_counter() - begin:.0f} s", flush=True)
 
     lm_head = torch.from_numpy(matrix)
     cast = lm_head.bfloat16() if bfloat16 else lm_head
     blocks = Blocks(matrix.shape[0], heads, inner or matrix.shape[0], matrix.shape[1], size)
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
-    print(f"untrained: {told_of(blocks, lm_head, held_out)}", flush=True)
-    started, told, steps, loss = time.process_time(), 0.0, 0, torch.zeros(())
-    while (progress := (time.process_time() - started) / threads / (60 * minutes)) < 1:
+    print(f"untrained: {right_shares(blocks, lm_head, held_out)}", flush=True)
+    train_begin, last_report, steps, loss = time.process_time(), 0.0, 0, torch.zeros(())
+    while (progress := (time.process_time() - train_begin) / threads / (60 * minutes)) < 1:
         optimizer.param_groups[0]["lr"] = rate * min(progress / 0.02, 1.0, (1.0 - progress) / 0.7)
-        loss = loss_of(blocks, cast, trained_on.some(batch))
+        loss = loss_of(blocks, cast, trained_on.sample(batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         steps += 1
-        if progress > told + 0.2:
-            told = progress
-            print(f"step {steps} loss {loss.item():.3f} {told_of(blocks, lm_head, held_out)}", flush=True)
-    print(f"{steps} steps, {steps * batch * window:,} positions: {told_of(blocks, lm_head, held_out)}")
+        if progress > last_report + 0.2:
+            last_report = progress
+            print(f"step {steps} loss {loss.item():.3f} {right_shares(blocks, lm_head, held_out)}", flush=True)
+    print(f"{steps} steps, {steps * batch * window:,} positions: {right_shares(blocks, lm_head, held_out)}")
 
-    known = np.sort(np.random.default_rng(seed).permutation(matrix.shape[1])[: 0 if only_here else 2 * matrix.shape[0]])
+    column_tokens = np.sort(
+        np.random.default_rng(seed).permutation(matrix.shape[1])[: 0 if only_here else 2 * matrix.shape[0]]
+    )
     learnt = {name: value.detach().numpy() for name, value in blocks.named_parameters()}
-    write(HeadsFile(**learnt, tokens=known, columns=matrix[:, known]), output)
+    write(HeadsFile(**learnt, tokens=column_tokens, columns=matrix[:, column_tokens]), output)
 
 
 def write(heads: HeadsFile, output: Path) -> None:
@@ -240,8 +245,8 @@ def write(heads: HeadsFile, output: Path) -> None:
     heads.write(file)
     manifest = read_manifest(output)
     record = FileRecord(bytes=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
-    made = manifest.model_copy(update={"files": {**manifest.files, HEADS: record}})
-    (output / MANIFEST).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    new_manifest = manifest.model_copy(update={"files": {**manifest.files, HEADS: record}})
+    (output / MANIFEST).write_text(new_manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return None
 
 

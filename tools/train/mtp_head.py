@@ -1,13 +1,13 @@
-r"""Train the layer that predicts one more token of a checkpoint that has none: it drafts with `--speculate mtp`.
+r"""Train a layer that predicts one more token, for a checkpoint that has none: it drafts with `--speculate mtp`.
 
     python tools/train/mtp_head.py graphopt/models/stdlib_lm -o with-head --minutes 3
     graphopt export with-head --mtp -o float32
     graphopt run float32 --prompt "def main(" --speculate mtp --stats
 
-The layer is one of the model's own kind, as in DeepSeek-V3 (arXiv:2412.19437, section 2.2), and lies in the checkpoint
-as theirs does: `model.layers.N.*` behind the last layer. Embedding and lm_head are the model's, which stays as it is.
-It learns the model's chances of the token behind the next, on windows of the training text. The learning rate follows
-the processor's time: a run takes as long as it was told to, on any machine.
+The layer is of the model's own kind, as in DeepSeek-V3 (arXiv:2412.19437, section 2.2), and is stored in the checkpoint
+as theirs: `model.layers.N.*` after the last layer. It uses the model's embedding and lm_head, which do not change. It
+learns the model's probabilities of the token after the next, on windows of the training text. The learning rate
+follows processor time: a run takes ``--minutes`` on any machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RATE = 2e-3
 
 
 def loss_of(model: Any, head: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of a head against the model's chances, on tokens [windows, length]."""
+    """Return the mean cross entropy of a head with the model's probabilities, on tokens [windows, length]."""
     with torch.no_grad():
         states = model.model(ids).last_hidden_state
         chances = model.lm_head(states[:, 1:]).softmax(-1)
@@ -63,14 +63,14 @@ def main(
         parameter.requires_grad_(True)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     texts = list(training_texts().values()) if text is None else [text.read_text(encoding="utf-8")]
-    ids = np.concatenate([encoded.ids for encoded in tokenizer.encode_batch(texts)])
+    ids = np.concatenate([encoding.ids for encoding in tokenizer.encode_batch(texts)])
     random, optimizer = np.random.default_rng(0), torch.optim.AdamW(parameters, lr=_RATE)
     begin, budget, step = time.process_time(), 60 * minutes, 0
     while (share := (time.process_time() - begin) / budget) < 1:
         for group in optimizer.param_groups:
             group["lr"] = _RATE * min(1.0, 20 * share, 1.05 - share)
         starts = random.integers(0, len(ids) - length, windows)
-        loss = loss_of(model, head, torch.from_numpy(np.stack([ids[at : at + length] for at in starts])))
+        loss = loss_of(model, head, torch.from_numpy(np.stack([ids[start : start + length] for start in starts])))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -82,8 +82,8 @@ def main(
     model.config.save_pretrained(output)
     prefix, tensors = f"model.layers.{model.config.num_hidden_layers}", load_file(output / "model.safetensors")
     for name, value in layer.layers[0].state_dict().items():
-        published = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-        tensors[f"{prefix}.{published}"] = value.to(torch.float16)
+        checkpoint_name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        tensors[f"{prefix}.{checkpoint_name}"] = value.to(torch.float16)
     save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
 
 

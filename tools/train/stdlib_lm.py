@@ -1,8 +1,8 @@
 r"""Train the model that ships with graphopt, a small Llama on the source of the Python standard library, or a sibling.
 
 Writes a Hugging Face folder (``config.json``, fp16 ``model.safetensors``, ``tokenizer.json``, ``README.md`` with the
-run). The learning-rate schedule follows the processor's time, not the step count: a run takes as long as it was told
-to on any machine, and may be stopped for a while.
+run). The learning-rate schedule follows processor time, not the step count: a run takes ``--minutes`` on any machine,
+and may be paused.
 
     python tools/train/stdlib_lm.py --minutes 75 -o graphopt/models/stdlib_lm
     python tools/train/stdlib_lm.py --minutes 15 -o stdlib_hybrid --dtype float32 --batch-tokens 4096 --hybrid
@@ -11,11 +11,12 @@ to on any machine, and may be stopped for a while.
     TORCH_COMPILE_DISABLE=1 python tools/train/stdlib_lm.py --minutes 4 -o stdlib_mixture --dtype float32 \
         --batch-tokens 2048 --experts-of graphopt/models/stdlib_lm
 
-The sibling drafts for the other: it has its tokenizer, a fifth of its parameters, and learns its chances of the next
-token, which says more about a token than the token itself (Hinton et al., arXiv 1503.02531).
+The sibling is a drafter for the shipped model: it has the same tokenizer and a fifth of the parameters, and learns the
+shipped model's probabilities of the next token, which hold more than the token itself (Hinton et al., arXiv
+1503.02531).
 
-The mixture is the other with the neurons of each MLP dealt to four experts, of which a router chooses two for a token,
-trained on (LLaMA-MoE, Zhu et al., arXiv 2406.16554): a few minutes make a mixture that has learned what the other has.
+The mixture is the shipped model with the neurons of each MLP dealt to four experts, of which a router chooses two for a
+token, and trained further (LLaMA-MoE, Zhu et al., arXiv 2406.16554): a few minutes recover what the model has learned.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class Shape:
 def deal_neurons(llama: PreTrainedModel, mixture: PreTrainedModel) -> None:
     """Give a mixture the weights of a Llama, the neurons of an MLP dealt to its experts in order.
 
-    Of E experts a token has k, with weights that sum to 1, where the Llama adds all: what they make is multiplied by E.
+    A token has k of E experts, with weights that sum to 1, where the Llama adds all: so their outputs are times E.
     """
     weights, mixture_weights = llama.state_dict(), mixture.state_dict()
     for name, value in mixture_weights.items():
@@ -188,7 +189,7 @@ def deal_neurons(llama: PreTrainedModel, mixture: PreTrainedModel) -> None:
 
 
 # The widths of their MLPs are 20 * 2^5 and 5 * 2^6: there are Hadamard matrices of both.
-SHIPPED = Shape(hidden=256, inner=640, layers=6, heads=4, key_value_heads=2)
+SHIPPED_SHAPE = Shape(hidden=256, inner=640, layers=6, heads=4, key_value_heads=2)
 HYBRID = Shape(hidden=256, inner=640, layers=4, heads=4, key_value_heads=2, kind="hybrid")
 MIXTURE = Shape(hidden=256, inner=640, layers=6, heads=4, key_value_heads=2, kind="mixture")
 SIBLING = Shape(hidden=128, inner=320, layers=3, heads=2, key_value_heads=1)
@@ -200,7 +201,7 @@ def learning_rate_share(progress: float) -> float:
 
 
 def context_length(progress: float) -> int:
-    """Return the window that is trained on at ``progress``: short ones are cheaper, the last fifth learns the rest."""
+    """Return the window to train on at ``progress``: short ones are cheaper, the last fifth learns far positions."""
     return CONTEXT // 2 if progress < 0.8 else CONTEXT
 
 
@@ -226,8 +227,8 @@ def loss_of(
 ) -> torch.Tensor:
     """Return the mean cross entropy in nats of ``windows``, int64 ``[batch, length + 1]``.
 
-    With a teacher it is that of the model's chances against the teacher's, in place of the tokens that follow. The
-    loss of a mixture has a share of how unevenly its experts are in use.
+    With a teacher it is the cross entropy with the teacher's probabilities instead of the next tokens. The loss of a
+    mixture contains a share of a penalty on uneven use of its experts.
     """
     is_mixture = isinstance(model, MixtralForCausalLM)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
@@ -242,14 +243,14 @@ def loss_of(
 
 
 def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    """Return what trains the matrices, and what trains the rest."""
+    """Return the optimizer of the matrices, and that of all other parameters."""
     if isinstance(model, MixtralForCausalLM):  # it has learned already
         return [torch.optim.AdamW(model.parameters(), lr=0.001, betas=(0.9, 0.95), weight_decay=0.0)]
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]  # and taps of convolutions
+    vectors = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]  # and taps of convolutions
     return [
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95),
-        torch.optim.AdamW(others, lr=0.006, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(vectors, lr=0.006, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
@@ -271,10 +272,10 @@ def main(
     texts = list(training_texts().values())
     origin = sibling_of or experts_of
     if origin is None:
-        shape, tokenizer = HYBRID if hybrid else SHIPPED, train_tokenizer(texts)
+        shape, tokenizer = HYBRID if hybrid else SHIPPED_SHAPE, train_tokenizer(texts)
     else:
         shape, tokenizer = SIBLING if sibling_of else MIXTURE, Tokenizer.from_file(str(origin / "tokenizer.json"))
-    ids = torch.tensor([token for encoded in tokenizer.encode_batch(texts) for token in encoded.ids])
+    ids = torch.tensor([token for encoding in tokenizer.encode_batch(texts) for token in encoding.ids])
     held_out = held_out_text()
     held_out_ids = torch.tensor(tokenizer.encode(held_out).ids)
     size = len(held_out.encode())
@@ -284,7 +285,7 @@ def main(
     teacher = llama if shape is SIBLING else None
     if llama is not None and shape is MIXTURE:
         deal_neurons(llama, model)
-    compiled = torch.compile(loss_of, dynamic=False)
+    compiled_loss = torch.compile(loss_of, dynamic=False)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{len(ids):,} training tokens, {len(held_out_ids):,} held out, {parameters:,} parameters, xz {xz:.3f}")
 
@@ -294,24 +295,24 @@ def main(
     def clock() -> float:
         return time.process_time() / torch.get_num_threads()
 
-    started = saved = clock()
-    steps, smoothed, result = 0, float("nan"), {}
+    begin = last_save = clock()
+    steps, mean_loss, result = 0, float("nan"), {}
     while True:
-        progress = (clock() - started) / (60 * minutes)
-        if progress >= 1 or clock() - saved > 60 * checkpoint_minutes:
+        progress = (clock() - begin) / (60 * minutes)
+        if progress >= 1 or clock() - last_save > 60 * checkpoint_minutes:
             result = {
                 "bits_per_byte": bits_per_byte(model, held_out_ids, size),
                 "xz_bits_per_byte": xz,
-                "training_loss": smoothed,
+                "training_loss": mean_loss,
                 "steps": steps,
                 "tokens": steps * batch_tokens,
                 "distinct_tokens": len(ids),
-                "minutes": (clock() - started) / 60,
+                "minutes": (clock() - begin) / 60,
                 "finished": progress >= 1,
             }
             print(json.dumps(result), flush=True)
             save(model, tokenizer, output, shape, origin, result)
-            saved = clock()
+            last_save = clock()
             if progress >= 1:
                 break
         for optimizer, peak in zip(optimizers, peaks, strict=True):
@@ -319,17 +320,17 @@ def main(
         length = context_length(progress)
         starts = torch.randint(len(ids) - length - 1, (batch_tokens // length,))
         windows = torch.stack([ids[start : start + length + 1] for start in starts])
-        loss = compiled(model, windows, teacher, getattr(torch, dtype))
+        loss = compiled_loss(model, windows, teacher, getattr(torch, dtype))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(optimizers[-1].param_groups[0]["params"], 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         steps += 1
-        smoothed = loss.item() if steps == 1 else 0.98 * smoothed + 0.02 * loss.item()
+        mean_loss = loss.item() if steps == 1 else 0.98 * mean_loss + 0.02 * loss.item()
         if steps % 20 == 0:
-            rate = steps * batch_tokens / (clock() - started)
-            print(f"step {steps} loss {smoothed:.3f} progress {progress:.3f} {rate:,.0f} tokens/s", flush=True)
+            rate = steps * batch_tokens / (clock() - begin)
+            print(f"step {steps} loss {mean_loss:.3f} progress {progress:.3f} {rate:,.0f} tokens/s", flush=True)
 
 
 def save(
@@ -364,11 +365,11 @@ def save(
         "hybrid": "Gated DeltaNet in three layers of four (Qwen3-Next)",
         "mixture": f"A Mixtral, {EXPERTS_PER_TOKEN} of {EXPERTS} experts for a token,",
     }
-    how = "Muon (lr 0.02) on the matrices, AdamW (lr 0.006) on the embedding and norms"
+    optimizer_text = "Muon (lr 0.02) on the matrices, AdamW (lr 0.006) on the embedding and norms"
     if shape.kind == "mixture":
         assert origin is not None
         taught = f"It began as `{origin.name}`, the neurons of each MLP dealt to its experts."
-        how = "AdamW (lr 0.001)"
+        optimizer_text = "AdamW (lr 0.001)"
     (output / "README.md").write_text(
         f"""# {output.name}
 
@@ -383,7 +384,7 @@ Held out, with the test files named after them: {", ".join(f"`{name}`" for name 
 | --- | --- |
 {rows}
 
-{how}, 2% warm-up, linear decay over the second half,
+{optimizer_text}, 2% warm-up, linear decay over the second half,
 windows of {CONTEXT // 2} tokens and {CONTEXT} in the last fifth, {torch.get_num_threads()} CPU threads, torch
 {torch.__version__}. `graphopt eval` on the held-out text gives the figures of the exported and of the optimized model.
 """

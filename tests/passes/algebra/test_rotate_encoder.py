@@ -15,7 +15,7 @@ from graphopt.passes.algebra.rotate import Rotate
 from graphopt.verification.certificate.checker import check
 from tests.families import VOCABULARY
 from tests.graphs import relative, session
-from tools.studies.families import EVERYTHING, Outcome, fold, outcomes
+from tools.studies.families import ALL_ROTATIONS, Outcome, fold, outcomes
 
 # Relative to the largest output: two layers in float32, every weight rounded once more; seen 1.4e-6.
 FLOAT32 = 1e-5
@@ -57,7 +57,7 @@ def test_an_encoder_with_norms_on_its_residual_is_refused_there_and_rotated_else
 
 def test_an_encoder_takes_rotations_at_run_time_in_front_of_its_weights(bert: ir.Model, tmp_path: Path) -> None:
     model, bases = bert.clone(), find_bases(bert.graph)
-    report = EVERYTHING(model).report
+    report = ALL_ROTATIONS(model).report
     # Behind each of five norms, and in front of two down projections.
     assert outcomes(bases, model, report)["weight_input"] == Outcome(rotated=7, nodes=7)
     agrees(bert, model, report, tmp_path)

@@ -21,12 +21,12 @@ from tests import ggufs
 from tools.bench.parts.gguf_file import write_gguf
 from tools.bench.peers import gguf as llama_cpp
 from tools.bench.peers import nbits, olive
-from tools.studies.real.dither import dithered
+from tools.studies.real.dither import add_noise
 
 
 def test_floats_are_the_file_with_other_numbers(tmp_path: Path) -> None:
     ggufs.write_llama(ggufs.llama(), tmp_path / "codes.gguf", {"token_embd": "Q8_0", "attn_q": "Q4_0"})
-    file = dithered(open_gguf(tmp_path / "codes.gguf"), 0)
+    file = add_noise(open_gguf(tmp_path / "codes.gguf"), 0)
     llama_cpp.write_floats(file, tmp_path / "floats.gguf")
     written = open_gguf(tmp_path / "floats.gguf")
     assert written.metadata == file.metadata

@@ -107,11 +107,11 @@ def test_levels_run_on_a_gpu_behind_a_context_that_was_never_read(files: dict[st
         level.feed_to(253)
         steps = level.seconds
         assert steps > 0
-        assert level.rewind_seconds == 0
-        level.take_back(251)
+        assert level.rollback_seconds == 0
+        level.roll_back(251)
         assert level.decoder.tokens.tolist() == [251]
-        assert level.seconds - steps == pytest.approx(level.rewind_seconds)
-        assert level.rewind_seconds > 0
+        assert level.seconds - steps == pytest.approx(level.rollback_seconds)
+        assert level.rollback_seconds > 0
     json_file = tmp_path / "figures.json"
     triforce.main(
         tmp_path, context="250", budget=64, device="cuda", longest=2, tokens=2, rounds=1, threads=1, json_file=json_file

@@ -40,8 +40,14 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is n
 
 def test_figures_of_each_kernel_are_read() -> None:
     one, two = cuda_resources.resources_of(SAID)
-    assert (one.architecture, one.registers, one.spilled, one.stack, one.shared) == ("sm_80", 96, 0, 0, 0)
-    assert (two.architecture, two.registers, two.spilled, two.stack, two.shared) == ("sm_90a", 255, 40, 40, 1024)
+    assert (one.architecture, one.registers, one.spill_bytes, one.stack, one.shared_bytes) == ("sm_80", 96, 0, 0, 0)
+    assert (two.architecture, two.registers, two.spill_bytes, two.stack, two.shared_bytes) == (
+        "sm_90a",
+        255,
+        40,
+        40,
+        1024,
+    )
 
 
 def test_without_nvcc_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from graphopt.numerics.formats.trellis import T2
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from tests.runtime_ops.kv_cases import Fed
 from tools.studies.cache_quality import row
-from tools.studies.caches.attention import _read
+from tools.studies.caches.attention import _attend
 from tools.studies.caches.feedback import FeedbackMethod, FeedbackTrellis, KeyBasis, feedback_methods
 from tools.studies.caches.methods import of_pages
 from tools.studies.caches.rounding import Tail, blocks_of_32, rotation
@@ -42,12 +42,12 @@ def test_emulated_pages_are_those_of_the_operator(bits: int, options: dict[str, 
     expected = cache.call(1)[0, 0].reshape(GROUP, CHANNELS)
 
     tail = Tail(page=32, first=1, newest=1)
-    method = of_pages(bits, rotated=False, tail=tail, **options)
+    method = of_pages(bits, rotates=False, tail=tail, **options)
     k, v = torch.from_numpy(key), torch.from_numpy(value)
     stored = method.apply(k, v)
     last = torch.from_numpy(query[0, -1:].reshape(1, GROUP, CHANNELS)).transpose(0, 1) * 0.3
     numbers = [each[0] for each in (*stored, k, v)]
-    found = _read(last, numbers, torch.tensor([TOKENS - 1]), tail)[:, 0]
+    found = _attend(last, numbers, torch.tensor([TOKENS - 1]), tail)[:, 0]
     # sums of 230 products in float32 by two programs; squares of shares are rounded to 2^-14 in the operator only
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3 if "factors" in options else 1e-5)
 
@@ -75,7 +75,7 @@ def test_emulated_feedback_is_that_of_the_operator(bits: int) -> None:
     last = torch.from_numpy(query[0, -1:].reshape(1, GROUP, CHANNELS)).transpose(0, 1) * 0.3
     numbers = [x[0] for x in (*method.apply(k, v), k, v)]
     # sums of 230 products in float32 by two programs
-    output = _read(last, numbers, torch.tensor([TOKENS - 1]), tail)[:, 0]
+    output = _attend(last, numbers, torch.tensor([TOKENS - 1]), tail)[:, 0]
     np.testing.assert_allclose(output, expected, rtol=0, atol=1e-5)
 
 

@@ -13,7 +13,7 @@ from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.inference.decoding.decoder import Decoder
 from tests.runtime_ops.kv_cases import attributes_of
 from tools.bench.parts.options import is_asked
-from tools.studies.caches.evicted_pages import KINDS, PAGE, bytes_of, eviction, read, tokens_in
+from tools.studies.caches.evicted_pages import KINDS, PAGE, bytes_of, eviction, read_pages, tokens_in
 from tools.studies.caches.prompt import RECENT, SINKS
 
 TOKENS = 4000
@@ -57,7 +57,7 @@ def test_ways_are_asked_for_by_name() -> None:
 def test_a_text_is_read_page_by_page(llama_artifact: Path) -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 300, PAGE + 40))
     session = graphopt.load(llama_artifact)
-    pieces = [*read(Decoder(session, 1), ids)]
+    pieces = [*read_pages(Decoder(session, 1), ids)]
     assert [len(piece) for piece in pieces] == [PAGE, 40]
     whole = torch.log_softmax(torch.from_numpy(np.array(Decoder(session, 1).step(ids[None].numpy())[0])), -1)
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-4)  # sums of float32 in other orders

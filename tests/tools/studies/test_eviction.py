@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tools.studies.caches.compensation import fused, with_page_means, with_random_features
+from tools.studies.caches.compensation import fuse_neighbours, with_page_means, with_random_features
 from tools.studies.caches.eviction_scores import kept_of_all, kept_tokens, streaming
 from tools.studies.caches.prompt import NEXT, RECENT, SINKS, Prompt, Way
-from tools.studies.caches.spectral import Statistics, allot, balanced, by_bits, orthogonal
+from tools.studies.caches.spectral import Statistics, allot, by_bits, karhunen_loeve, orthogonal
 
 TOKENS, HEADS, SIZE = 512, 2, 16
 
@@ -27,18 +27,18 @@ def test_heads_of_all_layers_share_what_is_kept() -> None:
     assert (kept_tokens(scores[0], 400).sum(-1) == 400).all()
 
 
-@pytest.mark.parametrize("coordinates", [orthogonal, balanced])
+@pytest.mark.parametrize("coordinates", [orthogonal, karhunen_loeve])
 def test_coordinates_give_back_what_goes_in_and_err_by_their_bits(coordinates: object) -> None:
     keys, queries = numbers(0), numbers(1)
-    statistics = Statistics.of(queries, keys, keys, torch.eye(HEADS * SIZE))
+    statistics = Statistics.from_text(queries, keys, keys, torch.eye(HEADS * SIZE))
     assert callable(coordinates)
     errors = []
     for bits in (2.0, 4.0, 8.0):
         (made,) = allot([coordinates(statistics.keys, statistics.queries)], bits)
         assert made.bits.double().mean() == bits
-        same = made.rounded(keys, lambda x, _: x, 64)
+        same = made.round_pages(keys, lambda x, _: x, 64)
         torch.testing.assert_close(same, keys, rtol=1e-4, atol=1e-3)  # two products in float32
-        rounded = made.rounded(keys, lambda x, widths: by_bits(x, widths, clips={}), 64)
+        rounded = made.round_pages(keys, lambda x, widths: by_bits(x, widths, clips={}), 64)
         errors.append(float((rounded - keys).square().mean()))
     # 2 bits more divide a normal number's squared error by 10 to 14
     assert errors[0] > 6 * errors[1] > 36 * errors[2]
@@ -64,8 +64,8 @@ def test_page_means_stand_for_keys_that_are_alike(prompt: Prompt, is_fitted: boo
     try:
         exact = prompt.log_probabilities(Way())
         way = with_page_means(prompt, streaming, 400, is_fitted=is_fitted)
-        assert way.kept is not None
-        assert int(way.kept[0][0].sum()) < 400
+        assert way.kept_masks is not None
+        assert int(way.kept_masks[0][0].sum()) < 400
         # numbers of a fit go down to their least by steps
         torch.testing.assert_close(prompt.log_probabilities(way), exact, rtol=0, atol=0.02 if is_fitted else 1e-4)
     finally:
@@ -76,7 +76,10 @@ def test_random_features_come_near_short_keys(prompt: Prompt) -> None:
     short, before = {0: (prompt.cache[0][0] * 0.1, prompt.cache[0][1])}, prompt.cache
     prompt.cache = short
     try:
-        exact, streamed = prompt.log_probabilities(Way()), prompt.log_probabilities(Way(kept={0: _newest(prompt)}))
+        exact, streamed = (
+            prompt.log_probabilities(Way()),
+            prompt.log_probabilities(Way(kept_masks={0: _newest(prompt)})),
+        )
         summed = prompt.log_probabilities(with_random_features(prompt, 384, 64))
         assert (summed - exact).abs().mean() < (streamed - exact).abs().mean()
     finally:
@@ -91,7 +94,7 @@ def _newest(prompt: Prompt) -> torch.Tensor:
 def test_tokens_that_have_room_are_not_fused(prompt: Prompt, is_counted: bool) -> None:
     exact = prompt.log_probabilities(Way())
     # keys are turned back and forth in float32
-    whole = prompt.log_probabilities(fused(prompt, TOKENS, is_counted=is_counted))
+    whole = prompt.log_probabilities(fuse_neighbours(prompt, TOKENS, is_counted=is_counted))
     torch.testing.assert_close(whole, exact, rtol=0, atol=1e-4)
-    part = prompt.log_probabilities(fused(prompt, 400, is_counted=is_counted))
+    part = prompt.log_probabilities(fuse_neighbours(prompt, 400, is_counted=is_counted))
     assert 0 < (part - exact).abs().max() < 5

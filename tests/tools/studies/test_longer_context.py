@@ -22,7 +22,7 @@ def test_ranges_double_from_the_trained_length_on() -> None:
 def test_the_file_comes_twice_at_the_distance_and_other_text_stands_between() -> None:
     ids = np.arange(10_000)
     found = longer_context.copies(ids, [512, 1536], 3)
-    copied = longer_context.COPIED
+    copied = longer_context.COPY_TOKENS
     assert [[len(each) for each in sequences] for sequences in found] == [[512 + copied] * 3, [1536 + copied] * 3]
     for far, sequences in zip((512, 1536), found, strict=True):
         for each in sequences:
@@ -47,7 +47,7 @@ def test_tokens_are_scored_where_they_stand(
         # pieces of another length add in another order: float32
         np.testing.assert_allclose(nats, np.concatenate([each[begin:end] for each in expected]), atol=1e-4)
     assert len(longer_context.by_position(session, texts, ranges, POSITIONS)) == 2
-    monkeypatch.setattr(longer_context, "COPIED", 20)
+    monkeypatch.setattr(longer_context, "COPY_TOKENS", 20)
     (twice,) = longer_context.copies(texts[0], [50], 2)
     scored = longer_context.second_copies(session, twice)
     alone = [negative_log_likelihood(session.logits(ids[None, :-1])[0], ids[1:])[50:] for ids in twice]

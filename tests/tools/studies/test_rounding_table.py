@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from graphopt.quantization.statistics.options import CalibrationOptions
-from tools.studies.rounding_table import chosen, main, title
+from tools.studies.rounding_table import main, recipe_of, title
 
 
 def test_a_row_has_the_divergence_of_each_method(
@@ -27,6 +27,6 @@ def test_a_row_has_the_divergence_of_each_method(
 
 def test_methods_are_named_as_a_recipe_has_them() -> None:
     assert [title(each) for each in ("gptq", "{method: gptq, sweeps: 2}")] == ["gptq", "gptq, sweeps: 2"]
-    recipe = chosen("int4", "gptq", CalibrationOptions(windows=2))
+    recipe = recipe_of("int4", "gptq", CalibrationOptions(windows=2))
     assert recipe.calibration.windows == 2
     assert recipe.steps[1].model_dump()["rounding"]["method"] == "gptq"

@@ -7,7 +7,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from tools.studies.timesteps import OUTPUT, Feeds, corrected, dynamic, session_of, stacked
+from tools.studies.timesteps import OUTPUT, Feeds, correct_output, dynamic, session_of, stack_constants
 
 STEP = 0.01
 
@@ -43,7 +43,7 @@ def run(model: onnx.ModelProto, feeds: Feeds) -> np.ndarray:
 
 def test_constants_are_those_of_the_group_of_the_timestep() -> None:
     models = [convolution(float(bias))[0] for bias in range(4)]
-    merged = stacked(models)
+    merged = stack_constants(models)
     for timestep, group in ((0, 0), (249, 0), (250, 1), (500, 2), (999, 3)):
         feeds = call(group, timestep)
         # Float32 sums of numbers up to 1000, and a bias that is no constant is added apart; groups differ by 1.
@@ -51,7 +51,7 @@ def test_constants_are_those_of_the_group_of_the_timestep() -> None:
     assert [tensor.name for tensor in merged.graph.initializer].count("w") == 1
     models[1].graph.node[1].op_type = "Sub"
     with pytest.raises(ValueError, match="graphs of unlike nodes"):
-        stacked(models)
+        stack_constants(models)
 
 
 def test_the_mean_error_of_a_group_is_taken_off() -> None:
@@ -60,7 +60,7 @@ def test_the_mean_error_of_a_group_is_taken_off() -> None:
     answers = [run(model, feeds) - (feeds["timestep"] > 500) for feeds in calls]
     for feeds, answer in zip(calls, answers, strict=True):
         # A line through points that lie on one, in float32: numbers of up to 900.
-        np.testing.assert_allclose(run(corrected(model, calls, answers, 2), feeds), answer, atol=1e-2)
+        np.testing.assert_allclose(run(correct_output(model, calls, answers, 2), feeds), answer, atol=1e-2)
 
 
 def test_ranges_of_a_call_cost_its_rounding() -> None:

@@ -70,4 +70,4 @@ def test_a_graph_that_cannot_have_heads_is_refused(tmp_path: Path) -> None:
     from tests.toys import counting_model
 
     with pytest.raises(InputError, match="cannot have heads: no product with a matrix makes the logits"):
-        train_heads.opened(counting_model(tmp_path), 1)
+        train_heads.open_with_hidden(counting_model(tmp_path), 1)

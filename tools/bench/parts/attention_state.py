@@ -136,8 +136,8 @@ def bytes_read(attrs: KVAttributes, state: State, problem: AttentionProblem, mas
     for head, is_read in enumerate(masks):
         logical = np.unique(positions[is_read.any(axis=0)] // attrs.page)
         is_float = _is_float(attrs, logical, case.context)
-        of_codes = sum(state[name][0, head, 0].nbytes for name in ("keys", "values", "scales"))
-        size += int((~is_float).sum()) * of_codes
+        code_bytes = sum(state[name][0, head, 0].nbytes for name in ("keys", "values", "scales"))
+        size += int((~is_float).sum()) * code_bytes
         if attrs.levels is not None:
             size += int(is_float.sum()) * state["recent"][0, head, 0].nbytes
         if attrs.policy(head) == RETRIEVAL:

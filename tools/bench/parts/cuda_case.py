@@ -22,12 +22,12 @@ class Case:
 
     Attributes:
         name: what is computed, with its sizes.
-        moved: bytes that a call must read and write at least.
+        bytes_moved: bytes that a call must read and write at least.
         copies: how many copies of the tensors there are; a call is given the one to use.
         poison: fills the output of a copy with NaN.
         run: computes one copy on torch's current stream.
         error: relative error of a copy's output against float64, in the norm.
-        allowed: the largest error that rounding explains.
+        tolerance: the largest error that rounding explains.
         rivals: by name, other code for the same problem, or a bound such as a plain copy.
     """
 

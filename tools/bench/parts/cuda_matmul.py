@@ -55,8 +55,8 @@ def cases(
 
 
 def _title(name: str, activations: str, count: int, shape: tuple[int, int]) -> str:
-    of_x = "float16" if activations == "float32" else activations
-    return f"MatMulTable {name}, x in {of_x}, {count} rows, {shape[0]} x {shape[1]}"
+    x_type = "float16" if activations == "float32" else activations
+    return f"MatMulTable {name}, x in {x_type}, {count} rows, {shape[0]} x {shape[1]}"
 
 
 class Weights:
@@ -82,21 +82,21 @@ class Weights:
         }
         weights |= {"rows": self.rows, "columns": columns}
         interface = products.Products(library)
-        self.codec, of_drawn = interface.pack(weights, interface.operands(np.float16, self.mode))
-        codes, table_bytes = of_drawn[:-TABLE_BYTES], of_drawn[-TABLE_BYTES:]
+        self.codec, packed_columns = interface.pack(weights, interface.operands(np.float16, self.mode))
+        codes, table_bytes = packed_columns[:-TABLE_BYTES], packed_columns[-TABLE_BYTES:]
         packed_bytes = np.concatenate([np.tile(codes, self.columns // columns), table_bytes])
         tiles, groups = -(-self.columns // 16), -(-self.rows // GROUP)
         self.bytes = len(packed_bytes) + 2 * 16 * tiles * groups
         copies = copies_past_l2(torch, device, self.bytes)
         self.packed_copies = [torch.from_numpy(packed_bytes).to(device) for _ in range(copies)]
         self.scales = torch.rand(tiles, groups, 16, device=device, dtype=torch.float16) / 64 + 1 / 64
-        of_columns = self.scales.transpose(0, 1).reshape(groups, -1)[:, : self.columns].float()
+        column_scales = self.scales.transpose(0, 1).reshape(groups, -1)[:, : self.columns].float()
         values = (
             torch.from_numpy(format.decode(column_codes).astype(np.float32))
             .to(device)
             .repeat(1, self.columns // columns)
         )
-        self.dense = values * of_columns.repeat_interleave(GROUP, 0)[: self.rows]
+        self.dense = values * column_scales.repeat_interleave(GROUP, 0)[: self.rows]
         self.halves = [self.dense.to(torch.float16) for _ in range(2)]
 
     def case(self, count: int) -> Case:

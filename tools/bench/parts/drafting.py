@@ -35,7 +35,7 @@ class Task:
             the model's own text.
         name: the module.
         prompt: its tokens.
-        given: the tokens of the text, where it is forced.
+        text_tokens: the tokens of the text, where it is forced.
     """
 
     kind: str

@@ -34,7 +34,7 @@ class Workload:
     Attributes:
         run: computes every copy once.
         outputs: y of every copy, as the last run left it.
-        expected: y of copy 0 in float64, from the very weights that the engine holds.
+        reference: y of copy 0 in float64, from the very weights that the engine holds.
         bytes: what one product must read and write: weights with their scales, x and y.
         keep: what must live as long as the engine: buffers that a runtime only points to.
     """

@@ -45,9 +45,9 @@ class OtherLoad:
 
     def share(self) -> float:
         """Return the share of all cores' time that other processes took; children of this one count once they ended."""
-        (busy, idle, own_now), (busy_then, idle_then, own_then) = _processor_seconds(), self._begin
+        (busy, idle, own_end), (busy_then, idle_then, own_begin) = _processor_seconds(), self._begin
         total = busy - busy_then + idle - idle_then
-        return max(0.0, busy - busy_then - (own_now - own_then)) / total if total else 0.0
+        return max(0.0, busy - busy_then - (own_end - own_begin)) / total if total else 0.0
 
 
 def quiet(share: float) -> str:

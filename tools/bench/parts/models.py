@@ -29,7 +29,7 @@ class Work:
     Attributes:
         threads: of each engine.
         context: tokens that are there before the first decoded one.
-        decoded: tokens to decode.
+        new_tokens: tokens to decode.
         prompt: tokens to prefill.
         vocabulary: tokens are drawn from below this.
         llama_cpp: a build folder of llama.cpp, if there is one.

@@ -65,7 +65,7 @@ class Costs:
     """What a step and a draft cost.
 
     Attributes:
-        alone: seconds of a step of one token without a drafter.
+        single_step: seconds of a step of one token without a drafter.
         steps: seconds of the model's steps by their tokens, in turns with the drafter's.
         drafter: seconds of a draft model's steps by their tokens; those of heads for any draft.
     """

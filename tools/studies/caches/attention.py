@@ -1,7 +1,7 @@
-"""A model of transformers whose attention reads keys and values as a cache would give them back.
+"""A model of transformers whose attention reads keys and values as a rounding cache returns them.
 
-A token reads what it would find when tokens come one by one: pages that have left the tail rounded, all others as
-floats. So all tokens of a piece go through the model together.
+Each token reads what it would read if tokens came one by one: pages that have left the tail are rounded, all others are
+floats. So all tokens of a piece can go through the model at once.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class RoundedModel:
     Args:
         checkpoint: a ``.gguf`` file or a Hugging Face folder.
         ids: int64 [tokens], the text.
-        scored: the last tokens of it are fed again under each method.
+        scored_tokens: the last tokens of it are fed again under each method.
     """
 
-    def __init__(self, checkpoint: Path, ids: Tensor, scored: int) -> None:
+    def __init__(self, checkpoint: Path, ids: Tensor, scored_tokens: int) -> None:
         if checkpoint.suffix == ".gguf":
             self.model = load_gguf(checkpoint)[0].eval()
         else:
@@ -38,17 +38,20 @@ class RoundedModel:
         self.model.requires_grad_(False)
         ALL_ATTENTION_FUNCTIONS.register("graphopt_rounded_cache", self._attention)
         self.model.config._attn_implementation = "graphopt_rounded_cache"
-        self.ids, self.scored = ids, scored
+        self.ids, self.scored_tokens = ids, scored_tokens
         self.prefix: dict[int, tuple[Tensor, Tensor]] = {}
         self._method: Method | SpectralMethod | WithFeedback | None = None
         self._statistics: dict[int, Statistics] | None = None
         self._keeps = True
         self.reference = self._log_probabilities(0)
         self._keeps = False
-        self.prefix = {layer: (k[:, :-scored].clone(), v[:, :-scored].clone()) for layer, (k, v) in self.prefix.items()}
+        self.prefix = {
+            layer: (k[:, :-scored_tokens].clone(), v[:, :-scored_tokens].clone())
+            for layer, (k, v) in self.prefix.items()
+        }
 
     def statistics(self, ids: Tensor) -> list[Statistics]:
-        """Return what another text says of each layer.
+        """Return the statistics of another text, by layer.
 
         Args:
             ids: int64 [tokens].
@@ -59,31 +62,31 @@ class RoundedModel:
         return [by_layer[layer] for layer in sorted(by_layer)]
 
     def log_probabilities(self, method: Method | SpectralMethod | WithFeedback) -> Tensor:
-        """Return the logarithms of the probabilities behind each scored token, float32 [scored, vocabulary]."""
+        """Return the log probabilities after each scored token, float32 [scored tokens, vocabulary]."""
         self._method = method
-        return self._log_probabilities(len(self.ids) - self.scored)
+        return self._log_probabilities(len(self.ids) - self.scored_tokens)
 
     def _log_probabilities(self, first: int) -> Tensor:
         positions = torch.arange(first, len(self.ids))[None]
         hidden = self.model.model(self.ids[None, first:], position_ids=positions, use_cache=False).last_hidden_state
-        logits: Tensor = self.model.lm_head(hidden[0, -self.scored :])
+        logits: Tensor = self.model.lm_head(hidden[0, -self.scored_tokens :])
         return torch.log_softmax(logits.float(), -1)
 
     def _rotary(self, keys: Tensor, direction: int) -> Tensor:
-        """Embed positions in keys [heads, tokens, channels], or take them off again: the halves are pairs."""
+        """Apply the rotary embedding to keys [heads, tokens, channels], or undo it: the halves are pairs."""
         positions = torch.arange(keys.shape[1])[None]
         cos, sin = self.model.model.rotary_emb(keys, positions)
         first, second = keys.chunk(2, -1)
-        embedded: Tensor = keys * cos + torch.cat([-second, first], -1) * sin * direction
-        return embedded
+        result: Tensor = keys * cos + torch.cat([-second, first], -1) * sin * direction
+        return result
 
     def _attention(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **others: Any
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        del mask, others
+        del mask, kwargs
         q, k, v = query[0], key[0], value[0]
         if self._statistics is not None:
-            self._statistics[module.layer_idx] = Statistics.of(q * scaling, k, v, module.o_proj.weight)
+            self._statistics[module.layer_idx] = Statistics.from_text(q * scaling, k, v, module.o_proj.weight)
             return _whole(q, k, v, scaling), None
         if self._keeps:
             self.prefix[module.layer_idx] = (k, v)
@@ -91,18 +94,18 @@ class RoundedModel:
             k, v = (torch.cat(pair, 1) for pair in zip(self.prefix[module.layer_idx], (k, v), strict=True))
         if self._method is None and not self.prefix:
             return _whole(q, k, v, scaling), None
-        stored = (k, v) if self._method is None else self._method.apply(k, v, self._rotary, module.layer_idx)
+        rounded_cache = (k, v) if self._method is None else self._method.apply(k, v, self._rotary, module.layer_idx)
         tail = None if self._method is None else self._method.tail
         group, out = q.shape[0] // k.shape[0], torch.empty_like(q)
         for head in range(k.shape[0]):
             heads = slice(head * group, (head + 1) * group)
-            numbers = [each[head] for each in (*stored, k, v)]
+            numbers = [tensor[head] for tensor in (*rounded_cache, k, v)]
             for begin in range(0, q.shape[1], _ROWS):
                 rows = slice(begin, begin + _ROWS)
                 end = k.shape[1] - q.shape[1] + min(begin + _ROWS, q.shape[1])
                 positions = torch.arange(end - q[0, rows].shape[0], end)
-                found = _read(q[heads, rows] * scaling, [each[:end] for each in numbers], positions, tail)
-                out[heads, rows] = found
+                outputs = _attend(q[heads, rows] * scaling, [tensor[:end] for tensor in numbers], positions, tail)
+                out[heads, rows] = outputs
         return out.transpose(0, 1)[None], None
 
 
@@ -112,8 +115,8 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     return attend(q[None], k[None], v[None], is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
 
 
-def _read(q: Tensor, numbers: list[Tensor], positions: Tensor, tail: Tail | None) -> Tensor:
-    """Return what queries [group, rows, channels] at ``positions`` read of keys and values, stored and as floats."""
+def _attend(q: Tensor, numbers: list[Tensor], positions: Tensor, tail: Tail | None) -> Tensor:
+    """Return attention of queries [group, rows, channels] at ``positions``; ``numbers``: rounded and float K and V."""
     keys, values, float_keys, float_values = numbers
     tokens, p = torch.arange(keys.shape[0])[None], positions[:, None]
     scores = q @ keys.mT

@@ -1,4 +1,4 @@
-"""How what stays is rounded: fewer bits of some tokens, fewer channels, fewer directions, layers in pairs."""
+"""Caches that keep all tokens with less of each: fewer bits, fewer channels, fewer directions, layers in pairs."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ def of_classes(prompt: Prompt, saliency: Callable[[Prompt, int], Tensor], share:
         is_large = kept_tokens(saliency(prompt, layer), round(prompt.length * share))[..., None]
         numbers = []
         for index, original in enumerate((keys, values)):
-            rotated = original @ rotation(original.shape[-1])
-            parts = [_in_pages(rotated, bits, (TOKENS, CHANNELS)[index]) for bits in (4, 2)]
-            rounded: Tensor = torch.where(is_large, parts[0], parts[1]) @ rotation(original.shape[-1]).mT
-            rounded[:, :64], rounded[:, -128:] = original[:, :64], original[:, -128:]
-            numbers.append(rounded)
+            coordinates = original @ rotation(original.shape[-1])
+            parts = [_in_pages(coordinates, bits, (TOKENS, CHANNELS)[index]) for bits in (4, 2)]
+            new_numbers: Tensor = torch.where(is_large, parts[0], parts[1]) @ rotation(original.shape[-1]).mT
+            new_numbers[:, :64], new_numbers[:, -128:] = original[:, :64], original[:, -128:]
+            numbers.append(new_numbers)
         cache[layer] = (numbers[0], numbers[1])
     return Way(cache=cache, bytes=(4 * share + 2 * (1 - share) + 1) / 16)
 
 
-def coarse_rest(prompt: Prompt, kept: dict[int, Tensor], kept_bits: int | None, rest_bits: int) -> Way:
-    """What would be evicted is rounded to few bits instead; what stays is as it is, or in more bits.
+def coarse_rest(prompt: Prompt, kept_mask: dict[int, Tensor], kept_bits: int | None, rest_bits: int) -> Way:
+    """Tokens that others evict are rounded to few bits; kept ones to more bits, or not at all.
 
-    Rotated, in pages of 64 tokens; a low and a step in float16 take half a bit of a number, and which tokens stay a bit
-    of a token. Numbers that stay as they are take 16 bits.
+    Rotated, in pages of 64 tokens. A low and a step in float16 take half a bit per number, the mask of kept tokens a
+    bit per token, and numbers that are not rounded 16 bits.
     """
-    cache, share = {}, torch.stack([each.float().mean() for each in kept.values()]).mean().item()
+    cache, share = {}, torch.stack([mask.float().mean() for mask in kept_mask.values()]).mean().item()
     for layer, (keys, values) in prompt.cache.items():
         numbers = []
         for x, axis in ((keys, TOKENS), (values, CHANNELS)):
             basis = rotation(x.shape[-1])
-            turned = x @ basis
-            stays = turned if kept_bits is None else _in_pages(turned, kept_bits, axis)
-            rest = _in_pages(turned, rest_bits, axis, clip=0.9 if rest_bits == 2 else 1.0)
-            numbers.append(torch.where(kept[layer][..., None], stays, rest) @ basis.mT)
+            coordinates = x @ basis
+            stays = coordinates if kept_bits is None else _in_pages(coordinates, kept_bits, axis)
+            coarse = _in_pages(coordinates, rest_bits, axis, clip=0.9 if rest_bits == 2 else 1.0)
+            numbers.append(torch.where(kept_mask[layer][..., None], stays, coarse) @ basis.mT)
         cache[layer] = (numbers[0], numbers[1])
     bits = (16 if kept_bits is None else kept_bits + 0.5) * share + (rest_bits + 0.5) * (1 - share)
     return Way(cache=cache, bytes=(bits + 1 / (2 * keys.shape[-1])) / 16)
@@ -62,7 +62,9 @@ def fewer_key_channels(prompt: Prompt, share: float) -> Way:
     return Way(cache=cache, bytes=(share + 1) / 2)
 
 
-def rounded(prompt: Prompt, round_layer: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], bits: float) -> Way:
+def round_cache(
+    prompt: Prompt, round_layer: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], bits: float
+) -> Way:
     """Keys and values of each layer rounded; the first page and the newest two stay floats."""
     cache = {}
     for layer, (keys, values) in prompt.cache.items():
@@ -75,7 +77,7 @@ def rounded(prompt: Prompt, round_layer: Callable[[int, Tensor, Tensor], tuple[T
 
 def without_tail(prompt: Prompt, prefix: int) -> Way:
     """Each token rounded to 4 bits by itself, but the first ones (QFeP)."""
-    cache = {layer: prefixed(layer, *pair, bits=4, prefix=prefix) for layer, pair in prompt.cache.items()}
+    cache = {layer: per_token(layer, *pair, bits=4, prefix=prefix) for layer, pair in prompt.cache.items()}
     return Way(cache=cache, bytes=4.5 / 16)
 
 
@@ -87,7 +89,7 @@ def _levels(x: Tensor, bits: int) -> Tensor:
 
 
 def _sketch(x: Tensor, rows: int, seed: int = 0) -> Tensor:
-    """Return what signs of ``rows`` random products and the length of x say of it: unbiased in products (QJL)."""
+    """Return an estimate of x from the signs of ``rows`` random products and its length: unbiased in products (QJL)."""
     matrix = torch.randn(x.shape[-1], rows, generator=torch.Generator().manual_seed(seed))
     signs = (x @ matrix).sign()
     estimate: Tensor = x.norm(dim=-1, keepdim=True) * (torch.pi / 2) ** 0.5 / rows * (signs @ matrix.mT)
@@ -95,12 +97,12 @@ def _sketch(x: Tensor, rows: int, seed: int = 0) -> Tensor:
 
 
 def turboquant(layer: int, keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Rotated, levels of a bit less and a sketch of what is left of keys; levels of all bits of values (TurboQuant)."""
+    """Rotated; keys by levels of one bit less and a sketch of the residual, values by levels (TurboQuant)."""
     del layer
     basis = rotation(keys.shape[-1])
-    turned, turned_values = keys @ basis, values @ basis
-    low = _levels(turned, bits - 1)
-    return (low + _sketch(turned - low, keys.shape[-1])) @ basis.mT, _levels(turned_values, bits) @ basis.mT
+    coordinates, value_coordinates = keys @ basis, values @ basis
+    low = _levels(coordinates, bits - 1)
+    return (low + _sketch(coordinates - low, keys.shape[-1])) @ basis.mT, _levels(value_coordinates, bits) @ basis.mT
 
 
 def qjl(layer: int, keys: Tensor, values: Tensor, rows: int, bits: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +112,7 @@ def qjl(layer: int, keys: Tensor, values: Tensor, rows: int, bits: int) -> tuple
 
 
 def smooth_attention(layer: int, keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Channels of keys divided by the root of their largest number, pairs of the rotary embedding alike (QServe)."""
+    """Channels of keys divided by the root of their largest number, one factor for each rotary pair (QServe)."""
     del layer
     half = keys.shape[-1] // 2
     largest = keys.abs().amax(1, keepdim=True)
@@ -119,7 +121,7 @@ def smooth_attention(layer: int, keys: Tensor, values: Tensor, bits: int) -> tup
     return asymmetric(keys / factors, CHANNELS, bits) * factors, asymmetric(values, CHANNELS, bits)
 
 
-def prefixed(layer: int, keys: Tensor, values: Tensor, bits: int, prefix: int) -> tuple[Tensor, Tensor]:
+def per_token(layer: int, keys: Tensor, values: Tensor, bits: int, prefix: int) -> tuple[Tensor, Tensor]:
     """Each token by itself, the first ones as floats (QFeP's prefix takes the spikes)."""
     del layer
     pair = asymmetric(keys, CHANNELS, bits), asymmetric(values, CHANNELS, bits)
@@ -135,21 +137,21 @@ def spectral(layer: int, keys: Tensor, values: Tensor, bits: int) -> tuple[Tenso
     for x in (keys, values):
         mean = x.mean(1, keepdim=True)
         variance, basis = torch.linalg.eigh((x - mean).mT @ (x - mean) / x.shape[1])
-        wanted = 0.5 * variance.clamp_min(1e-12).log2()
-        wanted = (wanted - wanted.mean(-1, keepdim=True) + bits).round().clamp(0, 8)
-        turned = (x - mean) @ basis
-        parts = [torch.zeros_like(turned), *(_in_pages(turned, width, TOKENS) for width in range(1, 9))]
-        chosen = torch.stack(parts).gather(0, wanted.long()[None, :, None].expand(1, *turned.shape))[0]
-        pair.append(chosen @ basis.mT + mean)
+        widths = 0.5 * variance.clamp_min(1e-12).log2()
+        widths = (widths - widths.mean(-1, keepdim=True) + bits).round().clamp(0, 8)
+        coordinates = (x - mean) @ basis
+        parts = [torch.zeros_like(coordinates), *(_in_pages(coordinates, width, TOKENS) for width in range(1, 9))]
+        new_coordinates = torch.stack(parts).gather(0, widths.long()[None, :, None].expand(1, *coordinates.shape))[0]
+        pair.append(new_coordinates @ basis.mT + mean)
     return pair[0], pair[1]
 
 
 def oscar(prompt: Prompt, layer: int, keys: Tensor, values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Keys along eigenvectors of the queries, mixed by Hadamard and clipped, per token; values by theirs (OSCAR)."""
-    of_queries = prompt.gram[layer]
-    weights = torch.einsum("htc,hcd,htd->ht", keys, of_queries, keys)
+    query_gram = prompt.gram[layer]
+    weights = torch.einsum("htc,hcd,htd->ht", keys, query_gram, keys)
     pair = []
-    for x, gram in ((keys, of_queries), (values, (values * weights[..., None]).mT @ values)):
+    for x, gram in ((keys, query_gram), (values, (values * weights[..., None]).mT @ values)):
         basis = torch.linalg.eigh(gram).eigenvectors @ rotation(x.shape[-1])
         pair.append(asymmetric(x @ basis, CHANNELS, bits, clip=0.9) @ basis.mT)
     return pair[0], pair[1]
@@ -173,23 +175,23 @@ def low_rank_keys(prompt: Prompt, rank: int, value_rank: int | None = None) -> W
 def _of_rank(x: Tensor, rank: int) -> Tensor:
     rows = x.transpose(0, 1).flatten(1)
     basis = torch.linalg.eigh(rows.mT @ rows).eigenvectors[:, -rank:]
-    projected: Tensor = (rows @ basis @ basis.mT).unflatten(1, (len(x), -1)).transpose(0, 1).contiguous()
-    return projected
+    result: Tensor = (rows @ basis @ basis.mT).unflatten(1, (len(x), -1)).transpose(0, 1).contiguous()
+    return result
 
 
-def shared_layers(prompt: Prompt, retained: float) -> Way:
+def shared_layers(prompt: Prompt, kept_share: float) -> Way:
     """Two neighbours of the deeper layers share directions, each with its lengths; others stay (MiniCache)."""
     cache = dict(prompt.cache)
     for layer in range(len(cache) // 2, len(cache) - 1, 2):
         pair = [prompt.cache[layer], prompt.cache[layer + 1]]
-        both: list[list[Tensor]] = [[], []]
+        new_pair: list[list[Tensor]] = [[], []]
         for index in (0, 1):
-            units = [torch.nn.functional.normalize(each[index], dim=-1) for each in pair]
+            units = [torch.nn.functional.normalize(states[index], dim=-1) for states in pair]
             angle = (units[0] * units[1]).sum(-1, keepdim=True).clamp(-1 + 1e-6, 1 - 1e-6).acos()
             middle = (units[0] + units[1]) * ((angle / 2).sin() / angle.sin())
-            differs = kept_tokens(angle[..., 0], max(SINKS + RECENT, round(retained * prompt.length)))[..., None]
-            for which, states in enumerate(pair):
-                shared = middle * states[index].norm(dim=-1, keepdim=True)
-                both[which].append(torch.where(differs, states[index], shared))
-        cache[layer], cache[layer + 1] = (both[0][0], both[0][1]), (both[1][0], both[1][1])
-    return Way(cache=cache, bytes=0.75 + retained / 4)
+            differs = kept_tokens(angle[..., 0], max(SINKS + RECENT, round(kept_share * prompt.length)))[..., None]
+            for position, states in enumerate(pair):
+                merged_states = middle * states[index].norm(dim=-1, keepdim=True)
+                new_pair[position].append(torch.where(differs, states[index], merged_states))
+        cache[layer], cache[layer + 1] = (new_pair[0][0], new_pair[0][1]), (new_pair[1][0], new_pair[1][1])
+    return Way(cache=cache, bytes=0.75 + kept_share / 4)

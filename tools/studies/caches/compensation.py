@@ -1,7 +1,6 @@
-"""What stands for the tokens that go: features of all of them together (NTK-Attention), or a few fused tokens (LoCoCo).
+"""Replacements of evicted tokens: features of all of them together (NTK-Attention), or a few fused tokens (LoCoCo).
 
-Neither is as published, whose parts are trained by gradient descent: what is fitted here is fitted in closed form, or
-by steps of a convex problem.
+The papers train their parts by gradient descent; here they are fitted in closed form, or by steps of a convex problem.
 """
 
 from __future__ import annotations
@@ -20,56 +19,56 @@ PAGE = 16
 WINDOW = 5
 """Tokens that a convolution sees."""
 _MOST_GAIN = 100.0
-"""By which the number of tokens of a feature may be multiplied."""
+"""Largest factor that the number of tokens of a feature is multiplied by."""
 
 
 def with_page_means(prompt: Prompt, score: Callable[[Prompt, int], Tensor], count: int, *, is_fitted: bool) -> Way:
-    """Tokens that go are summed up by exponentials of queries times the mean key of each 16 of them (NTK-Attention).
+    """Every 16 evicted tokens become one: the exponential of queries times their mean key (NTK-Attention).
 
-    Attention to the tokens that stay has sums exp(q k) v and exp(q k); those that go add phi(q) Z and phi(q) z (Liang
-    et al. 2024), here with phi(q) = exp(q m) of the means m, z = 16, and Z the sum of their values: exact for keys that
-    are alike. ``is_fitted``: z and Z are those that give the last queries of the prompt the least relative error, not
-    below 0. A mean, a sum and a number take the bytes of a token.
+    Attention to kept tokens has sums exp(q k) v and exp(q k); evicted ones add phi(q) Z and phi(q) z (Liang et al.
+    2024), here with phi(q) = exp(q m) of the means m, z = 16, and Z the sum of their values: exact where the keys are
+    equal. ``is_fitted``: z and Z minimize the relative error of the prompt's last queries, with z >= 0. A mean, a sum
+    and a number take the bytes of a token.
 
     Args:
-        prompt: what was read.
-        score: by which tokens stay.
-        count: of tokens that stay and pages of others.
+        prompt: the prompt.
+        score: by which tokens are kept.
+        count: of kept tokens, plus pages of evicted ones.
         is_fitted: see above.
     """
-    pages = -(-(prompt.length - count) // (PAGE - 1))  # E tokens that go are E / 16 pages of count
-    kept = {layer: kept_tokens(score(prompt, layer), count - pages) for layer in prompt.cache}
-    rest: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    pages = -(-(prompt.length - count) // (PAGE - 1))  # E evicted tokens are E / 16 pages of count
+    kept_masks = {layer: kept_tokens(score(prompt, layer), count - pages) for layer in prompt.cache}
+    summaries: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for layer, (keys, values) in prompt.cache.items():
         means, sums, numbers = [], [], []
-        for head, stays in enumerate(kept[layer]):
+        for head, stays in enumerate(kept_masks[layer]):
             parts = [numbers_of[head][~stays].split(PAGE) for numbers_of in (keys, values)]
             means.append(torch.stack([part.mean(0) for part in parts[0]]))
             sums.append(torch.stack([part.mean(0) for part in parts[1]]))
             numbers.append(torch.tensor([float(len(part)) for part in parts[0]]))
         fit = (torch.stack(means), torch.stack(sums), torch.stack(numbers))
-        rest[layer] = _fitted(prompt, layer, kept[layer], *fit) if is_fitted else fit
+        summaries[layer] = _fit(prompt, layer, kept_masks[layer], *fit) if is_fitted else fit
 
-    def read(layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        means, values, numbers = rest[layer]
+    def read_summaries(layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        means, values, numbers = summaries[layer]
         return queries @ means[:, None].mT + numbers[:, None, None].clamp_min(1e-20).log(), values
 
-    return Way(kept, rest=read, bytes=count / prompt.length)
+    return Way(kept_masks, read_extra=read_summaries, bytes=count / prompt.length)
 
 
-def _fitted(
-    prompt: Prompt, layer: int, kept: Tensor, means: Tensor, values: Tensor, numbers: Tensor
+def _fit(
+    prompt: Prompt, layer: int, kept_mask: Tensor, means: Tensor, values: Tensor, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return means, and values and numbers by which the prompt's last queries find what they would have found."""
-    keys, all_values = (each.double() for each in prompt.cache[layer])
+    """Return means, and the values and numbers that best give the prompt's last queries their attention."""
+    keys, all_values = (tensor.double() for tensor in prompt.cache[layer])
     means, values, numbers = means.double(), values.double(), numbers.double()
     queries = prompt.last_queries[layer].double()  # [Hk, n, D], scaled
     features = queries @ means.mT
-    scores = (queries @ keys.mT).masked_fill(kept[:, None], -torch.inf)
+    scores = (queries @ keys.mT).masked_fill(kept_mask[:, None], -torch.inf)
     top = torch.maximum(features.amax(-1, keepdim=True), scores.amax(-1, keepdim=True))
     phi, weights = (features - top).exp(), (scores - top).exp()
     total = weights.sum(-1, keepdim=True).clamp_min(1e-30)
-    phi, goal = phi / total, (weights / total) @ all_values  # what phi z comes to is 1 then
+    phi, goal = phi / total, (weights / total) @ all_values  # the goal of phi z is 1 then
     z, gram = numbers.clone(), phi.mT @ phi
     ridge = 1e-2 * gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
     for _ in range(100):  # multiplicative steps (Lee and Seung 2000) go down and stay above 0
@@ -84,10 +83,10 @@ def _fitted(
 
 
 def with_random_features(prompt: Prompt, count: int, features: int, seed: int = 0) -> Way:
-    """Tokens that go are summed up by positive random features (Performer's), as NTK-Attention sums them up.
+    """Evicted tokens are summed by positive random features (Performer's), as NTK-Attention sums them.
 
     phi(x) = exp(w x - |x|^2 / 2) / sqrt(features), for random w, orthogonal in sets; unbiased for exp(q k). A feature
-    has a sum of values and a number, so two take the bytes of a token; the newest tokens stay.
+    has a sum of values and a number, so two take the bytes of a token; the newest tokens are kept.
     """
     size = next(iter(prompt.cache.values()))[0].shape[-1]
     generator = torch.Generator().manual_seed(seed)
@@ -96,31 +95,31 @@ def with_random_features(prompt: Prompt, count: int, features: int, seed: int = 
     w = (torch.cat([torch.linalg.qr(block).Q for block in blocks]) * lengths)[:features]
     newest = torch.arange(prompt.length, dtype=torch.float32)
     balance = size**0.25  # queries come divided by its square
-    kept = {
+    kept_masks = {
         layer: kept_tokens(newest.expand(len(keys), -1), count - features // 2)
         for layer, (keys, _) in prompt.cache.items()
     }
-    rest = {}
+    summaries = {}
     for layer, (keys, values) in prompt.cache.items():
-        # a mean is taken off keys, and multiplies all sums of a query alike
+        # the mean of keys is subtracted: it multiplies all sums of a query by the same factor
         middle = keys.mean(1, keepdim=True)
         short_keys = (keys - middle) / balance
         logs = short_keys @ w.mT - short_keys.square().sum(-1, keepdim=True) / 2
-        weights = torch.softmax(logs.masked_fill(kept[layer][..., None], -torch.inf), 1)
-        totals = logs.masked_fill(kept[layer][..., None], -torch.inf).logsumexp(1)
-        rest[layer] = (middle, totals, weights.mT @ values)
+        weights = torch.softmax(logs.masked_fill(kept_masks[layer][..., None], -torch.inf), 1)
+        totals = logs.masked_fill(kept_masks[layer][..., None], -torch.inf).logsumexp(1)
+        summaries[layer] = (middle, totals, weights.mT @ values)
 
-    def read(layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        middle, totals, values = rest[layer]
+    def read_summaries(layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        middle, totals, values = summaries[layer]
         long_queries = queries * balance
         logs = long_queries @ w.mT - long_queries.square().sum(-1, keepdim=True) / 2 - math.log(features)
         return logs + totals[:, None, None] + queries @ middle[:, None].mT, values
 
-    return Way(kept, rest=read, bytes=count / prompt.length)
+    return Way(kept_masks, read_extra=read_summaries, bytes=count / prompt.length)
 
 
 def learn_convolutions(model: Any, ids: Tensor) -> dict[int, Tensor]:
-    """Return, by layer, filters [Hk, WINDOW 2 D + 1] that tell a token's log attention by keys and values around it.
+    """Return, by layer, filters [Hk, WINDOW 2 D + 1] that predict a token's log attention from keys and values near it.
 
     Fitted in closed form on another text, as the probes of KVzap are.
     """
@@ -137,44 +136,42 @@ def learn_convolutions(model: Any, ids: Tensor) -> dict[int, Tensor]:
 def _windows(prompt: Prompt, layer: int) -> Tensor:
     """Return keys before the rotary embedding and values of a token and its neighbours, and 1, [Hk, tokens, n]."""
     keys, values = prompt.cache[layer]
-    both = torch.cat([prompt.rotate(keys, torch.arange(keys.shape[1]), -1), values], -1)
+    features = torch.cat([prompt.rotate(keys, torch.arange(keys.shape[1]), -1), values], -1)
     half = WINDOW // 2
-    padded = torch.nn.functional.pad(both, (0, 0, half, half))
-    windows = torch.cat([padded[:, shift : shift + both.shape[1]] for shift in range(WINDOW)], -1)
+    rows = torch.nn.functional.pad(features, (0, 0, half, half))
+    windows = torch.cat([rows[:, shift : shift + features.shape[1]] for shift in range(WINDOW)], -1)
     return torch.nn.functional.pad(windows, (0, 1), value=1.0)
 
 
-def fused(prompt: Prompt, count: int, *, is_counted: bool) -> Way:
-    """Neighbours between the first and the newest tokens become as many tokens as there is room for (LoCoCo).
+def fuse_neighbours(prompt: Prompt, count: int, *, is_counted: bool) -> Way:
+    """Neighbouring tokens between the first and the newest are fused into as many as there is room for (LoCoCo).
 
-    A token has the weight that a convolution over keys and values gives it, and the keys, before the rotary embedding,
-    and values of neighbours are averaged by them (Cai et al. 2024). There the convolution is trained with the loss of
-    the model; here it is fitted to the attention that tokens got. ``is_counted``: a fused token counts as so many.
+    A convolution over keys and values gives each token a weight, by which the keys, before the rotary embedding, and
+    values of neighbours are averaged (Cai et al. 2024). There the convolution is trained with the loss of the model;
+    here it is fitted to the attention that tokens received. ``is_counted``: a fused token counts as many times.
     """
     first, end, slots = SINKS, prompt.length - RECENT, count - SINKS - RECENT
-    place = (torch.arange(end - first) * slots) // (end - first)
+    slot = (torch.arange(end - first) * slots) // (end - first)
     positions = torch.arange(prompt.length).float()
-    sizes = torch.bincount(place, minlength=slots).float()
-    kept, rest = {}, {}
+    sizes = torch.bincount(slot, minlength=slots).float()
+    kept_masks, fused_tokens = {}, {}
     for layer, (keys, values) in prompt.cache.items():
         scores = (_windows(prompt, layer) @ prompt.filters[layer][..., None])[:, first:end, 0]
         weights = (scores - scores.amax(1, keepdim=True)).exp().clamp_min(1e-20)
-        total = torch.zeros(len(keys), slots).index_add(1, place, weights)
-        weights = weights / total[:, place]
+        total = torch.zeros(len(keys), slots).index_add(1, slot, weights)
+        weights = weights / total[:, slot]
         plain = prompt.rotate(keys, torch.arange(prompt.length), -1)
         parts = [
-            torch.zeros(len(keys), slots, keys.shape[-1]).index_add(
-                1, place, weights[..., None] * numbers[:, first:end]
-            )
+            torch.zeros(len(keys), slots, keys.shape[-1]).index_add(1, slot, weights[..., None] * numbers[:, first:end])
             for numbers in (plain, values)
         ]
-        middles = torch.zeros(slots).index_add(0, place, positions[first:end]) / sizes
-        rest[layer] = (prompt.rotate(parts[0], middles.round(), 1), parts[1])
-        kept[layer] = torch.zeros(len(keys), prompt.length, dtype=torch.bool)
-        kept[layer][:, :first] = kept[layer][:, end:] = True
+        middles = torch.zeros(slots).index_add(0, slot, positions[first:end]) / sizes
+        fused_tokens[layer] = (prompt.rotate(parts[0], middles.round(), 1), parts[1])
+        kept_masks[layer] = torch.zeros(len(keys), prompt.length, dtype=torch.bool)
+        kept_masks[layer][:, :first] = kept_masks[layer][:, end:] = True
 
-    def read(layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = rest[layer]
+    def read_fused(layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = fused_tokens[layer]
         return queries @ keys[:, None].mT + (sizes.log() if is_counted else 0), values
 
-    return Way(kept, rest=read, bytes=count / prompt.length)
+    return Way(kept_masks, read_extra=read_fused, bytes=count / prompt.length)

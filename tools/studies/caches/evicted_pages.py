@@ -1,4 +1,4 @@
-"""Eviction by what is built: artifacts read a prompt by their kernels, then ``Decoder.evict`` leaves a part of it."""
+"""Eviction by graphopt itself: artifacts read a prompt by their kernels, then ``Decoder.evict`` keeps a part of it."""
 
 from __future__ import annotations
 
@@ -31,55 +31,55 @@ STORAGES: dict[str, tuple[str, str | None]] = {
     "int4": ("int4", None),
     "int4 keys, int3 values": ("int4", "int3"),
 }
-"""Of keys, and of values where they have one of their own; heads are rotated before numbers become codes."""
+"""Storages of keys, and of values where they differ; heads are rotated before numbers become codes."""
 
 KINDS = ("streaming", "keydiff", "key-norm")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tokens behind a prompt become.
+    """The predictions after a prompt of which a part is kept.
 
     Attributes:
-        name: of the way in which the prompt is kept.
-        bytes: of what is kept, beside float16 keys and values of the whole prompt.
-        reference: logarithms of probabilities behind each of the tokens, with the whole prompt, [NEXT, vocabulary].
-        evicted: the same with what is kept.
+        name: of the method of eviction.
+        bytes: of the kept part, as a share of float16 keys and values of the whole prompt.
+        reference: log probabilities after each of the next tokens, with the whole prompt, [NEXT, vocabulary].
+        logs: the same with the kept part.
     """
 
     name: str
     bytes: float
     reference: Tensor
-    evicted: Tensor
+    logs: Tensor
 
 
 def bytes_of(layers: Sequence[PagedLayer], tokens: int) -> int:
-    """Return the bytes of all states of a row with so many tokens: pages, their scales, and slots of floats."""
+    """Return the bytes of all states of a row of ``tokens``: pages, their scales, and slots of floats."""
     return sum(layer.bytes(1, -(-tokens // PAGE)) for layer in layers)
 
 
 def tokens_in(layers: Sequence[PagedLayer], most_bytes: float, tokens: int) -> int:
-    """Return how many of ``tokens`` tokens the caches of a row hold in so many bytes, in whole pages or all of them."""
+    """Return how many of ``tokens`` the caches of a row hold in ``most_bytes``, in whole pages or all of them."""
     counts = [*range(PAGE, tokens, PAGE), tokens]
     return max((count for count in counts if bytes_of(layers, count) <= most_bytes), default=0)
 
 
 def eviction(kind: str, keep: int) -> Eviction:
-    """Return what keeps so many tokens: the first and the newest, or those of the best scores besides."""
+    """Return the eviction that keeps ``keep`` tokens: the first and the newest, or also those of the best scores."""
     if kind == "streaming":
         return Eviction(keep, sinks=SINKS, recent=keep - SINKS, slack=0)
     return Eviction(keep, kind, SINKS, RECENT, slack=0)
 
 
-def read(decoder: Decoder, ids: Tensor) -> Iterator[Tensor]:
-    """Feed tokens page by page; yield logarithms of probabilities behind those of each page, [tokens, vocabulary]."""
+def read_pages(decoder: Decoder, ids: Tensor) -> Iterator[Tensor]:
+    """Feed tokens page by page; yield the log probabilities after the tokens of each page, [tokens, vocabulary]."""
     for piece in ids.split(PAGE):
         logits = decoder.step(piece[None].numpy().astype(np.int64))[0]
         yield torch.log_softmax(torch.from_numpy(np.array(logits, np.float32)), -1)
 
 
 def by_kernels(checkpoint: Path, ids: Tensor, share: float, only: Sequence[str]) -> Iterator[Outcome]:
-    """Yield what evictions of each storage cost that leave the same bytes.
+    """Yield the outcome of each storage and eviction, all at the same bytes.
 
     Args:
         checkpoint: of the model.
@@ -90,28 +90,28 @@ def by_kernels(checkpoint: Path, ids: Tensor, share: float, only: Sequence[str])
     prompt, following = ids[:-NEXT], ids[-NEXT:]
     whole, reference = 0, torch.empty(0)
     with tempfile.TemporaryDirectory() as temporary:
-        source, compressed = Path(temporary) / "float32", Path(temporary) / "compressed"
+        source, target = Path(temporary) / "float32", Path(temporary) / "compressed"
         graphopt.export(checkpoint, source)
-        for storage, (of_keys, of_values) in STORAGES.items():
+        for storage, (key_storage, value_storage) in STORAGES.items():
             kinds = [kind for kind in KINDS if is_asked(f"{storage}, {kind}", only)]
             if not kinds and whole:
                 continue
             rotation = (FoldNorms(), Rotate(query_key="hadamard")) if whole else ()
-            last = QuantizeKV(storage=of_keys, value_storage=of_values)
+            last = QuantizeKV(storage=key_storage, value_storage=value_storage)
             recipe = Recipe(name="cache", steps=(Canonicalize(), *rotation, last))
-            graphopt.optimize(source, recipe, compressed, run=False, overwrite=True)
-            decoder = Decoder(graphopt.load(compressed), 1, room=len(ids))
-            for _ in read(decoder, prompt):
+            graphopt.optimize(source, recipe, target, run=False, overwrite=True)
+            decoder = Decoder(graphopt.load(target), 1, room=len(ids))
+            for _ in read_pages(decoder, prompt):
                 pass
             layers = decoder.session.interface.layers
             if not whole:
                 whole = bytes_of(layers, len(prompt))
-                reference = torch.cat([*read(decoder.fork([0]), following)])
+                reference = torch.cat([*read_pages(decoder.fork([0]), following)])
             keep = tokens_in(layers, whole * share, len(prompt))
             for kind in kinds if keep < len(prompt) else kinds[:1]:
-                kept, name = decoder.fork([0]), f"{storage}, all tokens"
+                fork, name = decoder.fork([0]), f"{storage}, all tokens"
                 if keep < len(prompt):
-                    kept.evict(eviction(kind, keep))
+                    fork.evict(eviction(kind, keep))
                     name = f"{storage}, {keep / len(prompt):.0%} of the tokens by {kind}"
-                evicted = torch.cat([*read(kept, following)])
-                yield Outcome(name, bytes_of(layers, keep) / whole, reference, evicted)
+                logs = torch.cat([*read_pages(fork, following)])
+                yield Outcome(name, bytes_of(layers, keep) / whole, reference, logs)

@@ -1,4 +1,4 @@
-"""What is evicted: scores of tokens, and which of them heads keep."""
+"""Scores of tokens for eviction, and the tokens that heads keep by them."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def snapkv(prompt: Prompt, layer: int) -> Tensor:
 
 def snapkv_late(prompt: Prompt, layer: int) -> Tensor:
     """The same, of the last 512 queries, times the lengths of values (as VATP, Guo et al. 2024)."""
-    pooled = torch.nn.functional.max_pool1d(prompt.late[layer][None], 7, 1, 3)[0]
-    scores: Tensor = pooled * prompt.cache[layer][1].norm(dim=-1)
+    attention = torch.nn.functional.max_pool1d(prompt.late[layer][None], 7, 1, 3)[0]
+    scores: Tensor = attention * prompt.cache[layer][1].norm(dim=-1)
     return scores
 
 
-def accumulated(prompt: Prompt, layer: int) -> Tensor:
+def sum_received(prompt: Prompt, layer: int) -> Tensor:
     """Attention of all queries, here of every 8th, added up (H2O, Zhang et al. 2023)."""
-    return prompt.received[layer]
+    return prompt.attention_sums[layer]
 
 
 def mean_received(prompt: Prompt, layer: int) -> Tensor:
     """The same, per query that could have seen the token."""
-    return prompt.received[layer] / (prompt.length - torch.arange(prompt.length)).clamp(min=64)
+    return prompt.attention_sums[layer] / (prompt.length - torch.arange(prompt.length)).clamp(min=64)
 
 
 def expected_attention(prompt: Prompt, layer: int) -> Tensor:
@@ -60,18 +60,18 @@ def expected_attention(prompt: Prompt, layer: int) -> Tensor:
     unit = torch.eye(size).expand(512, -1, -1).transpose(0, 1)  # [D, 512, D]
     turn = prompt.rotate(unit, positions, 1).mean(1)  # of rows, averaged
     mean, covariance = mean @ turn, turn.mT @ covariance @ turn
-    found = []
+    head_scores = []
     for head, k in enumerate(keys):
         rows = slice(head * group, (head + 1) * group)
         linear = k @ mean[rows].mT / size**0.5
         square = torch.einsum("tc,hcd,td->th", k, covariance[rows], k) / (2 * size)
-        found.append(torch.softmax(linear + square, 0).mean(-1))
-    scores: Tensor = torch.stack(found) * values.norm(dim=-1)
+        head_scores.append(torch.softmax(linear + square, 0).mean(-1))
+    scores: Tensor = torch.stack(head_scores) * values.norm(dim=-1)
     return scores
 
 
 def next_queries(prompt: Prompt, layer: int) -> Tensor:
-    """Attention of the queries that come: a bound, no method."""
+    """Attention of the next tokens' queries, which are not known in practice: a bound, no method."""
     return prompt.future[layer]
 
 
@@ -85,7 +85,7 @@ def probe(prompt: Prompt, layer: int) -> Tensor:
 
 
 def learn_probes(model: Any, ids: Tensor) -> dict[int, Tensor]:
-    """Return, by layer, weights [size + 1, Hk] that tell log(attention of later queries) by a token's hidden state."""
+    """Return, by layer, weights [size + 1, Hk] that predict log(attention of later queries) from a hidden state."""
     text, probes = Prompt(model, ids), {}
     for layer, hidden in text.hidden.items():
         inputs = torch.nn.functional.pad(hidden, (0, 1), value=1.0)[SINKS:-RECENT].double()
@@ -102,7 +102,7 @@ METHODS: dict[str, Callable[[Prompt, int], Tensor]] = {
     "keydiff": keydiff,
     "snapkv": snapkv,
     "snapkv of 512 queries, by values": snapkv_late,
-    "accumulated attention": accumulated,
+    "accumulated attention": sum_received,
     "mean attention": mean_received,
     "expected attention": expected_attention,
     "kvzap": probe,
@@ -132,27 +132,29 @@ def kept_tokens(scores: Tensor, count: int, *, is_shared: bool = False) -> Tenso
 def kept_of_all(scores: dict[int, Tensor], count: int) -> dict[int, Tensor]:
     """Return which tokens heads keep where those of all layers share ``count`` for each on average."""
     layers = list(scores)
-    shared = kept_tokens(torch.cat([scores[layer] for layer in layers]), count, is_shared=True)
+    masks = kept_tokens(torch.cat([scores[layer] for layer in layers]), count, is_shared=True)
     heads = [len(scores[layer]) for layer in layers]
-    return dict(zip(layers, shared.split(heads), strict=True))
+    return dict(zip(layers, masks.split(heads), strict=True))
 
 
-def merged(prompt: Prompt, count: int) -> Way:
-    """Tokens that go are averaged into the kept one whose key is most like theirs, above a cosine of 0.6 (EMS)."""
-    kept, cache = {}, {}
+def merge_tokens(prompt: Prompt, count: int) -> Way:
+    """Evicted tokens are averaged into the kept one of the nearest key, above a cosine of 0.6 (EMS)."""
+    kept_masks, cache = {}, {}
     for layer, (keys, values) in prompt.cache.items():
         scores = snapkv(prompt, layer) * mean_received(prompt, layer)  # of the newest queries, and of all
-        kept[layer] = kept_tokens(scores, count)
+        kept_masks[layer] = kept_tokens(scores, count)
         new_keys, new_values = keys.clone(), values.clone()
-        for head, is_kept in enumerate(kept[layer]):
-            places = is_kept.nonzero()[SINKS:, 0]  # the first stay as they are
+        for head, is_kept in enumerate(kept_masks[layer]):
+            kept_positions = is_kept.nonzero()[SINKS:, 0]  # the first stay as they are
             unit = torch.nn.functional.normalize(keys[head], dim=-1)
-            likeness, nearest = (unit[~is_kept] @ unit[places].mT).max(1)
+            likeness, nearest = (unit[~is_kept] @ unit[kept_positions].mT).max(1)
             joins = likeness > 0.6
-            weight, own = scores[head][~is_kept][joins, None], scores[head][places, None]
-            total = own.index_add(0, nearest[joins], weight).clamp_min(1e-20)
+            weight, kept_weights = scores[head][~is_kept][joins, None], scores[head][kept_positions, None]
+            total = kept_weights.index_add(0, nearest[joins], weight).clamp_min(1e-20)
             for numbers, new in ((keys[head], new_keys[head]), (values[head], new_values[head])):
-                sums = (own * numbers[places]).index_add(0, nearest[joins], weight * numbers[~is_kept][joins])
-                new[places] = sums / total
+                sums = (kept_weights * numbers[kept_positions]).index_add(
+                    0, nearest[joins], weight * numbers[~is_kept][joins]
+                )
+                new[kept_positions] = sums / total
         cache[layer] = (new_keys, new_values)
-    return Way(kept, cache, bytes=count / prompt.length)
+    return Way(kept_masks, cache, bytes=count / prompt.length)

@@ -25,7 +25,7 @@ from tools.studies.caches.spectral import Statistics
 _CLIPS = {2: 0.9}
 _WITH_FACTORS = (2, 3)
 _UNITS = 1.45
-"""Deviations that a unit of ``t2`` is, for the least squared error of normal numbers."""
+"""A unit of ``t2`` in standard deviations, for the least squared error of normal numbers."""
 _TINY = np.float32(1e-12)
 
 Doubles = npt.NDArray[np.float64]
@@ -33,28 +33,28 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class KeyBasis:
-    """What the keys of a layer are rounded in.
+    """The basis in which the keys of a layer are rounded.
 
     Attributes:
-        into: keys as rows times this are what is rounded, [Hk, D, D].
+        matrix: keys as rows times this are the coordinates that are rounded, [Hk, D, D].
         back: its inverse.
         feedback: float32 [Hk, D, D].
     """
 
-    into: Doubles
+    matrix: Doubles
     back: Doubles
     feedback: npt.NDArray[np.float32]
 
     @classmethod
-    def of(cls, statistics: Statistics, *, whitens: bool) -> KeyBasis:
+    def from_statistics(cls, statistics: Statistics, *, whitens: bool) -> KeyBasis:
         """Return rotated heads, or rotated heads that ``key_whitening`` of ``quantize_kv`` multiplies."""
         size = statistics.queries.shape[-1]
-        into = np.broadcast_to(rotation(size).numpy().astype(np.float64), statistics.queries.shape)
+        matrix = np.broadcast_to(rotation(size).numpy().astype(np.float64), statistics.queries.shape)
         if whitens:
-            into = into @ whitening(into.swapaxes(-1, -2) @ statistics.key_moments.numpy() @ into)
-        back = np.asarray(np.linalg.inv(into), np.float64)
+            matrix = matrix @ whitening(matrix.swapaxes(-1, -2) @ statistics.key_moments.numpy() @ matrix)
+        back = np.asarray(np.linalg.inv(matrix), np.float64)
         moments = back @ statistics.queries.numpy() @ back.swapaxes(-1, -2)
-        return cls(into, back, key_feedback(moments).astype(np.float32))
+        return cls(matrix, back, key_feedback(moments).astype(np.float32))
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,16 @@ class FeedbackMethod:
         """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
         del rotary
         clip = _CLIPS.get(self.key_bits, 1.0)
-        of_keys, basis = self.bases[layer], rotation(keys.shape[-1]).numpy()
-        rotated = (keys.numpy() @ of_keys.into, values.numpy() @ basis)
-        pages = [_pages(x.astype(np.float32), self.tail) for x in rotated]
+        key_basis, basis = self.bases[layer], rotation(keys.shape[-1]).numpy()
+        coordinates = (keys.numpy() @ key_basis.matrix, values.numpy() @ basis)
+        pages = [_pages(x.astype(np.float32), self.tail) for x in coordinates]
         factors = factors_of_tokens(pages[0]) if self.key_bits in _WITH_FACTORS else np.ones(1, np.float32)
-        codes, low, step = round_with_feedback(pages[0] / factors, of_keys.feedback, 2**self.key_bits - 1, clip)
+        codes, low, step = round_with_feedback(pages[0] / factors, key_basis.feedback, 2**self.key_bits - 1, clip)
         rounded_keys = (low[..., np.newaxis, :] + step[..., np.newaxis, :] * codes) * factors
         codes, low, step = round_page(pages[1], -1, 2**self.value_bits - 1, clip)
         rounded_values = low[..., np.newaxis] + step[..., np.newaxis] * codes
         tokens = keys.shape[1]
-        return _tokens(rounded_keys, of_keys.back, tokens), _tokens(rounded_values, basis.T, tokens)
+        return _tokens(rounded_keys, key_basis.back, tokens), _tokens(rounded_values, basis.T, tokens)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class FeedbackTrellis:
         name: what it is.
         bases: as of :class:`FeedbackMethod`.
         format: the trellis.
-        keeps_size: whether each set is multiplied by what makes it as long as it was along the direction that it had.
+        keeps_size: whether each rounded set is scaled so that its projection on the original has the original's length.
         tail: which tokens stay floats.
     """
 
@@ -122,33 +122,33 @@ class FeedbackTrellis:
     def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
         del rotary
-        of_keys, basis = self.bases[layer], rotation(keys.shape[-1]).numpy()
-        into = ((keys, of_keys.into), (values, basis))
-        key_pages, value_pages = (_pages((x.numpy() @ matrix).astype(np.float32), self.tail) for x, matrix in into)
+        key_basis, basis = self.bases[layer], rotation(keys.shape[-1]).numpy()
+        pairs = ((keys, key_basis.matrix), (values, basis))
+        key_pages, value_pages = (_pages((x.numpy() @ matrix).astype(np.float32), self.tail) for x, matrix in pairs)
         factors = factors_of_tokens(key_pages)
         numbers = key_pages / factors
         means, sizes = numbers.mean(-2, keepdims=True), numbers.std(-2, keepdims=True)
-        numbers, rounded = numbers - means, np.empty_like(numbers)
+        numbers, new_numbers = numbers - means, np.empty_like(numbers)
         for c in range(numbers.shape[-1]):
             x = numbers[..., c]
-            rounded[..., c] = self._round(x, sizes[..., c])
-            made_up = of_keys.feedback[:, np.newaxis, np.newaxis, c, c + 1 :]
-            numbers[..., c + 1 :] -= (x - rounded[..., c])[..., np.newaxis] * made_up
-        rounded_keys = (rounded + means) * factors
+            new_numbers[..., c] = self._round(x, sizes[..., c])
+            feedback_row = key_basis.feedback[:, np.newaxis, np.newaxis, c, c + 1 :]
+            numbers[..., c + 1 :] -= (x - new_numbers[..., c])[..., np.newaxis] * feedback_row
+        rounded_keys = (new_numbers + means) * factors
         rounded_values = self._round(value_pages, np.sqrt((value_pages**2).mean(-1, keepdims=True)))
         tokens = keys.shape[1]
-        return _tokens(rounded_keys, of_keys.back, tokens), _tokens(rounded_values, basis.T, tokens)
+        return _tokens(rounded_keys, key_basis.back, tokens), _tokens(rounded_values, basis.T, tokens)
 
     def _round(self, sets: npt.NDArray[np.float32], sizes: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Round sets [..., n], whose root mean squares are ``sizes`` [..., 1]."""
         steps = sizes * np.float32(_UNITS) + _TINY
         units = (sets / steps).reshape(1, -1, sets.shape[-1])
         codes = native.encode(units, self.format, np.ones((1, sets.shape[-1])))
-        rounded = self.format.values.take(self.format.windows(codes)).reshape(sets.shape) * steps
+        result = self.format.values.take(self.format.windows(codes)).reshape(sets.shape) * steps
         if self.keeps_size:
-            squares, products = ((sets * other).sum(-1, keepdims=True) for other in (sets, rounded))
-            rounded *= squares / np.maximum(products, _TINY)
-        return np.asarray(rounded, np.float32)
+            squares, products = ((sets * side).sum(-1, keepdims=True) for side in (sets, result))
+            result *= squares / np.maximum(products, _TINY)
+        return np.asarray(result, np.float32)
 
 
 def _pages(x: npt.NDArray[np.float32], tail: Tail) -> npt.NDArray[np.float32]:
@@ -182,14 +182,14 @@ class FeedbackBlocks:
     def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
         del rotary
-        of_keys, basis, levels = self.bases[layer], rotation(keys.shape[-1]).numpy(), 2**self.bits - 1
-        restored = []
-        whole = ((keys, of_keys.into, of_keys.back, of_keys.feedback), (values, basis, basis.T, None))
-        for x, into, back, feedback in whole:
-            codes, scales = round_tokens((x.numpy() @ into).astype(np.float32).swapaxes(0, 1), levels, feedback)
+        key_basis, basis, levels = self.bases[layer], rotation(keys.shape[-1]).numpy(), 2**self.bits - 1
+        pair = []
+        whole = ((keys, key_basis.matrix, key_basis.back, key_basis.feedback), (values, basis, basis.T, None))
+        for x, matrix, back, feedback in whole:
+            codes, scales = round_tokens((x.numpy() @ matrix).astype(np.float32).swapaxes(0, 1), levels, feedback)
             numbers = scales[..., np.newaxis] * (codes.astype(np.float32) - np.float32(levels / 2))
-            restored.append(torch.from_numpy((numbers.swapaxes(0, 1) @ back).astype(np.float32)))
-        return restored[0], restored[1]
+            pair.append(torch.from_numpy((numbers.swapaxes(0, 1) @ back).astype(np.float32)))
+        return pair[0], pair[1]
 
 
 WithFeedback = FeedbackMethod | FeedbackBlocks | FeedbackTrellis
@@ -203,16 +203,16 @@ def feedback_methods(statistics: Sequence[Statistics], tail: Tail) -> list[WithF
         statistics: of that text, of each layer.
         tail: which tokens stay floats.
     """
-    found: list[WithFeedback] = []
+    method_list: list[WithFeedback] = []
     for whitens in (False, True):
-        bases = [KeyBasis.of(of_layer, whitens=whitens) for of_layer in statistics]
+        bases = [KeyBasis.from_statistics(layer_statistics, whitens=whitens) for layer_statistics in statistics]
         stem = "feedback, whitened" if whitens else "feedback"
         for keys, values in ((6, 6), (4, 4), (4, 3), (3, 3), (3, 2), (2, 2)):
             name = f"{stem}, int{keys} keys, int{values} values, rotated"
-            found.append(FeedbackMethod(name, bases, keys, values, tail))
-        found += [
+            method_list.append(FeedbackMethod(name, bases, keys, values, tail))
+        method_list += [
             FeedbackTrellis(f"{stem}, t2, {size}, rotated", bases, T2, keeps, tail)
             for size, keeps in (("sizes kept", True), ("least error", False))
         ]
-        found += [FeedbackBlocks(f"{stem}, blocks, int{bits}, rotated", bases, bits) for bits in (6, 4)]
-    return found
+        method_list += [FeedbackBlocks(f"{stem}, blocks, int{bits}, rotated", bases, bits) for bits in (6, 4)]
+    return method_list

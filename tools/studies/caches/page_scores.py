@@ -1,4 +1,4 @@
-"""What each query reads of a cache that is kept whole: pages, clusters or tokens of the best scores."""
+"""Retrieval from a whole cache: each query reads the pages, clusters or tokens of the best scores."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ PAGE = 16
 
 
 def by_indexer(channels: int, budget: int) -> Way:
-    """Tokens of the best scores by few channels of queries and keys, those that tell most of the products.
+    """Tokens of the best scores by few channels of queries and keys.
 
-    Fitted in closed form to the queries and keys of the prompt: the part of that rank that is nearest to all scores.
+    The channels are fitted in closed form to the queries and keys of the prompt: the best approximation of all scores
+    of that rank.
     """
 
     def choose(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
@@ -27,9 +28,9 @@ def by_indexer(channels: int, budget: int) -> Way:
         best = torch.linalg.eigh(root @ prompt.gram[layer] @ root).eigenvectors[..., -channels:]
         short_queries, short_keys = queries @ (root @ best)[:, None], keys @ (inverse @ best)
         scores = (short_queries @ short_keys[:, None].mT).softmax(-1).mean(1, keepdim=True)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(budget, -1).indices, True)
-        chosen[..., :SINKS] = chosen[..., -RECENT:] = True
-        return chosen
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(budget, -1).indices, True)
+        mask[..., :SINKS] = mask[..., -RECENT:] = True
+        return mask
 
     return Way(choose=choose)
 
@@ -41,9 +42,9 @@ def choose_pages(score: Callable[[Prompt, int, Tensor], Tensor], budget: int) ->
         scores = score(prompt, layer, queries)  # [Hk, group, n, pages]
         scores = scores.softmax(-1).mean(1, keepdim=True)  # of all query heads, as KVAttention has it
         best = scores.topk(budget // PAGE, dim=-1).indices
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True).repeat_interleave(PAGE, -1)
-        chosen[..., :SINKS] = chosen[..., -RECENT:] = True
-        return chosen
+        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True).repeat_interleave(PAGE, -1)
+        mask[..., :SINKS] = mask[..., -RECENT:] = True
+        return mask
 
     return Way(choose=choose)
 
@@ -60,7 +61,7 @@ def by_mean(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
 
 
 def by_bounds(prompt: Prompt, layer: int, queries: Tensor) -> Tensor:
-    """The most that a key between the least and largest numbers of a page can have (Quest)."""
+    """The largest score of any key between the least and largest numbers of a page (Quest)."""
     pages = _pages(prompt.cache[layer][0])
     low, high = pages.amin(2), pages.amax(2)
     return queries.clamp_min(0) @ high[:, None].mT + queries.clamp_max(0) @ low[:, None].mT
@@ -93,9 +94,9 @@ def by_centroids(budget: int) -> Way:
             sizes = torch.bincount(cluster, minlength=len(centroids))[order]
             is_read = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, sizes.cumsum(-1) <= budget)
             masks.append(is_read[:, cluster])
-        chosen = torch.stack(masks)[:, None]
-        chosen[..., :SINKS] = chosen[..., -RECENT:] = True
-        return chosen
+        mask = torch.stack(masks)[:, None]
+        mask[..., :SINKS] = mask[..., -RECENT:] = True
+        return mask
 
     return Way(choose=choose)
 

@@ -1,7 +1,7 @@
-"""Ways to round keys and values, emulated: tensors go in and come back as a cache would give them back.
+"""Ways to round keys and values, emulated: functions from tensors to the tensors that a cache would return.
 
-Pages are [heads, pages, tokens, channels], what has no pages is [heads, tokens, channels], float32. None of this is a
-kernel: it says what a method would do to numbers, not how fast.
+Pages are [heads, pages, tokens, channels], tensors without pages are [heads, tokens, channels], float32. Nothing here
+is a kernel: it shows the effect of a method on numbers, not its speed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Round = Callable[[Tensor], Tensor]
 
 _TINY = 1e-20
 TOKENS, CHANNELS = -2, -1
-"""The axis that a set of numbers with common scales lies along."""
+"""Axes along which numbers share a scale."""
 
 
 @cache
@@ -39,17 +39,17 @@ def asymmetric(x: Tensor, axis: int, bits: int, clip: float = 1.0, shares: Seque
         axis: of the numbers that share a low and a step.
         bits: of a code.
         clip: the share of the span that codes cover, its middle.
-        shares: where there are some, each set takes the one of the least squared error instead (SKVQ).
+        shares: if given, each set takes the one of least squared error instead of ``clip`` (SKVQ).
     """
     low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
-    best, least = x, None
+    best, least_error = x, None
     for share in shares or (clip,):
         half = (high - low) / 2 * share
         first, step = (low + high) / 2 - half, (2 * half / (2**bits - 1)).clamp_min(_TINY)
-        rounded = first + step * ((x - first) / step).round().clamp(0, 2**bits - 1)
-        error = (rounded - x).square().sum(axis, keepdim=True)
-        best = rounded if least is None else torch.where(error < least, rounded, best)
-        least = error if least is None else torch.minimum(error, least)
+        candidate = first + step * ((x - first) / step).round().clamp(0, 2**bits - 1)
+        error = (candidate - x).square().sum(axis, keepdim=True)
+        best = candidate if least_error is None else torch.where(error < least_error, candidate, best)
+        least_error = error if least_error is None else torch.minimum(error, least_error)
     return best
 
 
@@ -60,7 +60,7 @@ def sizes_of_keys(x: Tensor) -> Tensor:
 
 
 def with_factors(round_rest: Round) -> Round:
-    """Divide each key of a page by its size, and round what is left."""
+    """Divide each key of a page by its size, then round."""
 
     def apply(x: Tensor) -> Tensor:
         sizes = sizes_of_keys(x)
@@ -70,7 +70,7 @@ def with_factors(round_rest: Round) -> Round:
 
 
 def beside_page_before(round_rest: Round, page: int = 64) -> Round:
-    """Round what tokens differ by from the mean of the page before theirs, that of the first one from zero.
+    """Round the difference of tokens from the mean of the page before theirs; of the first page, from zero.
 
     Takes pages, or tokens without pages.
     """
@@ -86,13 +86,13 @@ def beside_page_before(round_rest: Round, page: int = 64) -> Round:
     return apply
 
 
-def tabled(x: Tensor, axis: int, bits: int) -> Tensor:
+def round_to_table(x: Tensor, axis: int, bits: int) -> Tensor:
     """Round to the best 2^bits levels of a normal distribution, by mean and deviation of each set (as KVQuant)."""
     mean, deviation = x.mean(axis, keepdim=True), x.std(axis, keepdim=True).clamp_min(_TINY)
     levels = normal_levels(bits)
     borders = (levels[1:] + levels[:-1]) / 2
-    rounded: Tensor = mean + deviation * levels[torch.bucketize((x - mean) / deviation, borders)]
-    return rounded
+    result: Tensor = mean + deviation * levels[torch.bucketize((x - mean) / deviation, borders)]
+    return result
 
 
 @cache
@@ -101,48 +101,48 @@ def normal_levels(bits: int) -> Tensor:
     points = torch.special.ndtri((torch.arange(1 << 16, dtype=torch.float64) + 0.5) / (1 << 16)).float()
     levels: Tensor = points[torch.linspace(0.5, 2**bits - 0.5, 2**bits).mul(len(points) / 2**bits).long()]
     for _ in range(200):
-        place = torch.bucketize(points, (levels[1:] + levels[:-1]) / 2)
-        sums = torch.zeros_like(levels).index_add_(0, place, points)
-        levels = sums / torch.bincount(place, minlength=len(levels)).clamp_min(1)
+        cell = torch.bucketize(points, (levels[1:] + levels[:-1]) / 2)
+        sums = torch.zeros_like(levels).index_add_(0, cell, points)
+        levels = sums / torch.bincount(cell, minlength=len(levels)).clamp_min(1)
     return levels
 
 
-def normalized(round_rest: Round, rounds: int = 16) -> Round:
-    """Divide rows and columns of each page by their deviations, in turns, and round what is left (KVarN)."""
+def with_normalized_pages(round_rest: Round, rounds: int = 16) -> Round:
+    """Divide rows and columns of each page by their deviations, in turns, then round (KVarN)."""
 
     def apply(x: Tensor) -> Tensor:
-        rest, rows, columns = x, torch.ones_like(x[..., :1]), torch.ones_like(x[..., :1, :])
+        residual, rows, columns = x, torch.ones_like(x[..., :1]), torch.ones_like(x[..., :1, :])
         for _ in range(rounds):
-            of_row = rest.std(CHANNELS, keepdim=True).clamp_min(_TINY)
-            rest, rows = rest / of_row, rows * of_row
-            of_column = rest.std(TOKENS, keepdim=True).clamp_min(_TINY)
-            rest, columns = rest / of_column, columns * of_column
-        return round_rest(rest) * rows * columns
+            row_deviation = residual.std(CHANNELS, keepdim=True).clamp_min(_TINY)
+            residual, rows = residual / row_deviation, rows * row_deviation
+            column_deviation = residual.std(TOKENS, keepdim=True).clamp_min(_TINY)
+            residual, columns = residual / column_deviation, columns * column_deviation
+        return round_rest(residual) * rows * columns
 
     return apply
 
 
 def with_outliers(round_rest: Round, share: float) -> Round:
-    """Keep the share of numbers that are largest in their page, and round the others as if those were 0 (KVQuant)."""
+    """Keep the share of numbers that are largest in their page, and round the rest with 0 in their place (KVQuant)."""
 
     def apply(x: Tensor) -> Tensor:
         count = max(1, round(share * x.shape[-1] * x.shape[-2]))
-        centred = x - x.mean(TOKENS, keepdim=True)
-        least = centred.abs().flatten(-2).topk(count, -1).values[..., -1, None, None]
-        is_large = centred.abs() >= least
-        return torch.where(is_large, x, round_rest(torch.where(is_large, x - centred, x)))
+        deviations = x - x.mean(TOKENS, keepdim=True)
+        threshold = deviations.abs().flatten(-2).topk(count, -1).values[..., -1, None, None]
+        is_large = deviations.abs() >= threshold
+        return torch.where(is_large, x, round_rest(torch.where(is_large, x - deviations, x)))
 
     return apply
 
 
 def with_low_rank(round_page: Round, rank: int) -> Round:
-    """Add the best matrix of that rank to what rounding a page leaves over (GEAR)."""
+    """Add the best approximation of a page's rounding error of that rank (GEAR)."""
 
     def apply(x: Tensor) -> Tensor:
-        rounded = round_page(x)
-        left, sizes, right = torch.linalg.svd(x - rounded, full_matrices=False)
-        residual: Tensor = left[..., :rank] * sizes[..., None, :rank] @ right[..., :rank, :]
-        return rounded + residual
+        rounded_page = round_page(x)
+        left_vectors, sizes, right = torch.linalg.svd(x - rounded_page, full_matrices=False)
+        residual: Tensor = left_vectors[..., :rank] * sizes[..., None, :rank] @ right[..., :rank, :]
+        return rounded_page + residual
 
     return apply
 
@@ -158,16 +158,16 @@ def blocks_of_32(x: Tensor, kind: str) -> Tensor:
         step = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -middle
         inverse = torch.where(step == 0, 0.0, 1 / step)
         codes = (blocks * inverse + middle + 0.5).floor().clamp(0, 2 * middle - 1) - middle
-    rounded: Tensor = codes * step.half().float()
-    return rounded.reshape(x.shape)
+    result: Tensor = codes * step.half().float()
+    return result.reshape(x.shape)
 
 
 def symmetric(x: Tensor, bits: int) -> Tensor:
     """Round each token to codes around zero with one scale, as blocks of ``PagedAttention`` do."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min(_TINY)
     step = 2 * largest / (2**bits - 1)
-    rounded: Tensor = ((x + largest) / step).round().clamp(0, 2**bits - 1) * step - largest
-    return rounded
+    result: Tensor = ((x + largest) / step).round().clamp(0, 2**bits - 1) * step - largest
+    return result
 
 
 @dataclass(frozen=True)
@@ -191,40 +191,40 @@ class Method:
 
     Attributes:
         name: what it is.
-        rounds: what rounds keys and what rounds values; they get them in the basis below.
-        bits: of a code of a page, on average; of llama.cpp's blocks with their steps.
-        tail: ``None``: every token is rounded when it comes.
-        rotated: keys and values are rounded behind a Hadamard rotation of their heads.
-        before_rotary: keys are rounded as they are before the rotary embedding.
-        centred: the mean of all keys is taken off first, which no softmax sees.
+        rounds: the rounding of keys and that of values, in the basis below.
+        bits: of a code of a page, on average; for llama.cpp's blocks with their steps.
+        tail: tokens that stay floats; ``None``: every token is rounded at once.
+        rotates: keys and values are rounded after a Hadamard rotation of their heads.
+        before_rotary: keys are rounded before the rotary embedding.
+        centres: the mean of all keys is subtracted first, which changes no softmax.
     """
 
     name: str
     rounds: tuple[Round, Round]
     bits: float
     tail: Tail | None = None
-    rotated: bool = True
+    rotates: bool = True
     before_rotary: bool = False
-    centred: bool = False
+    centres: bool = False
 
     def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """Return keys and values [heads, tokens, channels] as this cache gives them back.
+        """Return keys and values [heads, tokens, channels] as this cache returns them.
 
         Args:
-            keys: behind the rotary embedding.
+            keys: after the rotary embedding.
             values: the same shape.
-            rotary: called with keys and a direction, 1 or -1, to embed positions or take them off.
-            layer: whose they are; all are treated alike.
+            rotary: called with keys and a direction: 1 applies the rotary embedding, -1 undoes it.
+            layer: ignored; all layers are rounded alike.
         """
         del layer
         if self.before_rotary:
             keys = rotary(keys, -1)
-        middle = keys.mean(TOKENS, keepdim=True) if self.centred else 0
-        keys = self._rounded(keys - middle, self.rounds[0]) + middle
-        return (rotary(keys, 1) if self.before_rotary else keys), self._rounded(values, self.rounds[1])
+        middle = keys.mean(TOKENS, keepdim=True) if self.centres else 0
+        keys = self._round(keys - middle, self.rounds[0]) + middle
+        return (rotary(keys, 1) if self.before_rotary else keys), self._round(values, self.rounds[1])
 
-    def _rounded(self, x: Tensor, round_numbers: Round) -> Tensor:
-        basis = rotation(x.shape[-1]) if self.rotated else None
+    def _round(self, x: Tensor, round_numbers: Round) -> Tensor:
+        basis = rotation(x.shape[-1]) if self.rotates else None
         y = x if basis is None else x @ basis
         if self.tail is None:
             y = round_numbers(y)

@@ -1,9 +1,9 @@
-"""Scales that integers alone can apply, in the int8 graph that onnxruntime runs of a file of convolutions.
+"""Scales that integer arithmetic can apply, in the int8 graph that onnxruntime makes of a file of convolutions.
 
-HAWQ-V3 (arXiv:2011.10680): what takes a sum of codes to the codes of the output, M = (scale of inputs) (scale of
+HAWQ-V3 (arXiv:2011.10680): the factor from a sum of codes to the codes of the output, M = (scale of inputs) (scale of
 weights) / (scale of outputs), is a whole number of few bits over a power of two. P2-ViT (arXiv:2405.19915): scales of
-activations are powers of two. Both are real graphs here: scales are moved to such numbers, and onnxruntime runs them;
-its kernels multiply floats by them all the same, so no time is saved or told.
+activations are powers of two. Both are real graphs here: scales are rounded to such numbers, and onnxruntime runs them;
+its kernels still multiply floats by them, so no time is saved, and none is measured.
 """
 
 from __future__ import annotations
@@ -56,57 +56,59 @@ def dyadic(model: onnx.ModelProto, bits: int) -> tuple[onnx.ModelProto, float]:
         inputs, weights, outputs = (numpy_helper.to_array(tensors[node.input[n]]) for n in (1, 4, 6))
         multiplier = np.float64(inputs) * np.float64(weights) / np.float64(outputs)
         mantissa, exponent = np.frexp(multiplier)
-        rounded = np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits)
-        largest = max(largest, float(np.abs(rounded / multiplier - 1).max()))
-        scales = (rounded * outputs / inputs).astype(np.float32)
+        dyadic_multipliers = np.ldexp(np.rint(np.ldexp(mantissa, bits)), exponent - bits)
+        largest = max(largest, float(np.abs(dyadic_multipliers / multiplier - 1).max()))
+        scales = (dyadic_multipliers * outputs / inputs).astype(np.float32)
         result.graph.initializer.append(numpy_helper.from_array(scales, f"dyadic_{number}"))
         node.input[4] = f"dyadic_{number}"
     return result, largest
 
 
-def cosine_and_error(expected: list[np.ndarray], found: list[np.ndarray]) -> tuple[float, float]:
+def cosine_and_error(reference: list[np.ndarray], outputs: list[np.ndarray]) -> tuple[float, float]:
     """Return the cosine and the relative error of outputs."""
-    first, second = (np.concatenate([array.ravel() for array in arrays]).astype(float) for arrays in (expected, found))
+    first, second = (
+        np.concatenate([array.ravel() for array in arrays]).astype(float) for arrays in (reference, outputs)
+    )
     length = np.linalg.norm(first)
     cosine = float(first @ second / length / np.linalg.norm(second))
     return cosine, float(np.linalg.norm(second - first) / length)
 
 
-def rows(file: Path, calibration: Path, judged: Path) -> Iterator[str]:
+def rows(file: Path, calibration: Path, test_file: Path) -> Iterator[str]:
     """Yield a row for each kind of scale."""
-    arrays = np.load(judged)
+    arrays = np.load(test_file)
     samples = [{name: arrays[name][n] for name in arrays.files} for n in range(len(arrays[arrays.files[0]]))]
 
     def outputs(session: onnxruntime.InferenceSession) -> list[np.ndarray]:
         return [np.asarray(session.run(None, sample)[0]) for sample in samples]
 
-    expected = outputs(session_of(file))
+    reference = outputs(session_of(file))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         settings: dict[str, Any] = {"inputs": calibration, "quality_tokens": 0}
         graphopt.optimize(file, recipe_of(), folder / "int8", **settings)
         session_of(folder / "int8" / "model.onnx", folder / "int8" / "fused.onnx")
-        fused = onnx.load(folder / "int8" / "fused.onnx")
-        count = sum(node.op_type == "QLinearConv" for node in fused.graph.node)
-        ours = outputs(session_of(fused))
-        cosine, error = cosine_and_error(expected, ours)
+        fused_model = onnx.load(folder / "int8" / "fused.onnx")
+        count = sum(node.op_type == "QLinearConv" for node in fused_model.graph.node)
+        int8_outputs = outputs(session_of(fused_model))
+        cosine, error = cosine_and_error(reference, int8_outputs)
         yield f"| int8 as it is, {count} QLinearConv | {cosine:.4f} | {error:.4f} | |"
         for bits in (16, 8, 4):
-            model, moved = dyadic(fused, bits)
-            found = outputs(session_of(model))
-            cosine, error = cosine_and_error(expected, found)
-            change = cosine_and_error(ours, found)[1]
-            kind = f"HAWQ-V3: multipliers of {bits} bits, moved by {moved:.1e}"
+            model, largest_move = dyadic(fused_model, bits)
+            new_outputs = outputs(session_of(model))
+            cosine, error = cosine_and_error(reference, new_outputs)
+            change = cosine_and_error(int8_outputs, new_outputs)[1]
+            kind = f"HAWQ-V3: multipliers of {bits} bits, moved by {largest_move:.1e}"
             yield f"| {kind} | {cosine:.4f} | {error:.4f} | {change:.1e} |"
         recipe: Any = graphopt.read(folder / "int8").manifest.recipe
-        known = next(step["known_ranges"] for step in recipe["steps"] if step["step"] == "quantize_convolutions")
-        for name, (low, high) in known["ranges"].items():
+        known_ranges = next(step["known_ranges"] for step in recipe["steps"] if step["step"] == "quantize_convolutions")
+        for name, (low, high) in known_ranges["ranges"].items():
             step = (high - low) / LEVELS
             if step > 0:
                 factor = 2.0 ** np.ceil(np.log2(step)) / step
-                known["ranges"][name] = (low * factor, high * factor)
-        graphopt.optimize(file, recipe_of(known_ranges=known), folder / "powers", **settings)
-        found = outputs(session_of(folder / "powers" / "model.onnx"))
-        cosine, error = cosine_and_error(expected, found)
-        change = cosine_and_error(ours, found)[1]
+                known_ranges["ranges"][name] = (low * factor, high * factor)
+        graphopt.optimize(file, recipe_of(known_ranges=known_ranges), folder / "powers", **settings)
+        new_outputs = outputs(session_of(folder / "powers" / "model.onnx"))
+        cosine, error = cosine_and_error(reference, new_outputs)
+        change = cosine_and_error(int8_outputs, new_outputs)[1]
         yield f"| P2-ViT: steps of activations are powers of two | {cosine:.4f} | {error:.4f} | {change:.1e} |"

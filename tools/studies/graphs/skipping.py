@@ -1,8 +1,8 @@
 """Graphs that skip tokens: Mixture-of-Depths (arXiv:2404.02258) and MrT5's deletion gate (arXiv:2410.20771).
 
 Small transformers of random weights are written in torch, exported, and timed beside the same layers without skipping:
-what a router leaves out must not be computed. Gates are random too, so outputs mean nothing; how many tokens pass is
-what is set here.
+skipped tokens must not be computed. Gates are random too, so outputs mean nothing; the number of tokens that pass is
+set here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WIDTH, HEADS, LAYERS, TOKENS, SHARE = 256, 4, 4, 512, 8
-"""Of Mixture-of-Depths one token in :data:`SHARE` passes every other layer; of MrT5 all behind the first layer."""
+"""In Mixture-of-Depths one token of :data:`SHARE` passes every other layer; in MrT5, all layers after the first."""
 
 
 def modules() -> dict[str, Any]:  # noqa: C901, classes of torch, which is imported here alone
@@ -38,8 +38,8 @@ def modules() -> dict[str, Any]:  # noqa: C901, classes of torch, which is impor
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             parts = self.qkv(self.norm(x)).reshape(1, -1, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-            attended = nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2])
-            x = x + self.out(attended.transpose(1, 2).reshape(1, -1, WIDTH))
+            attention = nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2])
+            x = x + self.out(attention.transpose(1, 2).reshape(1, -1, WIDTH))
             x = x + self.down(nn.functional.gelu(self.up(self.norm_of_mlp(x))))
             return x
 
@@ -54,7 +54,7 @@ def modules() -> dict[str, Any]:  # noqa: C901, classes of torch, which is impor
             return x
 
     class Depths(Full):
-        """Every other layer reads the tokens that its router scores highest, and adds what it made, times the score."""
+        """Every other layer reads the tokens that its router scores highest, and adds its output times the score."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -66,14 +66,14 @@ def modules() -> dict[str, Any]:  # noqa: C901, classes of torch, which is impor
                     x = block(x)
                     continue
                 scores = router(x)[0, :, 0]
-                chosen = torch.topk(scores, TOKENS // SHARE).indices.sort().values
-                some = x[:, chosen]
-                update = (block(some) - some) * torch.sigmoid(scores[chosen])[None, :, None]
-                x = x.index_add(1, chosen, update)
+                indices = torch.topk(scores, TOKENS // SHARE).indices.sort().values
+                selection = x[:, indices]
+                update = (block(selection) - selection) * torch.sigmoid(scores[indices])[None, :, None]
+                x = x.index_add(1, indices, update)
             return x
 
     class Deletion(Full):
-        """Behind the first layer a gate deletes tokens; those that are left are all that later layers see."""
+        """After the first layer a gate deletes tokens; later layers read only the remaining ones."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -82,9 +82,9 @@ def modules() -> dict[str, Any]:  # noqa: C901, classes of torch, which is impor
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.blocks[0](x)
-            left = torch.nonzero(self.gate(x)[0, :, 0] > self.bound)[:, 0]
-            torch._check(left.shape[0] > 1)
-            x = x[:, left]
+            remaining = torch.nonzero(self.gate(x)[0, :, 0] > self.bound)[:, 0]
+            torch._check(remaining.shape[0] > 1)
+            x = x[:, remaining]
             for block in list(self.blocks)[1:]:
                 x = block(x)
             return x
@@ -95,11 +95,11 @@ def modules() -> dict[str, Any]:  # noqa: C901, classes of torch, which is impor
 
 
 def rows(recipes: tuple[str, ...], rounds: int) -> Iterator[str]:
-    """Yield a row for each module and recipe: tokens that are left, time of a run, largest change behind the recipe."""
+    """Yield a row for each module and recipe: remaining tokens, time of a run, change of the output by the recipe."""
     import torch
 
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((1, TOKENS, WIDTH)).astype(np.float32))
-    sessions, changes, left = {}, {}, {}
+    sessions, changes, tokens_left = {}, {}, {}
     with tempfile.TemporaryDirectory() as temporary:
         for name, module in modules().items():
             if name == "MrT5":
@@ -108,31 +108,29 @@ def rows(recipes: tuple[str, ...], rounds: int) -> Iterator[str]:
                     module.bound.fill_(float(scores.topk(TOKENS // SHARE + 1).values[-2:].mean()))
             file = Path(temporary) / f"{name.replace(' ', '-')}.onnx"
             with torch.no_grad():
-                expected = module(x).numpy()
+                reference = module(x).numpy()
                 torch.onnx.export(module, (x,), file, dynamo=True, opset_version=23, input_names=["x"], verbose=False)
             for recipe in ("as exported", *recipes):
                 entries = {}
                 if recipe != "as exported":
                     folder = file.with_suffix(f".{recipe}")
-                    made = graphopt.optimize(file, recipe, folder, target="ort-cpu", quality_tokens=0)
-                    entries, path = made.manifest.session, folder / "model.onnx"
+                    artifact = graphopt.optimize(file, recipe, folder, target="ort-cpu", quality_tokens=0)
+                    entries, path = artifact.manifest.session, folder / "model.onnx"
                 else:
                     path = file
                 session = open_session(path, threads=1, entries=entries)
                 result = session.run(None, {"x": x.numpy()})[0]
-                sessions[name, recipe], left[name, recipe] = session, result.shape[1]
-                same = result.shape == expected.shape
-                change = np.linalg.norm(result - expected) / np.linalg.norm(expected) if same else np.nan
+                sessions[name, recipe], tokens_left[name, recipe] = session, result.shape[1]
+                has_same_shape = result.shape == reference.shape
+                change = np.linalg.norm(result - reference) / np.linalg.norm(reference) if has_same_shape else np.nan
                 changes[name, recipe] = float(change)
-        taken: dict[tuple[str, str], list[float]] = {key: [] for key in sessions}
+        samples: dict[tuple[str, str], list[float]] = {key: [] for key in sessions}
         for _ in range(rounds):
             for key, session in sessions.items():
                 start = time.process_time()
                 session.run(None, {"x": x.numpy()})
-                taken[key].append(time.process_time() - start)
-    for (name, recipe), times in taken.items():
-        whole = min(taken["all tokens in all layers", recipe])
-        figures = (
-            f"{left[name, recipe]} | {min(times) * 1e3:.1f} | {whole / min(times):.2f} | {changes[name, recipe]:.1e}"
-        )
-        yield f"| {name}, {recipe} | {figures} |"
+                samples[key].append(time.process_time() - start)
+    for (name, recipe), times in samples.items():
+        whole = min(samples["all tokens in all layers", recipe])
+        figures = f"{tokens_left[name, recipe]} | {min(times) * 1e3:.1f} | {whole / min(times):.2f}"
+        yield f"| {name}, {recipe} | {figures} | {changes[name, recipe]:.1e} |"

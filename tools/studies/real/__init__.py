@@ -1,1 +1,1 @@
-"""Real models: where they come from, and the main job on them."""
+"""Real models: their sources, and the main job on them."""

@@ -1,4 +1,4 @@
-"""The main job on a real model: export, dither, every recipe, and what each artifact is worth."""
+"""The main job on a real model: export, dither, compile by every recipe, and measure each artifact."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Row:
-    """What one artifact of a model is worth.
+    """The figures of one artifact of a model.
 
     Attributes:
         model: the model's short name.
-        recipe: what was done to it; ``keep_codes``: the codes of its own GGUF file, not dithered.
-        error: what went wrong; all figures are absent then.
-        seconds: time to make the artifact and measure its quality, ``None`` where it was there already.
+        recipe: that it is compiled by; ``keep_codes``: the codes of its own GGUF file, not dithered.
+        error: why it failed; all figures are absent then.
+        seconds: time to make the artifact and measure its quality, ``None`` where it already existed.
         bytes: of all its files.
         bits_per_weight: scales included.
         quality: figures of the check of quality, beside the float model that the artifact was made from.
@@ -71,9 +71,8 @@ class Row:
 def run(name: str, checkpoint: Path, folder: Path, recipes: Sequence[str], tokens: int, say: Say) -> Iterator[Row]:
     """Do the main job on one model below ``folder``; yield a row for the export and one for each recipe.
 
-    What an earlier run exported is taken as it is; recipes are applied anew. A ``.gguf`` checkpoint is dithered before
-    recipes are applied, and its own codes are kept in a row more. The first row of an ``.onnx`` file is of what
-    ``canonicalize`` makes of it.
+    The export of an earlier run is reused; recipes are always applied. A ``.gguf`` checkpoint is dithered before that,
+    and one more row keeps its own codes. The first row of an ``.onnx`` file is after ``canonicalize``.
 
     Args:
         name: the model's short name.
@@ -81,54 +80,58 @@ def run(name: str, checkpoint: Path, folder: Path, recipes: Sequence[str], token
         folder: where artifacts go.
         recipes: presets.
         tokens: of text that each artifact reads beside the float model.
-        say: called with what is being done.
+        say: called with messages of progress.
     """
-    exported, seconds = folder / f"{name}-float32", None
-    if not exported.exists():
+    float_artifact, seconds = folder / f"{name}-float32", None
+    if not float_artifact.exists():
         say(f"{name}: exporting")
-        began = time.perf_counter()
+        begin = time.perf_counter()
         if checkpoint.suffix == ".onnx":
             only = Recipe(name="canonicalize", steps=(Canonicalize(),))
-            graphopt.optimize(checkpoint, only, exported, quality_tokens=tokens)
+            graphopt.optimize(checkpoint, only, float_artifact, quality_tokens=tokens)
         else:
-            graphopt.export(checkpoint, exported)
-        seconds = time.perf_counter() - began
-    start = exported
+            graphopt.export(checkpoint, float_artifact)
+        seconds = time.perf_counter() - begin
+    start = float_artifact
     if checkpoint.suffix == ".gguf":
         start = folder / f"{name}-dithered"
         if not start.exists():
             say(f"{name}: dithering")
-            dither(exported, checkpoint, start)
-    yield _measured(Row(name, "float32", seconds=seconds), start)
+            dither(float_artifact, checkpoint, start)
+    yield _measure(Row(name, "float32", seconds=seconds), start)
     for recipe in recipes:
         say(f"{name}: {recipe}")
-        yield _made(Row(name, recipe), start, recipe, folder / f"{name}-{recipe}", tokens)
+        yield _compile_row(Row(name, recipe), start, recipe, folder / f"{name}-{recipe}", tokens)
     if checkpoint.suffix == ".gguf":
         say(f"{name}: {KEEP}")
         steps = (Canonicalize(), KeepCodes(file=checkpoint.absolute(), activations="int8"))
         recipe_of_codes = Recipe(name="keep-codes", steps=steps)
-        yield _made(Row(name, KEEP), exported, recipe_of_codes, folder / f"{name}-{KEEP}", tokens, "ort-cpu")
+        yield _compile_row(
+            Row(name, KEEP), float_artifact, recipe_of_codes, folder / f"{name}-{KEEP}", tokens, "ort-cpu"
+        )
 
 
-def _made(row: Row, start: Path, recipe: str | Recipe, made: Path, tokens: int, target: Target | None = None) -> Row:
-    began = time.perf_counter()
+def _compile_row(
+    row: Row, start: Path, recipe: str | Recipe, output: Path, tokens: int, target: Target | None = None
+) -> Row:
+    begin = time.perf_counter()
     try:
         # A preset that breaks a model is a result too.
-        graphopt.optimize(start, recipe, made, target=target, overwrite=True, quality_tokens=tokens, force=True)
-        return _measured(replace(row, seconds=time.perf_counter() - began), made)
+        graphopt.optimize(start, recipe, output, target=target, overwrite=True, quality_tokens=tokens, force=True)
+        return _measure(replace(row, seconds=time.perf_counter() - begin), output)
     except GraphoptError as error:
         return replace(row, error=str(error))
 
 
-def _measured(row: Row, folder: Path) -> Row:
+def _measure(row: Row, folder: Path) -> Row:
     manifest = read_manifest(folder)
-    found = [check for check in manifest.checks if check.name == CHECK]
+    quality_checks = [check for check in manifest.checks if check.name == CHECK]
     row = replace(
         row,
         bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         bits_per_weight=None if manifest.weights is None else manifest.weights.bits_per_weight,
-        quality=dict(found[-1].figures) if found else {},
-        verdict=str(found[-1].reason) if found else None,
+        quality=dict(quality_checks[-1].figures) if quality_checks else {},
+        verdict=str(quality_checks[-1].reason) if quality_checks else None,
     )
     if manifest.task == GRAPH.name:
         return _graph(row, folder)
@@ -141,9 +144,9 @@ def _graph(row: Row, folder: Path) -> Row:
     feeds = GRAPH.with_inputs(None).first_sample(artifact.model.graph, session)
     seconds = []
     for _ in range(RUNS):
-        began = time.perf_counter()
+        begin = time.perf_counter()
         session.run(None, feeds)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - begin)
     return replace(row, milliseconds=min(seconds) * 1e3)
 
 
@@ -153,7 +156,7 @@ def _chat(row: Row, folder: Path) -> Row:
 
 
 def answer(session: Session, question: str) -> tuple[str, float]:
-    """Return what a chat model says to a question, greedily, and tokens of the reply in a second, prompt included.
+    """Return a chat model's greedy reply to a question, and its tokens per second, prompt included.
 
     The chat template is that of the folder.
     """
@@ -162,11 +165,11 @@ def answer(session: Session, question: str) -> tuple[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(str(session.file.parent))
     turns = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    began = time.perf_counter()
+    begin = time.perf_counter()
     (completion,) = graphopt.generate(session, str(prompt), max_new_tokens=REPLY_TOKENS)
-    return completion.text or "", len(completion.tokens) / (time.perf_counter() - began)
+    return completion.text or "", len(completion.tokens) / (time.perf_counter() - begin)
 
 
 def _encoder(row: Row, folder: Path) -> Row:
-    between = cosine_matrix(load_encoder(folder).embed(SENTENCES))[0, 1:]
-    return replace(row, between=tuple(map(float, between)))
+    cosines = cosine_matrix(load_encoder(folder).embed(SENTENCES))[0, 1:]
+    return replace(row, between=tuple(map(float, cosines)))

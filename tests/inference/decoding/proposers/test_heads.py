@@ -31,7 +31,7 @@ from graphopt.passes.recipe import load_recipe
 from tests.families import HIDDEN as WIDTH
 from tests.families import VOCABULARY
 from tests.native import needs_library
-from tools.train.heads import opened
+from tools.train.heads import open_with_hidden
 
 pytestmark = [needs_library, pytest.mark.usefixtures("costs_are_measured_briefly")]
 
@@ -146,7 +146,7 @@ def test_heads_are_turned_into_the_basis_of_the_artifact(
     llama_artifact: Path, session: Session, tmp_path: Path
 ) -> None:
     """Trained for the float model, used beside one that is rotated, and rounded too: they say the same, or nearly."""
-    trained = opened(llama_artifact, 1)
+    trained = open_with_hidden(llama_artifact, 1)
     matrix, known = lm_head_matrix(trained), np.arange(0, VOCABULARY, 2)
     random = nonsense(1)
     heads = dataclasses.replace(

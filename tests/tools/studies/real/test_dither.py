@@ -13,8 +13,8 @@ from graphopt.models.gguf.checkpoint import empty_model, expressions_of
 from graphopt.quantization.gguf.blocks import Ggml
 from graphopt.quantization.gguf.file import GgufFile, open_gguf
 from tests import ggufs
-from tools.studies.real.dither import dither, dithered, steps_of
-from tools.studies.real.models import missing, place
+from tools.studies.real.dither import add_noise, dither, steps_of
+from tools.studies.real.models import location, missing
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> GgufFile:
 
 
 def test_noise_is_of_half_a_step_on_each_side(file: GgufFile) -> None:
-    first, again, other = (dithered(file, seed).tensors for seed in (0, 0, 1))
+    first, again, other = (add_noise(file, seed).tensors for seed in (0, 0, 1))
     for name, tensor in file.tensors.items():
         assert isinstance(tensor, Ggml)
         before, after = tensor.numpy(), first[name].numpy()
@@ -74,7 +74,7 @@ def test_an_artifact_takes_the_noise_in_both_orientations(file: GgufFile, tmp_pa
     ir.save(ir.Model(graph, ir_version=10), tmp_path / "model.onnx")
     assert dither(tmp_path, file.path, tmp_path / "out") == 2
     after = artifact.read(tmp_path / "out").model.graph.initializers
-    expected = expressions_of(dithered(file, 0), empty_model(file))
+    expected = expressions_of(add_noise(file, 0), empty_model(file))
     for name, array in arrays.items():
         wanted = expected[name].numpy()
         got = expression_of(after[name].const_value).numpy()
@@ -89,7 +89,7 @@ def test_the_real_file_is_decoded_as_transformers_decodes_it() -> None:
     reason = missing("smollm2")
     if reason is not None:
         pytest.skip(reason)
-    file = open_gguf(place("smollm2"))
+    file = open_gguf(location("smollm2"))
     model = empty_model(file)
     assert (type(model).__name__, len(file.tensors)) == ("LlamaForCausalLM", 272)
     weights = expressions_of(file, model)
