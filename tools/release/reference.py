@@ -199,6 +199,8 @@ def _values(field: FieldInfo) -> str:
     text = inspect.formatannotation(field.annotation) if field.annotation is not None else ""
     text = re.sub(r"Annotated\[(\w+), FieldInfo\([^()]*metadata=\[([^\]]*)\]\)\]", r"\1 (\2)", text)
     text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)
+    # a validator shows as the address of its function, which differs from run to run
+    text = re.sub(r"Annotated\[([^<]*), AfterValidator\(func=<[^<>]*>\)\]", r"\1", text)
     text = re.sub(r"Optional\[(.*)\]$", r"\1 | None", text)
     while "Literal[" in text:
         text = re.sub(r"Literal\[([^\[\]]*)\]", lambda match: match[1].replace("'", "").replace(", ", " | "), text)
