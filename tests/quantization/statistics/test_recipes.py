@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
 from graphopt.compile.shards import assemble, evaluate_shard
 from graphopt.errors import InputError
+from graphopt.graph.weights.evaluator import workers
 from graphopt.passes.codes.quantize_weights import STATISTICS, STORAGE
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
@@ -28,6 +32,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text(TEXT)
     return file
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Executor]:
+    """Two processes, which import for six seconds; in tests/compile/test_resume.py `optimize` starts its own."""
+    with workers(2) as executor:
+        assert executor is not None
+        yield executor
 
 
 def recipe(text: Path | None, name: str = "rotate-int4-rtn", rounding: str = "gptq", **given: Any) -> Recipe:
@@ -47,7 +59,7 @@ def facts(made: Any) -> list[Any]:
 
 @pytest.mark.parametrize("inputs", ["original", "rounded"])
 def test_any_number_of_jobs_shards_and_verify_agree(
-    inputs: str, llama_artifact: Path, text: Path, tmp_path: Path
+    inputs: str, llama_artifact: Path, text: Path, processes: Executor, tmp_path: Path
 ) -> None:
     chosen = recipe(text, inputs=inputs)
     made = optimize(llama_artifact, chosen, tmp_path / "one")
@@ -58,7 +70,7 @@ def test_any_number_of_jobs_shards_and_verify_agree(
     found = collect(llama_artifact, chosen, kept)
     assert len(found) == measured.figures["products"]
     # one that may not run the model finds them there, and another folder of weights, made by two processes, is the same
-    optimize(llama_artifact, chosen, tmp_path / "two", jobs=2, run=False, statistics=kept)
+    optimize(llama_artifact, chosen, tmp_path / "two", jobs=processes, run=False, statistics=kept)
     assert files(tmp_path / "two") == files(tmp_path / "one")
     for number in range(2):
         evaluate_shard(llama_artifact, chosen, tmp_path / "three", number, 2, statistics=kept)
@@ -70,16 +82,17 @@ def test_any_number_of_jobs_shards_and_verify_agree(
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["kept", "one", "three", "two"]
 
 
-# Optimizes, and kills itself when it collects, or rounds, for the n-th time.
+# Optimizes in two children of a process without threads, which import nothing. One kills itself when it collects for
+# the n-th time, the other when it rounds; what is there then is printed for each.
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
+from pathlib import Path
 from graphopt.compile.pipeline import optimize
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.rounding.methods.gptq import GPTQ
 from graphopt.quantization.statistics.moments import Moments
 
-source, recipe, out, work, count = sys.argv[1:]
-left = int(count)
+source, recipe, out, left = *sys.argv[1:4], int(sys.argv[4])
 
 def killing(function):
     def called(*args, **kwargs):
@@ -90,9 +103,15 @@ def killing(function):
         return function(*args, **kwargs)
     return called
 
-kind, name = {"collecting": (Moments, "add"), "rounding": (GPTQ, "round")}[work]
-setattr(kind, name, killing(getattr(kind, name)))
-optimize(source, load_recipe(recipe), out)
+found = []
+for kind, name in ((Moments, "add"), (GPTQ, "round")):
+    child = os.fork()
+    if not child:
+        setattr(kind, name, killing(getattr(kind, name)))
+        optimize(source, load_recipe(recipe), out)
+        os._exit(0)
+    found.append([os.waitpid(child, 0)[1], sorted(os.listdir(Path(out).parent))])
+print(json.dumps(found))
 """
 
 
@@ -102,12 +121,10 @@ def test_killed_while_it_collects_or_rounds_it_makes_the_same_bytes(
     chosen = tmp_path / "recipe.yaml"
     chosen.write_text(recipe(text).to_yaml())
     optimize(llama_artifact, load_recipe(chosen), tmp_path / "whole")
-    for work in ("collecting", "rounding"):
-        arguments = [str(llama_artifact), str(chosen), str(tmp_path / "out"), work, "3"]
-        ran = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, check=False)
-        assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()[-500:]
-        assert not (tmp_path / "out").exists()
-        assert (tmp_path / ".out-work").is_dir()
+    arguments = [str(llama_artifact), str(chosen), str(tmp_path / "out"), "3"]
+    ran = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-500:]
+    assert json.loads(ran.stdout) == [[signal.SIGKILL, [".out-work", "recipe.yaml", "whole"]]] * 2
     optimize(llama_artifact, load_recipe(chosen), tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "recipe.yaml", "whole"]
@@ -125,7 +142,7 @@ def test_products_make_up_for_those_before_them(llama_artifact: Path, text: Path
 
 
 def test_branches_of_what_was_lost_run_and_bring_the_model_nearer(
-    llama_artifact: Path, text: Path, tmp_path: Path
+    llama_artifact: Path, text: Path, processes: Executor, tmp_path: Path
 ) -> None:
     found = {}
     for rank in (0, 8):
@@ -144,7 +161,7 @@ def test_branches_of_what_was_lost_run_and_bring_the_model_nearer(
         recipe(text, "nf4-rtn", "nearest", low_rank=8, linear="{format: int3, group: 64}"),
         tmp_path / "two",
         target="ort-cpu",
-        jobs=2,
+        jobs=processes,
     )
     assert files(tmp_path / "two") == files(tmp_path / "8")
 
