@@ -96,7 +96,7 @@ def read_list() -> Counter[tuple[str, str]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Print offenders, or write the list anew."""
+    """Print offenders, or write the list."""
     if "--write" in arguments:
         counts = count_offenders()
         if LIST.is_file() and "--again" not in arguments:

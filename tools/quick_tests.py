@@ -50,9 +50,9 @@ def mirrored_tests(files: Iterable[str], root: Path = ROOT) -> list[str]:
 
 
 def _tests_of(path: PurePath, root: Path) -> Iterator[str]:
-    inside = path.with_suffix("").parts[1:] if path.parts[0] == "graphopt" else path.with_suffix("").parts
-    name = inside[-1] if inside[-1] != "__init__" or len(inside) < 2 else inside[-2]
-    folder = root / "tests" / PurePath(*inside[:-1])
+    parts = path.with_suffix("").parts[1:] if path.parts[0] == "graphopt" else path.with_suffix("").parts
+    name = parts[-1] if parts[-1] != "__init__" or len(parts) < 2 else parts[-2]
+    folder = root / "tests" / PurePath(*parts[:-1])
     for test in (folder / f"test_{name}.py", folder.parent / f"test_{name}.py"):
         if test.is_file():
             yield str(test.relative_to(root))

@@ -6,7 +6,7 @@
     python tools/bench/attention.py --json attention.json --plot attention.html
 
 `pip install ".[export]"` brings torch; llama.cpp takes part as in `tools/bench/ops.py`, if named. The rules are the
-same: interleaved rounds, in an order drawn anew, with the memory's read bandwidth measured between any two engines, and
+same: interleaved rounds in new random orders, with the memory's read bandwidth measured between any two engines, and
 no threads that spin beside another's.
 
 What is timed is one step of one layer for one sequence: the new tokens go into the cache, and their queries read it.

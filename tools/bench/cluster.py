@@ -153,16 +153,16 @@ def gptq(
             store = Path(folder) / str(number)
             expressions = matrices(count, size, store / "inputs", number)
             executor.prepare(store, [])
-            begin, used = time.perf_counter(), _used(executor)
-            spread = Evaluator(Store(store / "cluster"), executor).values(expressions)
-            cluster, cluster_used = time.perf_counter() - begin, _used(executor) - used
-            everywhere = os.sched_getaffinity(0)
-            used, begin = pin({cores[0]}), time.perf_counter()
+            begin, processor_begin = time.perf_counter(), _used(executor)
+            cluster_codes = Evaluator(Store(store / "cluster"), executor).values(expressions)
+            cluster, cluster_used = time.perf_counter() - begin, _used(executor) - processor_begin
+            all_cores = os.sched_getaffinity(0)
+            processor_begin, begin = pin({cores[0]}), time.perf_counter()
             with one_thread():
                 one_core_codes = [Store(store / "alone").obtain(expression) for expression in expressions]
-            plain, plain_used = time.perf_counter() - begin, time.process_time() - used
-            pin(everywhere)
-            assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in zip(one_core_codes, spread, strict=True))
+            plain, plain_used = time.perf_counter() - begin, time.process_time() - processor_begin
+            pin(all_cores)
+            assert all(np.array_equal(a.numpy(), b.numpy()) for a, b in zip(one_core_codes, cluster_codes, strict=True))
             ratios.append(plain / cluster)
             row = {
                 "one core": {"seconds": round(plain, 2), "of a processor": round(plain_used, 2)},

@@ -106,16 +106,16 @@ def quantize_static(source: Path, target: Path, feeds: list[Feeds], *, by_channe
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quant_pre_process
     from onnxruntime.quantization import quantize_static as quantize
 
-    whole, ready = target.with_suffix(".whole.onnx"), target.with_suffix(".ready.onnx")
+    single_file, prepared_file = target.with_suffix(".whole.onnx"), target.with_suffix(".ready.onnx")
     model = onnx.load(source)
     opset = next(entry.version for entry in model.opset_import if not entry.domain)
     if opset < _FIRST_BY_CHANNEL:  # it would write a file that onnxruntime refuses
         model = onnx.version_converter.convert_version(model, _FIRST_BY_CHANNEL)
-    onnx.save(model, whole)  # it does not follow links to data beside a file
-    quant_pre_process(str(whole), str(ready), skip_symbolic_shape=True)
+    onnx.save(model, single_file)  # it does not follow links to data beside a file
+    quant_pre_process(str(single_file), str(prepared_file), skip_symbolic_shape=True)
     CalibrationDataReader.register(Samples)
     options = {"activation_type": QuantType.QUInt8, "per_channel": True} if by_channel else {}
-    quantize(str(ready), str(target), Samples(feeds), **options)
+    quantize(str(prepared_file), str(target), Samples(feeds), **options)
     return target
 
 

@@ -73,7 +73,7 @@ def main(
     prompt: str = "def read_lines(path):",
     tokens: int = 128,
     prompt_tokens: Annotated[
-        int, typer.Option("--read", min=0, help="time reading a prompt of so many tokens instead of decoding")
+        int, typer.Option("--read", min=0, help="time the prefill of a prompt of this length instead of decoding")
     ] = 0,
     rounds: int = 7,
     threads: Annotated[int, typer.Option(help="0 lets the engine choose")] = 0,

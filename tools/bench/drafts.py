@@ -55,8 +55,8 @@ def measure(
             if is_oracle:
                 chance = float(name.removeprefix(ORACLE))
                 plain, _ = write_text(session, task, tokens, sampling)
-                wrong = next(token for token in range(len(plain) + 1) if token not in plain)
-                speculation.proposer, speculation.tokens = OracleProposer(plain, chance, wrong), int(length)
+                wrong_token = next(token for token in range(len(plain) + 1) if token not in plain)
+                speculation.proposer, speculation.tokens = OracleProposer(plain, chance, wrong_token), int(length)
             for with_drafts in (False, True) if number % 2 else (True, False):
                 drafts = speculation if with_drafts else None
                 texts[with_drafts], text_seconds = write_text(session, task, tokens, sampling, drafts)
@@ -110,12 +110,12 @@ def main(
                 for length in draft_tokens or ["auto"]:
                     row = measure(session, kind_tasks, name, length, tokens, rounds, sampling)
                     rows.append(row)
-                    right = "; ".join(
+                    acceptance = "; ".join(
                         f"{source} {' '.join(f'{share:.2f}' for share in shares)}"
                         for source, shares in row["acceptance"].items()
                     )
                     table.add_row(
-                        *(task_kind, row["sampling"], name, length, f"{row['tokens_per_pass']:.2f}", right),
+                        *(task_kind, row["sampling"], name, length, f"{row['tokens_per_pass']:.2f}", acceptance),
                         *(f"{row['ratio']:.3f}", f"{row['lowest']:.2f}-{row['highest']:.2f}"),
                         "" if row["predicted"] is None else f"{row['predicted']:.3f}",
                     )

@@ -149,9 +149,9 @@ def main(
     output: Annotated[Path | None, typer.Option("--json", help="a file for the figures")] = None,
 ) -> None:
     """Check and time the operators on the first GPU."""
-    lacks = missing()
-    if lacks is not None:
-        print(f"nothing was run: {lacks}", file=sys.stderr)
+    reason = missing()
+    if reason is not None:
+        print(f"nothing was run: {reason}", file=sys.stderr)
         raise typer.Exit(2)
     import torch
 

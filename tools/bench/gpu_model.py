@@ -210,7 +210,7 @@ def memory_left(device: Device) -> int | None:
 
 
 def measure(models: Sequence[Model], work: Work, rounds: int, on_round: Callable[[], None]) -> None:
-    """Time all figures of all models in each round, in an order drawn anew; ``on_round`` is called after each."""
+    """Time all figures of all models in each round, in a new random order; ``on_round`` is called after each."""
     turns = [(model, name) for model in models for name in figures_of(work) if name not in model.failures]
     figures = figures_of(work)
     for _ in range(rounds):

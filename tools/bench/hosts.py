@@ -81,7 +81,7 @@ class Stream:
 
 
 class Hosts:
-    """A front's host, which is this process's, and hosts of workers behind links.
+    """The front's host, which is that of this process, and hosts of workers, each with a link to it.
 
     Args:
         model_folder: the model's folder.
@@ -136,10 +136,20 @@ class Hosts:
             for command in (f"addr add {self.address(name)}/24 dev eth0", "link set eth0 up", "link set lo up"):
                 _ip(f"-n {_namespace(name)} {command}")
         options = ["--no-front", "--discovery", "etcd", "--threads", "1", "--address", self.address(name)]
-        inside = ["ip", "netns", "exec", _namespace(name)]
+        in_namespace = ["ip", "netns", "exec", _namespace(name)]
         self._run(
             name,
-            [*inside, *_GRAPHOPT, "serve", str(self._model_folder), "--name", NAME, *options, "--metrics-port", "9100"],
+            [
+                *in_namespace,
+                *_GRAPHOPT,
+                "serve",
+                str(self._model_folder),
+                "--name",
+                NAME,
+                *options,
+                "--metrics-port",
+                "9100",
+            ],
         )
 
     def address(self, name: str) -> str:
@@ -377,7 +387,7 @@ def registry(
             Disturbance("etcd is away for 3 s", lambda: lose_for(3)),
             Disturbance("etcd is away for 20 s", lambda: lose_for(20)),
             Disturbance("etcd comes back without its data", lambda: lose_for(3, forget=True)),
-            # the front asks etcd when it is asked for its list
+            # the front reads etcd when a client asks for its list
             Disturbance("etcd is killed for good", hosts.lose_etcd, None, hosts_mended=None),
             Disturbance("etcd is still away", hosts_after=None, mend=hosts.start_etcd),
             Disturbance(
@@ -480,7 +490,7 @@ def prefixes(
     count: Annotated[int, typer.Option(help="prefixes")] = 8,
     requests: Annotated[int, typer.Option(help="with each prefix")] = 12,
     length: Annotated[int, typer.Option(help="tokens of a prefix")] = 512,
-    suffix_tokens: Annotated[int, typer.Option("--own", help="tokens of each request behind its prefix")] = 24,
+    suffix_tokens: Annotated[int, typer.Option("--own", help="tokens of each request after its prefix")] = 24,
     concurrent: Annotated[int, typer.Option(help="requests at once")] = 4,
     json_file: JsonFile = None,
 ) -> None:
@@ -500,15 +510,15 @@ def prefixes(
             replies = asyncio.run(_some_at_once(prompts, concurrent))
             if errors := [stream.error for stream in replies if stream.error]:
                 raise UnavailableError(errors[0])
-            whole = sum(stream.prompt_tokens for stream in replies)
-            computed_tokens = whole - sum(stream.cached_tokens for stream in replies)
+            prompt_tokens = sum(stream.prompt_tokens for stream in replies)
+            computed_tokens = prompt_tokens - sum(stream.cached_tokens for stream in replies)
             workers = [hosts.metrics(name) for name in "ab"]
             worker_tokens = sum(metrics.get("graphopt_worker_prompt_tokens_total", 0.0) for metrics in workers)
             worker_tokens -= sum(metrics.get("graphopt_worker_cached_prompt_tokens_total", 0.0) for metrics in workers)
             rows.append(
                 {
                     "routing": routing,
-                    "prompt_tokens": whole,
+                    "prompt_tokens": prompt_tokens,
                     "computed": computed_tokens,
                     "by_workers": int(worker_tokens),
                 }

@@ -99,10 +99,10 @@ def main(
     contexts: Annotated[str, typer.Option(help="tokens in front of a step")] = "1k,4k,16k,64k",
     caches: Annotated[str, typer.Option(help=", ".join(CACHES))] = ",".join(CACHES),
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="timed behind each length")] = 40,
+    steps: Annotated[int, typer.Option(min=1, help="timed after each length")] = 40,
     threads: Annotated[int, typer.Option(min=1)] = 2,
 ) -> None:
-    """Print milliseconds to the first token of both requests, and of a step behind each length."""
+    """Print milliseconds to the first token of both requests, and of a step after each length."""
     lengths = [int(word.removesuffix("k")) * (1024 if word.endswith("k") else 1) for word in contexts.split(",")]
     with tempfile.TemporaryDirectory(prefix="hybrid-") as temporary:
         source = make_hybrid(Path(temporary), max([shared_tokens, *lengths]) + 1024) if folder is None else folder

@@ -89,8 +89,8 @@ def made_from_latents() -> ir.Model:
     dims: list[list[Any]] = [[1, HEADS, "keys", size] for size in (KEY, VALUE)]
     key, value = g.op("Split", [heads, g.integers([KEY, VALUE])], *dims, axis=-1)
     copies = g.op("Expand", [rotary, g.integers([1, HEADS, 1, 1])], [1, HEADS, "keys", ROTARY])
-    whole = g.op("Concat", [key, copies], [1, HEADS, "keys", KEY + ROTARY], axis=-1)
-    y = g.op("Attention", [v["query"], whole, value], [1, HEADS, 1, VALUE], scale=SCALE)
+    full_key = g.op("Concat", [key, copies], [1, HEADS, "keys", KEY + ROTARY], axis=-1)
+    y = g.op("Attention", [v["query"], full_key, value], [1, HEADS, 1, VALUE], scale=SCALE)
     return g.model(y, latent, rotary)
 
 

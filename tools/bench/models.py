@@ -52,7 +52,7 @@ def main(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Build what is missing, time every engine in every round in an order drawn anew, print medians and ratios."""
+    """Build missing models, time every engine in every round in a new random order, print medians and ratios."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)

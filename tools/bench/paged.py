@@ -205,19 +205,19 @@ def compare(title: str, work: Work, engines: dict[str, Engine], rounds: int, thr
         name: float(np.abs(call().ravel() - reference).max() / np.abs(reference).max()) for name, call in run.items()
     }
     times: dict[str, list[float]] = {name: [] for name in run}
-    busy: dict[str, list[float]] = {name: [] for name in run}
+    processor_times: dict[str, list[float]] = {name: [] for name in run}
     load, order = OtherLoad(), list(run)
     for _ in range(rounds):
         random.shuffle(order)
         for name in order:
-            begin, used = time.perf_counter(), time.process_time()
+            begin, processor_begin = time.perf_counter(), time.process_time()
             run[name]()
             times[name].append((time.perf_counter() - begin) / copies)
-            busy[name].append((time.process_time() - used) / copies)
+            processor_times[name].append((time.process_time() - processor_begin) / copies)
     print(f"\n{title}; {copies} pools; {quiet(load.share())}")
     for name in run:
         line = f"  {name:24}"
-        for unit, samples in (("ms", times), ("ms of processors", busy)):
+        for unit, samples in (("ms", times), ("ms of processors", processor_times)):
             own_times, first = samples[name], next(iter(samples.values()))
             ratio = statistics.median(
                 seconds / first_seconds for seconds, first_seconds in zip(own_times, first, strict=True)

@@ -42,7 +42,7 @@ def main(
     model: Annotated[Path | None, typer.Argument(help="an artifact; SmolLM2 is made by default")] = None,
     recipe: Annotated[str, typer.Option(help="of SmolLM2, a preset or a file")] = "rotate-kv4-rtn",
     tokens: Annotated[str, typer.Option(help="of the prompt")] = "7936",
-    following: Annotated[int, typer.Option("--next", min=1, help="tokens behind it that are compared")] = 256,
+    following: Annotated[int, typer.Option("--next", min=1, help="tokens after it that are compared")] = 256,
     json_file: JsonFile = None,
 ) -> None:
     """Read the prompt, save and load it with each loss, print a row for each."""
@@ -63,8 +63,8 @@ def main(
         reading = time.process_time() - begin
         states = decoder.states.save(decoder.tokens).arrays
         in_floats = {name for name in states if name.endswith(".recent")}
-        whole = sum(array.nbytes for array in states.values())
-        pages = whole - sum(states[name].nbytes for name in in_floats)
+        state_bytes = sum(array.nbytes for array in states.values())
+        page_bytes = state_bytes - sum(states[name].nbytes for name in in_floats)
         zstd: int = sum(len(zstandard.compress(array.tobytes(), 3)) for array in states.values())
         reference_logs = logs_behind(decoder.fork([0]), ids[count : count + following])
         for loss in get_args(Loss):
@@ -81,8 +81,8 @@ def main(
             row = {
                 "loss": loss,
                 "bytes": size,
-                "of_states": size / whole,
-                "of_pages": (size - floats) / pages,
+                "of_states": size / state_bytes,
+                "of_pages": (size - floats) / page_bytes,
                 "saving": saving,
                 "loading": loading,
                 "reading": reading,
@@ -94,11 +94,11 @@ def main(
             times = (f"{saving:.1f} s", f"{loading:.1f} s", f"{loading / reading:.3f}")
             table.add_row(loss, f"{size:,}", *shares, *times, f"{row['kl']:.5f}", f"{row['kl_99']:.4f}")
     console = Console(width=120)
-    console.print(f"{describe()}; {count} tokens, read in {reading:.1f} s of a processor; states {whole:,} bytes")
+    console.print(f"{describe()}; {count} tokens, read in {reading:.1f} s of a processor; states {state_bytes:,} bytes")
     console.print(table)
-    console.print(f"zstandard, level 3, of the states as they lie: {zstd:,} bytes, {zstd / whole:.3f}")
+    console.print(f"zstandard, level 3, of the states as they lie: {zstd:,} bytes, {zstd / state_bytes:.3f}")
     if json_file is not None:
-        content = {"machine": describe(), "tokens": count, "states": whole, "zstandard": zstd, "rows": rows}
+        content = {"machine": describe(), "tokens": count, "states": state_bytes, "zstandard": zstd, "rows": rows}
         json_file.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -87,7 +87,7 @@ class Bench:
 
     Attributes:
         file: a GGUF file of the model; ``None`` where there is none.
-        source: the artifact that was made of it, with its weights.
+        source: the export of the model, with its own weights.
         floats: the artifact that every row is compared with.
         folder: where artifacts go.
         tokens: of text that is scored.

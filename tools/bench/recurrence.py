@@ -129,8 +129,8 @@ def engines_of(feeds: Arrays, rule: str, layers: int, threads: int) -> dict[str,
     node = helper.make_node(
         "LinearAttention", names, ["output", "new_state"], domain="com.microsoft", **peer_attributes
     )
-    used = {name: flat[name] for name in names if name}
-    engines["onnxruntime"] = Engine(node, used, layers, threads, [flat["value"].shape, shapes[1]])
+    peer_feeds = {name: flat[name] for name in names if name}
+    engines["onnxruntime"] = Engine(node, peer_feeds, layers, threads, [flat["value"].shape, shapes[1]])
     arguments: list[Any] = [feeds[name] for name in INPUTS]
     definition = reference(*arguments, **attributes)
     for name, engine in engines.items():

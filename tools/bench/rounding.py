@@ -73,7 +73,7 @@ def gptq(
     columns: int = 4096,
     formats: Annotated[list[str] | None, typer.Option("--format", help="formats of weights")] = None,
     group: int = 64,
-    rounds: Annotated[int, typer.Option(help="the least of so many times counts")] = 1,
+    rounds: Annotated[int, typer.Option(help="runs, the least time of which counts")] = 1,
 ) -> None:
     """Round one layer of random weights, for inputs that are correlated."""
     random = np.random.default_rng(0)
@@ -140,7 +140,7 @@ def integers(
     rows: int = 576,
     columns: int = 1536,
     tokens: int = 1024,
-    rounds: Annotated[int, typer.Option(help="the least of so many times counts")] = 20,
+    rounds: Annotated[int, typer.Option(help="runs, the least time of which counts")] = 20,
 ) -> None:
     """Multiply inputs [tokens, rows] by a matrix [rows, columns], and sum up their products, as a calibration does."""
     random = np.random.default_rng(0)

@@ -76,7 +76,7 @@ def main(
     ggml: Ggml = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Build what is missing, measure every server in every round, print medians and ratios."""
+    """Build missing models, measure every server in every round, print medians and ratios."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)

@@ -1,4 +1,4 @@
-"""Time three levels of drafts, as TriForce has them (Sun et al. 2024), behind a long cache, at a given acceptance.
+"""Time three levels of drafts, as in TriForce (Sun et al. 2024), with a long cache, at a given acceptance.
 
     python tools/bench/triforce.py --folder triforce-1b                 # 1.1 billion int4 weights, 64k tokens of int8
     python tools/bench/triforce.py --folder triforce-1b --context 16k --acceptance 0.8 --middle-acceptance 0.95
@@ -65,7 +65,7 @@ WIDTHS = (1, 2, 3, 4, 6, 8, 12)
 """Tokens of a step whose time is measured."""
 
 _SPARE = 512
-"""Tokens that caches have room for behind the context."""
+"""Tokens that caches have room for after the context."""
 
 SHAPES = {
     "llama-1.1b": {"layers": 22, "hidden": 2048, "inner": 5632, "heads": 32, "kv_heads": 4, "vocabulary": 32000},
@@ -350,10 +350,10 @@ def behind_context(session: Session, context: int, threads: int) -> Running:
 
 
 def step_seconds(level: Running, context: int, rounds: int) -> dict[int, float]:
-    """Return the median time of a step for each of some widths behind the context."""
+    """Return the median seconds of a step of each width after the context."""
     seconds: dict[int, list[float]] = {width: [] for width in WIDTHS}
     for width, samples in seconds.items():
-        # Of one width after another: the first step behind a wide one takes up to twice as long.
+        # One width after another: the first step after a wide one takes up to twice as long.
         for _ in range(rounds + 1):
             level.roll_back(context)
             begin, before = int(level.decoder.tokens[0]), level.seconds

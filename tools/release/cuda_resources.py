@@ -69,9 +69,9 @@ def demangle(name: str) -> str:
     tool = shutil.which("c++filt")
     if tool is None:
         return name
-    whole = subprocess.run([tool, name], capture_output=True, text=True, check=True).stdout.strip()
-    whole = whole.removeprefix("void ").replace("graphopt::", "").replace("(anonymous namespace)::", "")
-    return re.sub(r"\((?!int\)|bool\)|unsigned)[^()]*\)$", "", whole)
+    readable_name = subprocess.run([tool, name], capture_output=True, text=True, check=True).stdout.strip()
+    readable_name = readable_name.removeprefix("void ").replace("graphopt::", "").replace("(anonymous namespace)::", "")
+    return re.sub(r"\((?!int\)|bool\)|unsigned)[^()]*\)$", "", readable_name)
 
 
 def compile_one(nvcc: str, source: Path, folder: Path) -> list[Resources]:

@@ -313,8 +313,8 @@ def _draft(folder: Path, recipes: Sequence[str]) -> None:
             continue
         session = graphopt.load(folder / name)
         (plain,) = graphopt.generate(session, [_prompts()[0]], max_new_tokens=TOKENS)
-        wrong = next(token for token in range(SIZES["vocab_size"]) if token not in plain.tokens)
-        speculation = Speculation(OracleProposer(plain.tokens, 0.75, wrong), 3)
+        wrong_token = next(token for token in range(SIZES["vocab_size"]) if token not in plain.tokens)
+        speculation = Speculation(OracleProposer(plain.tokens, 0.75, wrong_token), 3)
         (completion,) = graphopt.generate(session, [_prompts()[0]], max_new_tokens=TOKENS, proposer=speculation)
         # Where onnxruntime's own products sum 1 row and 4 rows in other orders, a note says so.
         if completion.tokens != plain.tokens and not speculation.stats.report()["notes"]:
@@ -405,15 +405,15 @@ def main(
     results: Annotated[Path, typer.Option(help="a file of rows, one a line")],
     only: Annotated[str, typer.Option(help="families, separated by commas; all by default")] = "",
     seconds: Annotated[float, typer.Option(help="what a family may take")] = 240,
-    recipes: Annotated[str, typer.Option(help="recipes to try behind the export; empty for none")] = ",".join(RECIPES),
+    recipes: Annotated[str, typer.Option(help="recipes to try after the export; empty for none")] = ",".join(RECIPES),
     uses: Annotated[str, typer.Option(help="what to try with the models: verify, drafts, serve")] = "",
     markdown: Annotated[Path | None, typer.Option(help="write the table here too")] = None,
 ) -> None:
     """Try families that have no row yet, and print all rows."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     SERVER.set_forkserver_preload(["transformers.exporters.exporter_onnx", "graphopt.models.unrolling", "onnxruntime"])
-    earlier = results.read_text("utf-8").splitlines() if results.is_file() else []
-    rows: dict[str, dict[str, str]] = {row["family"]: row["stages"] for row in map(json.loads, earlier)}
+    old_lines = results.read_text("utf-8").splitlines() if results.is_file() else []
+    rows: dict[str, dict[str, str]] = {row["family"]: row["stages"] for row in map(json.loads, old_lines)}
     names = only.split(",") if only else list(families())
     for family in track([family for family in names if family not in rows], "families"):
         start = time.monotonic()

@@ -40,7 +40,7 @@ from tools.studies.cache_quality import python_documentation
 from tools.studies.real.models import fetch
 
 
-def read_anew(session: graphopt.Session, tokens: list[int], room: int) -> tuple[Decoder, float]:
+def read_text(session: graphopt.Session, tokens: list[int], room: int) -> tuple[Decoder, float]:
     """Return a decoder that has read tokens, and the seconds that it took."""
     decoder, begin = Decoder(session, 1, room=len(tokens) + room), time.process_time()
     for _ in decoder.feed(np.array([tokens], np.int64)):
@@ -80,13 +80,13 @@ def main(
     model: Annotated[Path | None, typer.Argument(help="an artifact; SmolLM2 is made by default")] = None,
     recipe: Annotated[str, typer.Option(help="of SmolLM2: a preset, a file, or a storage of rotated heads")] = "int8",
     tokens: Annotated[str, typer.Option(help="of the text")] = "7936",
-    following: Annotated[int, typer.Option("--next", min=1, help="tokens behind it that are compared")] = 256,
+    following: Annotated[int, typer.Option("--next", min=1, help="tokens after it that are compared")] = 256,
     edits: Annotated[list[str] | None, typer.Option("--edit", help="tokens that are replaced, and by how many")] = None,
-    tail_tokens: Annotated[int, typer.Option("--behind", help="tokens behind the span; 0: half of the text")] = 0,
-    rereads: Annotated[str, typer.Option("--reread", help="tokens behind the span that are read again")] = str(REREAD),
+    tail_tokens: Annotated[int, typer.Option("--behind", help="tokens after the span; 0: half of the text")] = 0,
+    rereads: Annotated[str, typer.Option("--reread", help="tokens after the span that are read again")] = str(REREAD),
     json_file: JsonFile = None,
 ) -> None:
-    """Read the text, edit it and read it anew; print a row for each edit."""
+    """Read the text, edit it, and read the new text; print a row for each edit."""
     count = token_count(tokens)
     head = (
         "edit",
@@ -107,9 +107,9 @@ def main(
             graphopt.optimize(Path(temporary) / "float32", recipe_of(recipe), model, run=False)
         session, file = graphopt.load(model, threads=1), Path(temporary) / "text.cache"
         ids = session.encode(python_documentation())
-        text, elsewhere = ids[:count], ids[count + following :]
+        text, other_ids = ids[:count], ids[count + following :]
         following_ids: npt.NDArray[np.int64] = np.array(ids[count : count + following], np.int64)
-        decoder, reading = read_anew(session, text, following)
+        decoder, reading = read_text(session, text, following)
         prompt = SavedPrompt(session.decode(text), text)
         decoder.save(file, prompt)
         old_logs = logs_behind(decoder.fork([0]), following_ids)
@@ -119,10 +119,10 @@ def main(
         for edit in edits or ["32:32", "64:16", "64:0"]:
             before, after = map(int, edit.split(":"))
             start = count - tail_tokens - before if tail_tokens else count // 2
-            span = [Edit(start, start + before, elsewhere[:after])]
-            anew, _ = read_anew(session, apply_edits(text, span), following)
-            reference = logs_behind(anew, following_ids)
-            del anew
+            span = [Edit(start, start + before, other_ids[:after])]
+            new_decoder, _ = read_text(session, apply_edits(text, span), following)
+            reference = logs_behind(new_decoder, following_ids)
+            del new_decoder
             variants: list[tuple[str, float, float, Logs]] = [("not edited", 0.0, 0.0, old_logs)]
             for reread in map(int, rereads.split(",")):
                 fork, begin = decoder.fork([0]), time.process_time()

@@ -47,7 +47,7 @@ from graphopt.passes.cache.quantize_kv import QuantizeKV
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe, Step, load_recipe
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
-from tools.bench.parts.options import JsonFile, is_asked
+from tools.bench.parts.options import JsonFile, is_selected
 from tools.studies.caches.attention import RoundedModel
 from tools.studies.caches.feedback import WithFeedback, feedback_methods
 from tools.studies.caches.methods import TAIL, methods
@@ -133,7 +133,7 @@ def kernel_rows(
         source = Path(temporary) / "float32"
         graphopt.export(checkpoint, source)
         candidates = [load_recipe(file) for file in recipes] or [
-            recipe for recipe in storage_recipes() if is_asked(recipe.name, only)
+            recipe for recipe in storage_recipes() if is_selected(recipe.name, only)
         ]
         reference = None
         for recipe in (_FLOATS, *candidates):
@@ -204,7 +204,7 @@ def main(
             statistics = rounded_model.statistics(calibration_ids)
             all_methods += [*feedback_methods(statistics, TAIL), *of_text(statistics, TAIL)]
         for method in all_methods:
-            if is_asked(method.name, only):
+            if is_selected(method.name, only):
                 begin = time.perf_counter()
                 logs = rounded_model.log_probabilities(method)
                 rows.append(row(method.name, "emulated", method.bits, rounded_model.reference, logs, ids, begin))

@@ -152,7 +152,7 @@ def compare_loads(kind: str, paths: list[Path], rounds: int = 7) -> None:
 def main(
     kinds: Annotated[list[str] | None, typer.Argument(help="types of GGML; all without")] = None,
     size: Annotated[int, typer.Option(help="rows and columns of the matrix")] = 2048,
-    load: Annotated[int, typer.Option(help="also open files of so many products")] = 0,
+    load: Annotated[int, typer.Option(help="also open files of this number of products")] = 0,
     tails: Annotated[float | None, typer.Option(help="degrees of freedom of the weights of NVFP4")] = None,
 ) -> None:
     """Print a table: bits of a weight in the file and in artifacts."""

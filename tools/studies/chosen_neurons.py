@@ -91,7 +91,7 @@ def main(
     folder: Annotated[Path, typer.Argument(help="an artifact in float32 with a tokenizer")],
     share: Annotated[list[float], typer.Option(help="of neurons that are kept")] = [0.25, 0.5, 0.75],  # noqa: B006
     prompt: Annotated[int, typer.Option(help="tokens by which neurons are chosen")] = 512,
-    text: Annotated[int, typer.Option(help="tokens behind them that are scored")] = 256,
+    text: Annotated[int, typer.Option(help="tokens after them that are scored")] = 256,
     windows: Annotated[int, typer.Option(help="of each held-out text")] = 4,
     json_file: JsonFile = None,
 ) -> None:
@@ -124,16 +124,16 @@ def main(
     for name, feeds in samples:
         full_masks = {f"mask.{number}": np.ones((length, width), np.float32) for number, width in enumerate(widths)}
         logits, *activations = session.run(outputs, {**feeds, **full_masks})
-        whole = log_probabilities(logits[0, prompt:])
+        full_logs = log_probabilities(logits[0, prompt:])
         orders = [rank_neurons(states.reshape(length, -1)[:prompt]) for states in activations]
         for kept_share in share:
             masks = {key: mask.copy() for key, mask in full_masks.items()}
             for number, order in enumerate(orders):
                 masks[f"mask.{number}"][prompt:, order[round(kept_share * len(order)) :]] = 0
             (logits,) = session.run([task.output], {**feeds, **masks})
-            part = log_probabilities(logits[0, prompt:])
-            divergence = (np.exp(whole) * (whole - part)).sum(axis=-1)
-            same_choice = whole.argmax(axis=-1) == part.argmax(axis=-1)
+            part_logs = log_probabilities(logits[0, prompt:])
+            divergence = (np.exp(full_logs) * (full_logs - part_logs)).sum(axis=-1)
+            same_choice = full_logs.argmax(axis=-1) == part_logs.argmax(axis=-1)
             results.setdefault((name, kept_share), []).append(np.stack([divergence, same_choice]))
     table = Table("text", "neurons", "weights read", "KL, nats", "same first choice")
     for (name, kept_share), figures in results.items():

@@ -38,7 +38,7 @@ from rich.table import Table
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.models.gguf.checkpoint import load_gguf
-from tools.bench.parts.options import JsonFile, is_asked
+from tools.bench.parts.options import JsonFile, is_selected
 from tools.studies.cache_quality import python_documentation
 from tools.studies.caches.coarse_caches import (
     coarse_rest,
@@ -188,7 +188,7 @@ def _emulate(
     print(f"prompt read in {time.perf_counter() - begin:.0f} s", flush=True)
     reference = prompt.log_probabilities(Way())
     for name, make in ways(prompt, share, read_tokens).items():
-        if not is_asked(name, only):
+        if not is_selected(name, only):
             continue
         if "kvzap" in name and prompt.probes is None:
             prompt.probes = learn_probes(model, all_ids[end : end + 4096 + NEXT])

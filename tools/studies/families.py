@@ -198,9 +198,7 @@ def _table_of(markdown: Path) -> dict[str, list[str]]:
 def main(
     unrolled_layers: Annotated[
         int | None,
-        typer.Option(
-            "--unrolled", help="instead, compare graphs unrolled to so many layers with traces of all of them"
-        ),
+        typer.Option("--unrolled", help="instead, compare graphs unrolled to this number of layers with traces of all"),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
     markdown: Annotated[Path | None, typer.Option(help="write the table here too, with what it means")] = None,

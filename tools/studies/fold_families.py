@@ -56,7 +56,7 @@ def family_model(family: str) -> tuple[Any, list[str]]:
     return model, list(types) if types else ["layer"] * LAYERS
 
 
-def wrong(model: ir.Model, kinds: list[str], exceptions: list[int]) -> Iterator[str]:
+def find_errors(model: ir.Model, kinds: list[str], exceptions: list[int]) -> Iterator[str]:
     """Yield errors of folding; ``kinds`` are the right layers, ``exceptions`` those that are stored differently."""
     plain = fold(model.graph)
     trace = trace_of(model, None, "")
@@ -122,7 +122,7 @@ def main(
     table = Table("family", "layers", "before", "after", "refused", "wrong", "seconds")
     failures: list[str] = []
     for family in track(family_names, "families"):
-        begin, right, refusals, faults = time.perf_counter(), 0, 0, list[str]()
+        begin, right_count, refusals, faults = time.perf_counter(), 0, 0, list[str]()
         with tempfile.TemporaryDirectory() as temporary, quiet():
             source, float_artifact = Path(temporary) / "source", Path(temporary) / "exported"
             model, kinds = family_model(family)
@@ -132,12 +132,12 @@ def main(
             except GraphoptError as error:
                 table.add_row(family, "", error.what, "", "", "", "")
                 continue
-            before = list(wrong(artifact.read(float_artifact).model, kinds, []))
+            before = list(find_errors(artifact.read(float_artifact).model, kinds, []))
             name_by_steps: dict[str, str] = {}
             for name, recipe, exceptions in recipes(preset_names, float_artifact, len(kinds)):
                 # Presets that differ only in how codes are chosen give the same structure.
                 if name_by_steps.setdefault(recipe.model_dump_json(include={"steps"}), name) != name:
-                    right += 1
+                    right_count += 1
                     continue
                 try:
                     store = Path(temporary) / f"weights{len(name_by_steps)}"
@@ -146,12 +146,20 @@ def main(
                     refusals += 1
                     failures.append(f"{family}, {name}: refused: {error.what}")
                     continue
-                messages = list(wrong(after, kinds, exceptions))
+                messages = list(find_errors(after, kinds, exceptions))
                 faults += [f"{family}, {name}: {message}" for message in messages]
-                right += not messages
+                right_count += not messages
         failures += [f"{family}, as exported: {message}" for message in before] + faults
         seconds = f"{time.perf_counter() - begin:.0f}"
-        row = (family, str(len(kinds)), "no" if before else "yes", str(right), str(refusals), str(len(faults)), seconds)
+        row = (
+            family,
+            str(len(kinds)),
+            "no" if before else "yes",
+            str(right_count),
+            str(refusals),
+            str(len(faults)),
+            seconds,
+        )
         table.add_row(*row)
         print(*row, flush=True)
     Console(width=160).print(table)

@@ -99,8 +99,8 @@ def inputs_of(model: ir.Model, sites: Iterable[tuple[ir.Node, int]], ids: Array)
     """Run tokens and return what these nodes read as these inputs, in float64."""
     names = [value.name or "" for node, index in sites if (value := node.inputs[index]) is not None]
     copy = model.clone()
-    inside = {value.name: value for node in copy.graph for value in node.outputs}
-    copy.graph.outputs.extend(inside[name] for name in dict.fromkeys(names))
+    values_by_name = {value.name: value for node in copy.graph for value in node.outputs}
+    copy.graph.outputs.extend(values_by_name[name] for name in dict.fromkeys(names))
     interface = Interface.of_graph(model.graph)
     with session_of(copy) as session:
         feeds = interface.feeds(ids, np.ones_like(ids), interface.empty_past(len(ids)))

@@ -95,14 +95,14 @@ def bytes_read(layer: PagedLayer, tokens: int) -> int:
     state = kv.state(1, 1, layer.head_size)
     page_bytes = (state.keys.bytes + state.values.bytes) // kv.kv_heads
     newest = min(pages, -(-kv.recent // kv.page) + 1)
-    always = min(pages, kv.first_pages + newest)
+    fixed_pages = min(pages, kv.first_pages + newest)
     total = 0
     for head in range(kv.kv_heads):
         policy = kv.policy(head)
         if policy == STREAMING:
-            total += always * page_bytes
+            total += fixed_pages * page_bytes
         elif policy == RETRIEVAL:
-            total += min(pages, always + kv.budget) * page_bytes + pages * state.summaries.bytes // kv.kv_heads
+            total += min(pages, fixed_pages + kv.budget) * page_bytes + pages * state.summaries.bytes // kv.kv_heads
         else:
             total += pages * page_bytes
     return total

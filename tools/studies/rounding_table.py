@@ -50,7 +50,7 @@ def title(method: str) -> str:
 
 def main(
     model: Annotated[Path, typer.Argument(help="an exported folder, in floating point")],
-    recipe: Annotated[list[str] | None, typer.Option(help="presets, each with options behind commas")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help="presets, each with options after commas")] = None,
     method: Annotated[list[str] | None, typer.Option(help="values of `rounding` of quantize_weights")] = None,
     statistics: Annotated[Path | None, typer.Option(help="folder to keep statistics in")] = None,
     tokens: Annotated[int, typer.Option(help="of held-out text to judge on")] = 4096,

@@ -8,8 +8,8 @@ are of something. Convolutions multiply codes in all rows but the first; matrice
 the noisy sample stay in floats. Weights have 7 bits with AVX2 and no VNNI, else 8, as `quantize_convolutions` has them.
 
     one range     `quantize_convolutions` with calls of all timesteps: `QLinearConv` of constant scales
-    N groups      the same with calls of each group of timesteps by itself; scales, zero points and biases of the
-                  graphs that onnxruntime makes of them are stacked, and a `Gather` by the timestep picks a row
+    N groups      the same with calls of each group of timesteps by itself; scales, zero points and biases of
+                  onnxruntime's fused graphs are stacked, and a `Gather` by the timestep picks a row
     corrected     of one range: the mean error of rounding in the output is subtracted in each group (QNCD)
     each call     `DynamicQuantizeLinear -> ConvInteger` for each convolution: ranges of the tensor at hand
 
@@ -282,8 +282,8 @@ def main(
         graphopt.export(folder / "checkpoint", folder / "float32")
         exact = Recipe.model_validate({"name": "exact", "steps": [{"step": name} for name in EXACT]})
         graphopt.optimize(folder / "float32", exact, folder / "exact", quality_tokens=0)
-        whole = onnx.load(folder / "exact" / "model.onnx")
-        sessions = {"float32": session_of(whole)}
+        exact_model = onnx.load(folder / "exact" / "model.onnx")
+        sessions = {"float32": session_of(exact_model)}
         calls: list[Feeds] = []
         for seed in range(100, 100 + CALIBRATION):
             sample(denoiser_of(sessions["float32"], calls), seed)
@@ -297,7 +297,7 @@ def main(
             parts = [[call for call in calls if group_of(call, count) == group] for group in range(count)]
             models = [static(folder / "float32", part, folder / f"{count}-{n}") for n, part in enumerate(parts)]
             sessions[f"{count} groups"] = session_of(stack_constants(models))
-        sessions["each call"] = session_of(dynamic(whole, one_range))
+        sessions["each call"] = session_of(dynamic(exact_model, one_range))
         float_calls: list[Feeds] = []
         float_samples = [sample(denoiser_of(sessions["float32"], float_calls), seed) for seed in range(SEEDS)]
         answers = [sessions["float32"].run([OUTPUT], call)[0] for call in float_calls]

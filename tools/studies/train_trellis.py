@@ -44,14 +44,14 @@ def fit_tables(
     """Return the format with the tables of least squared error for numbers whose windows are known."""
     size = len(format.head)
     upper, lower = windows >> format.field, windows & (size - 1)
-    gram, right = np.zeros((2 * size, 2 * size)), np.zeros(2 * size)
+    gram, rhs = np.zeros((2 * size, 2 * size)), np.zeros(2 * size)
     for first, second in ((upper, lower + size), (lower + size, upper)):
         weight = np.bincount(first.ravel(), counts.ravel(), 2 * size)
         gram[np.arange(2 * size), np.arange(2 * size)] += weight
-        right += np.bincount(first.ravel(), (counts * units).ravel(), 2 * size)
+        rhs += np.bincount(first.ravel(), (counts * units).ravel(), 2 * size)
         pairs = first.astype(np.int64) * 2 * size + second
         gram += np.bincount(pairs.ravel(), counts.ravel(), 4 * size * size).reshape(2 * size, 2 * size)
-    tables: Doubles = np.linalg.lstsq(gram, right, rcond=1e-9)[0].astype(np.float64)
+    tables: Doubles = np.linalg.lstsq(gram, rhs, rcond=1e-9)[0].astype(np.float64)
     return make(format.bits, tables[:size], tables[size:])
 
 
@@ -156,8 +156,10 @@ def main() -> None:
     starts = [
         train(random_start(arguments.bits, arguments.field, seed), 30, short_draw) for seed in range(arguments.starts)
     ]
-    longer = [train(format, arguments.rounds, draw) for format in sorted(starts, key=lambda f: error_of(f, test))[:5]]
-    best, random = min(longer, key=lambda format: error_of(format, test)), np.random.default_rng(77)
+    long_runs = [
+        train(format, arguments.rounds, draw) for format in sorted(starts, key=lambda f: error_of(f, test))[:5]
+    ]
+    best, random = min(long_runs, key=lambda format: error_of(format, test)), np.random.default_rng(77)
     least_error = error_of(best, test)
     typer.echo(f"relative squared error {least_error:.5f}")
     for number in range(arguments.moves):

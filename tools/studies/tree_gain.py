@@ -71,7 +71,7 @@ def in_turns(
 
     Args:
         session: the model.
-        draft: makes a draft step of so many tokens.
+        draft: runs a draft step of a number of tokens.
         context: tokens before the steps.
         rounds: of all widths.
     """

@@ -144,7 +144,7 @@ def loss_of(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> torch.Tensor
     return loss / heads
 
 
-def right(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> list[float]:
+def accuracies(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> list[float]:
     """Return how often each head's first choice is the model's, in these texts."""
     heads = blocks.inner.shape[1]
     shares = np.zeros(heads)
@@ -157,9 +157,9 @@ def right(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> list[float]:
     return [round(float(share) / len(texts.tokens), 3) for share in shares]
 
 
-def right_shares(blocks: Blocks, lm_head: torch.Tensor, held_out: list[Texts]) -> str:
+def accuracy_sentence(blocks: Blocks, lm_head: torch.Tensor, held_out: list[Texts]) -> str:
     """Return a sentence on how often heads are right on held-out text, and on the model's own."""
-    held_out_shares, own_shares = (right(blocks, lm_head, texts) for texts in held_out)
+    held_out_shares, own_shares = (accuracies(blocks, lm_head, texts) for texts in held_out)
     return f"right on held-out text {held_out_shares}, on what the model makes of its beginnings {own_shares}"
 
 
@@ -193,8 +193,8 @@ def main(
     if text is None:
         texts, test_text = list(training_texts().values()), held_out_text()
     else:
-        whole = text.read_text(encoding="utf-8")
-        texts, test_text = [whole[: len(whole) * 9 // 10]], whole[len(whole) * 9 // 10 :]
+        full_text = text.read_text(encoding="utf-8")
+        texts, test_text = [full_text[: len(full_text) * 9 // 10]], full_text[len(full_text) * 9 // 10 :]
     tokenizer = session.require_tokenizer()
     ids, held_out_ids = (
         np.array([token for encoding in tokenizer.encode_batch(part) for token in encoding.ids], np.int64)
@@ -216,7 +216,7 @@ def main(
     cast = lm_head.bfloat16() if bfloat16 else lm_head
     blocks = Blocks(matrix.shape[0], heads, inner or matrix.shape[0], matrix.shape[1], size)
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
-    print(f"untrained: {right_shares(blocks, lm_head, held_out)}", flush=True)
+    print(f"untrained: {accuracy_sentence(blocks, lm_head, held_out)}", flush=True)
     train_begin, last_report, steps, loss = time.process_time(), 0.0, 0, torch.zeros(())
     while (progress := (time.process_time() - train_begin) / threads / (60 * minutes)) < 1:
         optimizer.param_groups[0]["lr"] = rate * min(progress / 0.02, 1.0, (1.0 - progress) / 0.7)
@@ -227,8 +227,8 @@ def main(
         steps += 1
         if progress > last_report + 0.2:
             last_report = progress
-            print(f"step {steps} loss {loss.item():.3f} {right_shares(blocks, lm_head, held_out)}", flush=True)
-    print(f"{steps} steps, {steps * batch * window:,} positions: {right_shares(blocks, lm_head, held_out)}")
+            print(f"step {steps} loss {loss.item():.3f} {accuracy_sentence(blocks, lm_head, held_out)}", flush=True)
+    print(f"{steps} steps, {steps * batch * window:,} positions: {accuracy_sentence(blocks, lm_head, held_out)}")
 
     column_tokens = np.sort(
         np.random.default_rng(seed).permutation(matrix.shape[1])[: 0 if only_here else 2 * matrix.shape[0]]

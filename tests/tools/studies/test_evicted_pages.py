@@ -12,7 +12,7 @@ import graphopt
 from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.inference.decoding.decoder import Decoder
 from tests.runtime_ops.kv_cases import attributes_of
-from tools.bench.parts.options import is_asked
+from tools.bench.parts.options import is_selected
 from tools.studies.caches.evicted_pages import KINDS, PAGE, bytes_of, eviction, read_pages, tokens_in
 from tools.studies.caches.prompt import RECENT, SINKS
 
@@ -49,9 +49,9 @@ def test_ways_to_evict_keep_the_first_and_the_newest(kind: str) -> None:
 
 
 def test_ways_are_asked_for_by_name() -> None:
-    assert is_asked("int4, keydiff", ())
-    assert is_asked("int4, keydiff", ["float*", "int4, *"])
-    assert not is_asked("int4 keys, int3 values, keydiff", ["int4, *"])
+    assert is_selected("int4, keydiff", ())
+    assert is_selected("int4, keydiff", ["float*", "int4, *"])
+    assert not is_selected("int4 keys, int3 values, keydiff", ["int4, *"])
 
 
 def test_a_text_is_read_page_by_page(llama_artifact: Path) -> None:

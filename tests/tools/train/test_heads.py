@@ -21,7 +21,7 @@ from graphopt.passes.recipe import load_recipe
 from tests.families import HIDDEN, VOCABULARY
 from tests.native import needs_library
 from tools.train import heads as train_heads
-from tools.train.heads import Blocks, Texts, loss_of, right
+from tools.train.heads import Blocks, Texts, accuracies, loss_of
 
 
 def test_heads_learn_what_follows() -> None:
@@ -39,7 +39,7 @@ def test_heads_learn_what_follows() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert loss.item() < 0.7 * before  # seen 0.36
-    assert right(blocks, lm_head, texts) == [1.0, 1.0]
+    assert accuracies(blocks, lm_head, texts) == [1.0, 1.0]
 
 
 @needs_library

@@ -152,7 +152,7 @@ class AttentionProblem:
         return 8 * self.case.tokens * self.case.size * (self.case.heads + self.case.kv_heads)
 
     def copies(self, bytes_of_one: int) -> int:
-        """Return how many caches a call goes through, so that what it reads is four times the last-level cache."""
+        """Return how many caches a call goes through to read four times the last-level cache."""
         return max(1, -(-4 * self.settings.memory.cache_bytes // bytes_of_one))
 
     def keep(self, key: object, make: Callable[[], T]) -> T:

@@ -44,7 +44,7 @@ def _prepare(problem: AttentionProblem, type_name: str, group_heads: bool) -> Wo
     query = torch.from_numpy(problem.query).to(dtype)
     shape = (1, case.kv_heads, -1, case.size) if group_heads else (1, case.tokens, case.heads, case.size)
     queries = query.reshape(shape) if group_heads else query.reshape(shape).transpose(1, 2).contiguous()
-    fresh = [torch.from_numpy(array.copy()).to(dtype) for array in problem.new]
+    new_tensors = [torch.from_numpy(array.copy()).to(dtype) for array in problem.new]
     mask = torch.arange(case.context) <= torch.arange(case.past, case.context)[:, None]
     options = {"attn_mask": mask} if case.tokens > 1 else {}
     results: list[object] = [None for _ in caches]
@@ -52,7 +52,7 @@ def _prepare(problem: AttentionProblem, type_name: str, group_heads: bool) -> Wo
     def run() -> None:
         with torch.inference_mode():
             for copy, cache in enumerate(caches):
-                for tensor, new in zip(cache, fresh, strict=True):
+                for tensor, new in zip(cache, new_tensors, strict=True):
                     tensor[:, :, case.past :] = new
                 results[copy] = torch.nn.functional.scaled_dot_product_attention(
                     queries, *cache, scale=problem.scale, enable_gqa=not group_heads, **options

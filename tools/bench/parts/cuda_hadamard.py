@@ -46,7 +46,7 @@ def _case(library: ctypes.CDLL, torch: Any, device: str, rows: int, width: int) 
     x = [torch.randn(rows, width, device=device, dtype=torch.float16) for _ in range(copies)]
     y = [torch.empty_like(tensor) for tensor in x]
     left_matrix, right_matrix = (torch.tensor(matrix, device=device, dtype=torch.float64) for matrix in pair)
-    whole = (torch.kron(left_matrix, right_matrix) / width**0.5).to(torch.float16) if width <= 8192 else None
+    full_matrix = (torch.kron(left_matrix, right_matrix) / width**0.5).to(torch.float16) if width <= 8192 else None
 
     def run(copy: int, _buffers: object = buffers) -> None:
         call = interface.Hadamard(x[copy].data_ptr(), y[copy].data_ptr(), rows, 10, *descriptors)
@@ -61,8 +61,8 @@ def _case(library: ctypes.CDLL, torch: Any, device: str, rows: int, width: int) 
         y[copy].fill_(float("nan"))
 
     rivals = {"torch copy": lambda copy: y[copy].copy_(x[copy])}
-    if whole is not None:
-        rivals["torch matmul"] = lambda copy: torch.matmul(x[copy], whole, out=y[copy])
+    if full_matrix is not None:
+        rivals["torch matmul"] = lambda copy: torch.matmul(x[copy], full_matrix, out=y[copy])
     # Half a unit in the last place, and numbers cut to 16 bits before a core.
     return Case(_title(rows, width), bytes_of_one, copies, poison, run, error, 2**-11 + 2**-14, rivals)
 

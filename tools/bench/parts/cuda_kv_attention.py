@@ -51,12 +51,12 @@ def cases(
 
     Tokens are a multiple of the page, 64.
     """
-    for rows, tokens, fresh, budget in (*((*shape, 0) for shape in sizes), *retrievals):
+    for rows, tokens, new_tokens, budget in (*((*shape, 0) for shape in sizes), *retrievals):
         for storage in storages:
-            title = f"KVAttention {storage} {rows} x {tokens}, {fresh} new"
+            title = f"KVAttention {storage} {rows} x {tokens}, {new_tokens} new"
             title += f", retrieval of {budget}" if budget else ""
             if is_selected(title):
-                yield _case(library, torch, device, title, rows, tokens, fresh, budget, storage, heads, size)
+                yield _case(library, torch, device, title, rows, tokens, new_tokens, budget, storage, heads, size)
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ class _Problem:
 
     def runner(self, attrs: KVAttributes, y: Sequence[Any]) -> Callable[[int], None]:
         """Return what computes a copy into its tensor of ``y``."""
-        fresh = self.query.shape[1]
+        new_tokens = self.query.shape[1]
         on_host = {
-            "past": np.full(len(self.query), self.tokens - fresh),
-            "fresh": np.full(len(self.query), fresh),
+            "past": np.full(len(self.query), self.tokens - new_tokens),
+            "fresh": np.full(len(self.query), new_tokens),
             "policies": np.array([attrs.policy(head) for head in range(attrs.kv_heads)], np.uint8),
         }
         calls = [self._call(attrs, on_host, state, out) for state, out in zip(self.states, y, strict=True)]
@@ -103,8 +103,10 @@ class _Problem:
         return run
 
     def _call(self, attrs: KVAttributes, on_host: dict[str, Any], state: dict[str, Any], y: Any) -> Call:
-        rows, fresh, width = self.key.shape
-        call = Call(type=10, storage=STORAGES.index(attrs.storage), rows=rows, columns=fresh, kv_heads=attrs.kv_heads)
+        rows, new_tokens, width = self.key.shape
+        call = Call(
+            type=10, storage=STORAGES.index(attrs.storage), rows=rows, columns=new_tokens, kv_heads=attrs.kv_heads
+        )
         call.group, call.size = self.query.shape[2] // width, width // attrs.kv_heads
         call.page, call.pages = attrs.page, self.tokens // attrs.page
         for name in ("sinks", "recent", "budget", "scale", "clip"):
@@ -119,20 +121,22 @@ class _Problem:
     def reference(self, attrs: KVAttributes, copy: int) -> Any:
         """Return y of a copy by float64, [rows, new, query heads x D]."""
         torch, state = self.torch, self.states[copy]
-        rows, fresh, width = self.key.shape
+        rows, new_tokens, width = self.key.shape
         queries = _group_queries(self.query, attrs)
         keys, values = _tokens(torch, state, attrs.storage, width // attrs.kv_heads)
-        hidden = torch.ones(fresh, self.tokens, dtype=torch.bool, device=self.device).triu(self.tokens - fresh + 1)
+        hidden = torch.ones(new_tokens, self.tokens, dtype=torch.bool, device=self.device).triu(
+            self.tokens - new_tokens + 1
+        )
         if attrs.chooses:
             hidden = hidden | ~_read_tokens(torch, state["summaries"], queries, self.tokens, attrs)
-        hidden = hidden.expand(rows, attrs.kv_heads, fresh, self.tokens)
+        hidden = hidden.expand(rows, attrs.kv_heads, new_tokens, self.tokens)
         results = torch.empty_like(queries)
         for head in range(attrs.kv_heads):  # one at a time: scores of a prompt are gigabytes
             group_queries = queries[:, head].flatten(1, 2)
             scores = group_queries @ keys[:, head].mT * attrs.scale  # [rows, new token and head of the group, tokens]
             scores.masked_fill_(hidden[:, head].repeat_interleave(queries.shape[3], dim=-2), float("-inf"))
             results[:, head] = (torch.softmax(scores, dim=-1) @ values[:, head]).reshape(results[:, head].shape)
-        return results.transpose(1, 2).reshape(rows, fresh, -1)
+        return results.transpose(1, 2).reshape(rows, new_tokens, -1)
 
 
 def _case(
@@ -142,7 +146,7 @@ def _case(
     title: str,
     rows: int,
     tokens: int,
-    fresh: int,
+    new_tokens: int,
     budget: int,
     storage: str,
     heads: tuple[int, int],
@@ -158,7 +162,7 @@ def _case(
     copies = copies_past_l2(torch, device, bytes_moved)
 
     def activations(width: int) -> Any:
-        return torch.randn(rows, fresh, width * size, dtype=torch.float16, device=device)
+        return torch.randn(rows, new_tokens, width * size, dtype=torch.float16, device=device)
 
     query, key, value = (activations(width) for width in (heads[0], heads[1], heads[1]))
     states = [
@@ -184,15 +188,15 @@ def _case(
         torch_caches = [
             torch.randn(2, rows, heads[1], tokens, size, dtype=torch.float16, device=device) for _ in range(copies)
         ]
-        q = query.reshape(rows, fresh, heads[0], size).transpose(1, 2)
+        q = query.reshape(rows, new_tokens, heads[0], size).transpose(1, 2)
         attention = torch.nn.functional.scaled_dot_product_attention
         # few new tokens get no mask: it takes next to no time that a query also reads the tokens after it
         masks = import_module("torch.nn.attention.bias")
-        mask = masks.causal_lower_right(fresh, tokens) if fresh > attrs.page else None
+        mask = masks.causal_lower_right(new_tokens, tokens) if new_tokens > attrs.page else None
         rivals["torch attention, float16"] = lambda copy: attention(
             q, torch_caches[copy][0], torch_caches[copy][1], attn_mask=mask, enable_gqa=True
         )
-    # half a unit in the last place of y, and what float32 sums of so many tokens may lose
+    # half a unit in the last place of y, and the error of float32 sums over the tokens
     return Case(title, bytes_moved, copies, poison, problem.runner(attrs, y), error, 2**-10, rivals)
 
 
@@ -206,9 +210,11 @@ def _random_state(torch: Any, device: str, name: str, tensor: StateTensor) -> An
 
 def _group_queries(query: Any, attrs: KVAttributes) -> Any:
     """Return queries as float64 [rows, KV heads, new, heads of a group, D]."""
-    rows, fresh, width = query.shape
+    rows, new_tokens, width = query.shape
     size = round(attrs.scale**-2)  # scale is 1 / sqrt(D)
-    return query.double().reshape(rows, fresh, attrs.kv_heads, width // attrs.kv_heads // size, size).transpose(1, 2)
+    return (
+        query.double().reshape(rows, new_tokens, attrs.kv_heads, width // attrs.kv_heads // size, size).transpose(1, 2)
+    )
 
 
 def _page_scores(summaries: Any, queries: Any) -> Any:
@@ -230,9 +236,9 @@ def _choose_pages(torch: Any, summaries: Any, queries: Any, tokens: int, attrs: 
     A page is a candidate if it lies before the query and not every query reads it: not the first, nor the query's own.
     """
     scores = _page_scores(summaries, queries)
-    pages, fresh = torch.arange(scores.shape[-1], device=scores.device), queries.shape[2]
-    position = torch.arange(tokens - fresh, tokens, device=scores.device)[:, None]
-    # the newest page's worth of tokens is read by all: a page that begins behind the first of them has no other token
+    pages, new_tokens = torch.arange(scores.shape[-1], device=scores.device), queries.shape[2]
+    position = torch.arange(tokens - new_tokens, tokens, device=scores.device)[:, None]
+    # every query reads the newest 64 tokens: a page that begins after the first of these has no other token
     is_candidate = (pages >= 1) & (pages * _PAGE <= position - _PAGE)
     scores = scores.masked_fill(~is_candidate, float("-inf"))
     best = scores.topk(attrs.budget + 1, dim=-1)
@@ -252,15 +258,17 @@ def _decided_summaries(torch: Any, queries: Any, tokens: int, attrs: KVAttribute
 
 
 def _read_tokens(torch: Any, summaries: Any, queries: Any, tokens: int, attrs: KVAttributes) -> Any:
-    """Return which tokens each query reads, besides those behind it, bool [rows, heads, new, tokens]."""
+    """Return a mask of the tokens that each query reads, later ones not excluded, bool [rows, heads, new, tokens]."""
     pages, _ = _choose_pages(torch, summaries, queries, tokens, attrs)
-    fresh = queries.shape[2]
+    new_tokens = queries.shape[2]
     is_chosen = torch.zeros(*pages.shape[:-1], tokens // _PAGE, dtype=torch.bool, device=pages.device)
     is_chosen.scatter_(-1, pages, True)
     position = torch.arange(tokens, device=pages.device)
-    newest = torch.arange(tokens - fresh, tokens, device=pages.device)[:, None]
-    always = (position < _PAGE) | (position > newest - _PAGE)  # the first page, and as many of the newest tokens
-    return is_chosen.repeat_interleave(_PAGE, dim=-1) | always
+    newest = torch.arange(tokens - new_tokens, tokens, device=pages.device)[:, None]
+    is_always_read = (position < _PAGE) | (
+        position > newest - _PAGE
+    )  # the first page, and as many of the newest tokens
+    return is_chosen.repeat_interleave(_PAGE, dim=-1) | is_always_read
 
 
 def _tokens(torch: Any, state: dict[str, Any], storage: str, size: int) -> tuple[Any, Any]:

@@ -67,11 +67,11 @@ class OracleProposer(Proposer):
     Args:
         text: the tokens of the text.
         chance: probability that a guess is right.
-        wrong: a token that the text does not contain.
+        wrong_token: a token that the text does not contain.
     """
 
-    def __init__(self, text: Sequence[int], chance: float, wrong: int) -> None:
-        self.text, self.chance, self.wrong = text, chance, wrong
+    def __init__(self, text: Sequence[int], chance: float, wrong_token: int) -> None:
+        self.text, self.chance, self.wrong_token = text, chance, wrong_token
         self.random = np.random.default_rng(0)
 
     def begin(self, rows: Sequence[Continuation]) -> None:
@@ -80,12 +80,12 @@ class OracleProposer(Proposer):
 
     def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         """Return the next tokens of the text, some of them wrong."""
-        coming = self.text[len(self.row.tokens) : len(self.row.tokens) + limits[0]]
-        right = self.random.random(len(coming)) < self.chance
+        next_tokens = self.text[len(self.row.tokens) : len(self.row.tokens) + limits[0]]
+        right_guesses = self.random.random(len(next_tokens)) < self.chance
         return [
             [
-                Guess(token if good else self.wrong, self.chance, "known")
-                for token, good in zip(coming, right, strict=True)
+                Guess(token if is_right else self.wrong_token, self.chance, "known")
+                for token, is_right in zip(next_tokens, right_guesses, strict=True)
             ]
         ]
 

@@ -69,7 +69,7 @@ class Use:
 
     @property
     def levels(self) -> int | None:
-        """How many numbers codes stand for, where a table says so."""
+        """How many values codes have, where there is a table."""
         table = self._table()
         return None if table is None else len(table)
 
@@ -93,7 +93,7 @@ class Use:
 
 
 def use_of(value: ir.Value) -> Use:
-    """Return the use of a weight by the first node that reads it, or reads it behind operators that only move numbers.
+    """Return the use of a weight by the first node that reads it, directly or through operators that only move numbers.
 
     Raises:
         InputError: no node that is known here reads it.
@@ -118,7 +118,7 @@ def _first_use(value: ir.Value) -> Use | None:
             further_use = _first_use(reader.outputs[0])
             if further_use is not None:
                 return further_use
-            if reader.op_type == "Gather":  # a table of embeddings, or its codes, which are cast behind
+            if reader.op_type == "Gather":  # a table of embeddings, or its codes, which are cast later
                 return Use("matrix" if value.dtype is None or value.dtype.is_floating_point() else "codes", reader)
     return None
 
@@ -199,7 +199,7 @@ class DrawnWeight(Expression):
 
 
 def draw_weights(model: ir.Model) -> None:
-    """Put drawn numbers in the place of every weight that is not evaluated yet; constants stay.
+    """Replace every weight that is not evaluated yet by random numbers; constants stay.
 
     Raises:
         InputError: it is not known what suits a weight.

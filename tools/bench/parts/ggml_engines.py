@@ -26,7 +26,7 @@ _LIBRARIES = ("ggml", "ggml-cpu", "ggml-base")
 
 
 def engines() -> list[Engine]:
-    """Return each type twice: as llama.cpp lays it out on this machine, and as it lies in the file."""
+    """Return each type twice: in llama.cpp's layout for this machine, and in that of the file."""
     return [
         Engine(
             f"llama.cpp-{name}{suffix}", TOLERANCES["int8"], partial(_prepare, type_name=type_name, plain=bool(suffix))

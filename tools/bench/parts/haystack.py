@@ -60,10 +60,10 @@ class Haystack(Sequence):
         self._mean[:], self._spread[:] = 0, 1
         random = np.random.default_rng([seed, _STREAM])
         shape = (kv_heads, len(positions), size)
-        used = np.argsort(random.random((kv_heads, size)), axis=1) < needle.channels
-        common = random.standard_normal((kv_heads, size)) * (used.all(axis=1, keepdims=True) | ~used)
+        is_used = np.argsort(random.random((kv_heads, size)), axis=1) < needle.channels
+        common = random.standard_normal((kv_heads, size)) * (is_used.all(axis=1, keepdims=True) | ~is_used)
         self._common = (common / np.linalg.norm(common, axis=1, keepdims=True)).astype(np.float32)
-        directions = random.standard_normal(shape) * used[:, None]
+        directions = random.standard_normal(shape) * is_used[:, None]
         directions -= (directions @ self._common[..., None]) * self._common[:, None]  # zero unless all are used
         self._directions = directions / np.linalg.norm(directions, axis=-1, keepdims=True)
         self.needle_values = random.choice([-1.0, 1.0], shape).astype(np.float32)

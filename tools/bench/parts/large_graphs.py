@@ -56,7 +56,7 @@ def write_graph(
     float16: bool = True,
     last_logits: int = 1,
 ) -> None:
-    """Write the graph that ``graphopt optimize`` makes of all layers, with logits of the last positions.
+    """Write the graph by ``graphopt optimize`` of all layers, with logits of the last positions.
 
     Every pass of the recipe runs on random weights. Codes and scales are random too: rounding billions of numbers would
     take too long.
@@ -182,8 +182,8 @@ def _write_checkpoint(config: Mapping[str, Any], folder: Path) -> None:
 def with_layers(model: onnx.ModelProto, layers: int) -> onnx.ModelProto:
     """Return a graph of the builder with as many layers: copies of its last one, with other numbers in all names.
 
-    Names hold ``layers.N``, ``past_key_values.N`` or ``present.N``; what stands behind the last layer has the number of
-    one more, or none. Weights outside of the file get new places, in one file.
+    Names hold ``layers.N``, ``past_key_values.N`` or ``present.N``; nodes after the last layer have the next number, or
+    none. External weights get new offsets, in one file.
 
     Raises:
         ValueError: it has more layers.
@@ -192,8 +192,8 @@ def with_layers(model: onnx.ModelProto, layers: int) -> onnx.ModelProto:
     result.CopyFrom(model)
     graph = result.graph
     last = max(number for value in graph.input for number in _numbers(value.name))
-    further = layers - 1 - last
-    if further < 0:
+    new_layers = layers - 1 - last
+    if new_layers < 0:
         raise ValueError(f"the graph has {last + 1} layers, and {layers} were asked for")
 
     def own_number(message: Any) -> int:
@@ -206,7 +206,7 @@ def with_layers(model: onnx.ModelProto, layers: int) -> onnx.ModelProto:
         copies = []
         for message in messages:
             number = own_number(message)
-            shifts = range(further + 1) if number == last else [further if number > last else 0]
+            shifts = range(new_layers + 1) if number == last else [new_layers if number > last else 0]
             copies += [_shift_layers(message, shift) for shift in shifts]
         del messages[:]
         messages.extend(copies)
@@ -215,8 +215,8 @@ def with_layers(model: onnx.ModelProto, layers: int) -> onnx.ModelProto:
     begin, end = numbers.index(last), len(numbers) - numbers[::-1].index(last)
     del graph.node[:], graph.value_info[:]
     graph.node.extend(nodes[:begin])
-    graph.node.extend(_shift_layers(node, shift) for shift in range(further + 1) for node in nodes[begin:end])
-    graph.node.extend(_shift_layers(node, further) for node in nodes[end:])
+    graph.node.extend(_shift_layers(node, shift) for shift in range(new_layers + 1) for node in nodes[begin:end])
+    graph.node.extend(_shift_layers(node, new_layers) for node in nodes[end:])
     _place_weights(graph)
     return result
 
@@ -242,7 +242,7 @@ def _shift_layers(message: Any, shift: int) -> Any:
 
 
 def _place_weights(graph: onnx.GraphProto) -> None:
-    """Let all weights outside of the file lie in one, one behind the other."""
+    """Give all external weights offsets in one file, one after the other."""
     end = 0
     for tensor in graph.initializer:
         if tensor.data_location != onnx.TensorProto.EXTERNAL:

@@ -118,7 +118,7 @@ def _graphopt(folder: Path, work: Work) -> Speeds:
 
 
 def _speeds(first_and_rest: Callable[[int, int], tuple[float, float]], work: Work) -> Speeds:
-    """Return speeds from the seconds that a prompt takes, and then so many tokens more."""
+    """Return speeds from ``first_and_rest``, the seconds to the first token of a prompt and of further tokens."""
     first_and_rest(work.prompt, _WARM_UP)
     _, decode = first_and_rest(work.context, work.new_tokens)
     prefill, _ = first_and_rest(work.prompt, 1)

@@ -78,6 +78,6 @@ def token_count(text: str) -> int:
     return int(digits) * unit
 
 
-def is_asked(name: str, only: Sequence[str] | None) -> bool:
-    """Return whether ``only`` names a method, with * for anything; without names all are asked for."""
+def is_selected(name: str, only: Sequence[str] | None) -> bool:
+    """Return whether a pattern of ``only`` matches a method's name; without patterns all are selected."""
     return not only or any(fnmatch.fnmatch(name, pattern) for pattern in only)

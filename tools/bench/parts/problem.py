@@ -90,7 +90,7 @@ class Problem:
 
     A decode step reads each weight once, from memory. So an engine gets several copies of the weights, together a
     multiple of the last-level cache, and a call goes through all of them. A copy has its output channels in an order of
-    its own: onnxruntime shares what it makes of weights that are equal byte for byte. Each copy has an x of its own, or
+    its own: onnxruntime shares packed weights that are equal byte for byte. Each copy has an x of its own, or
     a runtime could merge the products that read the same.
     """
 

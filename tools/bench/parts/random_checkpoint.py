@@ -96,7 +96,7 @@ def _normal_numbers(is_gain: bool) -> Array:
 
 
 def random_checkpoint(config: Mapping[str, Any], folder: Path, *, seed: int = 0) -> LoadedModel:
-    """Return a model of random weights, none of which is made before it is asked for.
+    """Return a model of random weights, each of which is made when it is read.
 
     Args:
         config: what ``config.json`` says. The tokenizer is the shipped model's, whose vocabulary must fit in.

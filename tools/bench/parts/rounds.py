@@ -37,7 +37,7 @@ class Rounds:
 
 
 def measure(engines: Mapping[str, Workload], memory: Memory, rounds: int, advance: Callable[[], object]) -> Rounds:
-    """Time all engines in each round, in an order drawn anew, and call ``advance`` after each round.
+    """Time all engines in each round, in a new random order, and call ``advance`` after each round.
 
     An engine runs once before it is timed: its threads are awake then, and other engines' data has left the caches. Its
     share of the bandwidth is relative to the memory's right before and right after it, whichever is more.
@@ -68,6 +68,6 @@ def _time(engine: Workload) -> float:
     while (seconds := time.perf_counter() - begin) < _SECONDS:
         engine.run()
         runs += 1
-    # Threads that spin a while behind their work, as OpenMP's do, are given the time to fall asleep.
+    # Threads that spin a while after their work, as OpenMP's do, get the time to fall asleep.
     time.sleep(0.005)
     return seconds / (runs * engine.copies)

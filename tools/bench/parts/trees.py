@@ -87,7 +87,7 @@ class Costs:
 
 
 def at_width(seconds: Mapping[int, float], tokens: int) -> float:
-    """Return the seconds of a step of so many tokens, by those of the next width that was measured."""
+    """Return the seconds of a step of ``tokens``: those of the next measured width."""
     return seconds[min(width for width in seconds if width >= tokens)]
 
 

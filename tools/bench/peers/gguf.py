@@ -49,7 +49,7 @@ def write_importance(mean_squares: Mapping[str, npt.NDArray[Any]], output: Path)
 
 
 def quantize(binary: Path, floats: Path, kind: str, importance: Path | None, output: Path) -> GgufFile:
-    """Let ``llama-quantize`` write ``floats`` as the type ``kind``, such as ``Q4_K_M``, and open what it wrote.
+    """Let ``llama-quantize`` write ``floats`` as the type ``kind``, such as ``Q4_K_M``, and open its file.
 
     Raises:
         subprocess.CalledProcessError: it failed; its own messages are printed.

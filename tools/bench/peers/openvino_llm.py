@@ -20,17 +20,17 @@ def main(checkpoint: Path, output: Path) -> None:
     import openvino
     from optimum.exporters.openvino import main_export
 
-    whole = output.with_name(output.name + "-float16")
-    main_export(str(checkpoint), str(whole), task="text-generation-with-past", convert_tokenizer=False)
-    model = openvino.Core().read_model(whole / "openvino_model.xml")
+    float_folder = output.with_name(output.name + "-float16")
+    main_export(str(checkpoint), str(float_folder), task="text-generation-with-past", convert_tokenizer=False)
+    model = openvino.Core().read_model(float_folder / "openvino_model.xml")
     mode = nncf.CompressWeightsMode.INT4_SYM
     int4_model = nncf.compress_weights(model, mode=mode, group_size=128, ratio=1.0, all_layers=True)
     output.mkdir(parents=True)
     openvino.save_model(int4_model, output / "openvino_model.xml")
-    for file in whole.glob("*.json"):
+    for file in float_folder.glob("*.json"):
         shutil.copy(file, output)
     del model, int4_model
-    shutil.rmtree(whole)
+    shutil.rmtree(float_folder)
 
 
 if __name__ == "__main__":

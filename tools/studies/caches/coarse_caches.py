@@ -39,9 +39,9 @@ def coarse_rest(prompt: Prompt, kept_mask: dict[int, Tensor], kept_bits: int | N
         for x, axis in ((keys, TOKENS), (values, CHANNELS)):
             basis = rotation(x.shape[-1])
             coordinates = x @ basis
-            stays = coordinates if kept_bits is None else _in_pages(coordinates, kept_bits, axis)
+            kept_numbers = coordinates if kept_bits is None else _in_pages(coordinates, kept_bits, axis)
             coarse = _in_pages(coordinates, rest_bits, axis, clip=0.9 if rest_bits == 2 else 1.0)
-            numbers.append(torch.where(kept_mask[layer][..., None], stays, coarse) @ basis.mT)
+            numbers.append(torch.where(kept_mask[layer][..., None], kept_numbers, coarse) @ basis.mT)
         cache[layer] = (numbers[0], numbers[1])
     bits = (16 if kept_bits is None else kept_bits + 0.5) * share + (rest_bits + 0.5) * (1 - share)
     return Way(cache=cache, bytes=(bits + 1 / (2 * keys.shape[-1])) / 16)
@@ -57,8 +57,8 @@ def fewer_key_channels(prompt: Prompt, share: float) -> Way:
     cache = {}
     for layer, (keys, values) in prompt.cache.items():
         norms = prompt.newest_queries[layer] * keys[:, :-32].norm(dim=1)
-        stays = torch.zeros_like(norms).scatter_(1, norms.topk(round(share * norms.shape[1])).indices, 1.0)
-        cache[layer] = (torch.cat([keys[:, :-32] * stays[:, None], keys[:, -32:]], 1), values)
+        kept_numbers = torch.zeros_like(norms).scatter_(1, norms.topk(round(share * norms.shape[1])).indices, 1.0)
+        cache[layer] = (torch.cat([keys[:, :-32] * kept_numbers[:, None], keys[:, -32:]], 1), values)
     return Way(cache=cache, bytes=(share + 1) / 2)
 
 
@@ -189,9 +189,9 @@ def shared_layers(prompt: Prompt, kept_share: float) -> Way:
             units = [torch.nn.functional.normalize(states[index], dim=-1) for states in pair]
             angle = (units[0] * units[1]).sum(-1, keepdim=True).clamp(-1 + 1e-6, 1 - 1e-6).acos()
             middle = (units[0] + units[1]) * ((angle / 2).sin() / angle.sin())
-            differs = kept_tokens(angle[..., 0], max(SINKS + RECENT, round(kept_share * prompt.length)))[..., None]
+            is_different = kept_tokens(angle[..., 0], max(SINKS + RECENT, round(kept_share * prompt.length)))[..., None]
             for position, states in enumerate(pair):
                 merged_states = middle * states[index].norm(dim=-1, keepdim=True)
-                new_pair[position].append(torch.where(differs, states[index], merged_states))
+                new_pair[position].append(torch.where(is_different, states[index], merged_states))
         cache[layer], cache[layer + 1] = (new_pair[0][0], new_pair[0][1]), (new_pair[1][0], new_pair[1][1])
     return Way(cache=cache, bytes=0.75 + kept_share / 4)

@@ -41,8 +41,8 @@ def with_page_means(prompt: Prompt, score: Callable[[Prompt, int], Tensor], coun
     summaries: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for layer, (keys, values) in prompt.cache.items():
         means, sums, numbers = [], [], []
-        for head, stays in enumerate(kept_masks[layer]):
-            parts = [numbers_of[head][~stays].split(PAGE) for numbers_of in (keys, values)]
+        for head, is_kept in enumerate(kept_masks[layer]):
+            parts = [numbers_of[head][~is_kept].split(PAGE) for numbers_of in (keys, values)]
             means.append(torch.stack([part.mean(0) for part in parts[0]]))
             sums.append(torch.stack([part.mean(0) for part in parts[1]]))
             numbers.append(torch.tensor([float(len(part)) for part in parts[0]]))

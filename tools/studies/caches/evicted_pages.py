@@ -19,7 +19,7 @@ from graphopt.passes.algebra.rotate.rotate import Rotate
 from graphopt.passes.cache.quantize_kv import QuantizeKV
 from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe
-from tools.bench.parts.options import is_asked
+from tools.bench.parts.options import is_selected
 from tools.studies.caches.prompt import NEXT, RECENT, SINKS
 from tools.studies.caches.rounding import Tensor
 
@@ -83,20 +83,20 @@ def by_kernels(checkpoint: Path, ids: Tensor, share: float, only: Sequence[str])
 
     Args:
         checkpoint: of the model.
-        ids: of the prompt and ``NEXT`` tokens behind it.
+        ids: of the prompt and ``NEXT`` tokens after it.
         share: of the bytes that float16 pages of the whole prompt take.
-        only: the storages and scores that are asked for, see :func:`is_asked`.
+        only: patterns of storages and scores, see :func:`is_selected`.
     """
     prompt, following = ids[:-NEXT], ids[-NEXT:]
-    whole, reference = 0, torch.empty(0)
+    full_bytes, reference = 0, torch.empty(0)
     with tempfile.TemporaryDirectory() as temporary:
         source, target = Path(temporary) / "float32", Path(temporary) / "compressed"
         graphopt.export(checkpoint, source)
         for storage, (key_storage, value_storage) in STORAGES.items():
-            kinds = [kind for kind in KINDS if is_asked(f"{storage}, {kind}", only)]
-            if not kinds and whole:
+            kinds = [kind for kind in KINDS if is_selected(f"{storage}, {kind}", only)]
+            if not kinds and full_bytes:
                 continue
-            rotation = (FoldNorms(), Rotate(query_key="hadamard")) if whole else ()
+            rotation = (FoldNorms(), Rotate(query_key="hadamard")) if full_bytes else ()
             last = QuantizeKV(storage=key_storage, value_storage=value_storage)
             recipe = Recipe(name="cache", steps=(Canonicalize(), *rotation, last))
             graphopt.optimize(source, recipe, target, run=False, overwrite=True)
@@ -104,14 +104,14 @@ def by_kernels(checkpoint: Path, ids: Tensor, share: float, only: Sequence[str])
             for _ in read_pages(decoder, prompt):
                 pass
             layers = decoder.session.interface.layers
-            if not whole:
-                whole = bytes_of(layers, len(prompt))
+            if not full_bytes:
+                full_bytes = bytes_of(layers, len(prompt))
                 reference = torch.cat([*read_pages(decoder.fork([0]), following)])
-            keep = tokens_in(layers, whole * share, len(prompt))
+            keep = tokens_in(layers, full_bytes * share, len(prompt))
             for kind in kinds if keep < len(prompt) else kinds[:1]:
                 fork, name = decoder.fork([0]), f"{storage}, all tokens"
                 if keep < len(prompt):
                     fork.evict(eviction(kind, keep))
                     name = f"{storage}, {keep / len(prompt):.0%} of the tokens by {kind}"
                 logs = torch.cat([*read_pages(fork, following)])
-                yield Outcome(name, bytes_of(layers, keep) / whole, reference, logs)
+                yield Outcome(name, bytes_of(layers, keep) / full_bytes, reference, logs)

@@ -148,12 +148,12 @@ def merge_tokens(prompt: Prompt, count: int) -> Way:
             kept_positions = is_kept.nonzero()[SINKS:, 0]  # the first stay as they are
             unit = torch.nn.functional.normalize(keys[head], dim=-1)
             likeness, nearest = (unit[~is_kept] @ unit[kept_positions].mT).max(1)
-            joins = likeness > 0.6
-            weight, kept_weights = scores[head][~is_kept][joins, None], scores[head][kept_positions, None]
-            total = kept_weights.index_add(0, nearest[joins], weight).clamp_min(1e-20)
+            is_near = likeness > 0.6
+            weight, kept_weights = scores[head][~is_kept][is_near, None], scores[head][kept_positions, None]
+            total = kept_weights.index_add(0, nearest[is_near], weight).clamp_min(1e-20)
             for numbers, new in ((keys[head], new_keys[head]), (values[head], new_values[head])):
                 sums = (kept_weights * numbers[kept_positions]).index_add(
-                    0, nearest[joins], weight * numbers[~is_kept][joins]
+                    0, nearest[is_near], weight * numbers[~is_kept][is_near]
                 )
                 new[kept_positions] = sums / total
         cache[layer] = (new_keys, new_values)

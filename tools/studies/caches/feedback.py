@@ -184,8 +184,8 @@ class FeedbackBlocks:
         del rotary
         key_basis, basis, levels = self.bases[layer], rotation(keys.shape[-1]).numpy(), 2**self.bits - 1
         pair = []
-        whole = ((keys, key_basis.matrix, key_basis.back, key_basis.feedback), (values, basis, basis.T, None))
-        for x, matrix, back, feedback in whole:
+        sides = ((keys, key_basis.matrix, key_basis.back, key_basis.feedback), (values, basis, basis.T, None))
+        for x, matrix, back, feedback in sides:
             codes, scales = round_tokens((x.numpy() @ matrix).astype(np.float32).swapaxes(0, 1), levels, feedback)
             numbers = scales[..., np.newaxis] * (codes.astype(np.float32) - np.float32(levels / 2))
             pair.append(torch.from_numpy((numbers.swapaxes(0, 1) @ back).astype(np.float32)))

@@ -37,7 +37,7 @@ class Prompt:
         self.newest: dict[int, Tensor] = {}  # attention of its last 64 queries, [heads, tokens]
         self.late: dict[int, Tensor] = {}  # attention of every 4th of its last 512 queries, [heads, tokens]
         self.queries: dict[int, tuple[Tensor, Tensor]] = {}  # mean [Hq, D] and covariance, without positions
-        self.gram: dict[int, Tensor] = {}  # of queries behind the rotary embedding, [Hk, D, D]
+        self.gram: dict[int, Tensor] = {}  # of queries after the rotary embedding, [Hk, D, D]
         self.future: dict[int, Tensor] = {}  # attention of the next tokens' queries, summed, [heads, tokens]
         self.hidden: dict[int, Tensor] = {}  # what each layer's attention is made of, [tokens, size]
         self.newest_queries: dict[int, Tensor] = {}  # lengths of the last 32 queries' channels, [Hk, D]

@@ -140,8 +140,8 @@ def with_low_rank(round_page: Round, rank: int) -> Round:
 
     def apply(x: Tensor) -> Tensor:
         rounded_page = round_page(x)
-        left_vectors, sizes, right = torch.linalg.svd(x - rounded_page, full_matrices=False)
-        residual: Tensor = left_vectors[..., :rank] * sizes[..., None, :rank] @ right[..., :rank, :]
+        left_vectors, sizes, right_vectors = torch.linalg.svd(x - rounded_page, full_matrices=False)
+        residual: Tensor = left_vectors[..., :rank] * sizes[..., None, :rank] @ right_vectors[..., :rank, :]
         return rounded_page + residual
 
     return apply

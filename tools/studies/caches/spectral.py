@@ -47,7 +47,7 @@ class Statistics:
             queries: [Hq, tokens, D], scaled.
             keys: [Hk, tokens, D].
             values: as the keys.
-            output_weight: of the product behind attention, [width, Hq D].
+            output_weight: of the product after attention, [width, Hq D].
         """
         heads, tokens, size = keys.shape
         deviations = [x - x.mean(1, keepdim=True) for x in (keys, values)]

@@ -28,7 +28,7 @@ LEVELS = 255
 
 
 def session_of(model: Path | onnx.ModelProto, fused_to: Path | None = None) -> onnxruntime.InferenceSession:
-    """Open a model with one thread; ``fused_to``: write the graph that onnxruntime makes of it."""
+    """Open a model with one thread; ``fused_to``: where to write onnxruntime's fused graph."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     if fused_to is not None:

@@ -264,15 +264,15 @@ def searched_bits(encoder: Encoder) -> Iterator[tuple[str, str, float]]:
 
     while True:
         bits_used = sum(bits_by_layer[name] * sizes[name] for name in bits_by_layer)
-        fits = [
+        affordable = [
             name
             for name in bits_by_layer
             if bits_by_layer[name] != BITS[-1]
             and bits_used + sizes[name] * (BITS[BITS.index(bits_by_layer[name]) + 1] - bits_by_layer[name]) <= budget
         ]
-        if not fits:
+        if not affordable:
             break
-        name = max(fits, key=gain)
+        name = max(affordable, key=gain)
         bits_by_layer[name] = BITS[BITS.index(bits_by_layer[name]) + 1]
 
     def by_name(bits_of: Mapping[str, int]) -> Change:

@@ -131,6 +131,6 @@ def rows(recipes: tuple[str, ...], rounds: int) -> Iterator[str]:
                 session.run(None, {"x": x.numpy()})
                 samples[key].append(time.process_time() - start)
     for (name, recipe), times in samples.items():
-        whole = min(samples["all tokens in all layers", recipe])
-        figures = f"{tokens_left[name, recipe]} | {min(times) * 1e3:.1f} | {whole / min(times):.2f}"
+        full_seconds = min(samples["all tokens in all layers", recipe])
+        figures = f"{tokens_left[name, recipe]} | {min(times) * 1e3:.1f} | {full_seconds / min(times):.2f}"
         yield f"| {name}, {recipe} | {figures} | {changes[name, recipe]:.1e} |"
