@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 class GraphoptError(Exception):
     """Base of every error that graphopt raises on purpose.
 
-    The message is ``what [file=..., node=..., tensor=..., shape=...]: remedy``; the parts stay readable as attributes.
+    ``str(error)`` is ``message [file=..., node=..., tensor=..., shape=...]: remedy``; each part is an attribute too.
 
     Args:
-        what: what is wrong, in a few words.
+        message: what is wrong, in a few words.
         file: the file that is wrong.
         node: the name of the graph node.
         tensor: the name of the tensor.
@@ -27,7 +27,7 @@ class GraphoptError(Exception):
 
     def __init__(
         self,
-        what: str,
+        message: str,
         *,
         file: str | Path | None = None,
         node: str | None = None,
@@ -35,10 +35,11 @@ class GraphoptError(Exception):
         shape: Sequence[object] | None = None,
         remedy: str | None = None,
     ) -> None:
-        self.what, self.file, self.node, self.tensor, self.shape, self.remedy = what, file, node, tensor, shape, remedy
+        self.message, self.file, self.remedy = message, file, remedy
+        self.node, self.tensor, self.shape = node, tensor, shape
         details = {"file": file, "node": node, "tensor": tensor, "shape": None if shape is None else list(shape)}
         location = ", ".join(f"{name}={value}" for name, value in details.items() if value is not None)
-        super().__init__(what + (f" [{location}]" if location else "") + (f": {remedy}" if remedy else ""))
+        super().__init__(message + (f" [{location}]" if location else "") + (f": {remedy}" if remedy else ""))
 
 
 class InputError(GraphoptError):

@@ -22,7 +22,7 @@ def paged(artifact: Path, folder: Path, recipe: str) -> Path:
         pages = Recipe.model_validate({"name": "pages", "steps": steps})
         optimize(artifact, pages, folder / "float", quality_tokens=0)
     if not (folder / recipe).exists():
-        optimize(folder / "float", load_recipe(recipe).lowered("ort-cpu:avx512"), folder / recipe, quality_tokens=0)
+        optimize(folder / "float", load_recipe(recipe).with_lower("ort-cpu:avx512"), folder / recipe, quality_tokens=0)
     return folder / recipe
 
 

@@ -79,8 +79,10 @@ def offenders(root: Path = ROOT) -> Iterator[tuple[Path, str, int]]:
         stem = file.parent.name if file.stem == "__init__" else file.stem
         if is_offender(stem):
             yield file, stem, 0
-        for name, line in assignments(ast.parse(file.read_text(encoding="utf-8"))):
-            if is_offender(name):
+        names = list(assignments(ast.parse(file.read_text(encoding="utf-8"))))
+        sides = {"left", "right"} & {name for name, _ in names}
+        for name, line in names:
+            if is_offender(name) and not (name == "left" and len(sides) == 2):  # left beside right is a side
                 yield file, name, line
 
 

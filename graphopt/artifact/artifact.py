@@ -73,7 +73,7 @@ class Artifact:
         model: the graph; its weights stay on disk until they are read.
         manifest: how it came to be.
         companions: files to carry along, by name.
-        place: the folder or file that it was read from; ``None`` where it was made in memory.
+        path: the folder or file that it was read from; ``None`` where it was made in memory.
         parts: the other graphs, by the names of their folders, see the module.
         keep: what must live as long as the model does, such as the temporary folder that its weights lie in.
     """
@@ -81,7 +81,7 @@ class Artifact:
     model: ir.Model
     manifest: Manifest
     companions: Mapping[str, Path] = field(default_factory=dict)
-    place: Path | None = None
+    path: Path | None = None
     parts: Mapping[str, Artifact] = field(default_factory=dict)
     keep: object = None
 
@@ -312,7 +312,7 @@ def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
     try:
         config = why_not or _genai_config(artifact, folder)
     except InputError as error:
-        config = INTERFACE_REFUSED(error=error.what)
+        config = INTERFACE_REFUSED(error=error.message)
     notes = [note for note in artifact.manifest.notes if note.code != NO_GENAI_CONFIG.code]
     if isinstance(config, Fact):
         return [*notes, NO_GENAI_CONFIG(why=config)]

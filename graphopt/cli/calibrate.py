@@ -39,9 +39,9 @@ def calibrate(
     if as_json:
         return print_json(statistics)
     table = ConsoleTable(["input", *figure_columns(*_COLUMNS)])
-    for each in statistics:
-        figures = (f"{each.rows:,}", f"{each.tokens:,}", f"{each.dead:,}", f"{each.mean_square**0.5:.3g}")
-        table.add_row(each.value, *figures, f"{each.largest:.3g}", f"{each.kurtosis:.1f}", f"{each.noise:.2%}")
+    for inputs in statistics:
+        figures = (f"{inputs.rows:,}", f"{inputs.tokens:,}", f"{inputs.dead:,}", f"{inputs.mean_square**0.5:.3g}")
+        table.add_row(inputs.value, *figures, f"{inputs.largest:.3g}", f"{inputs.kurtosis:.1f}", f"{inputs.noise:.2%}")
     out.print(table)
     out.print(f"kept in {folder}: give it to `graphopt optimize` as --statistics", soft_wrap=True)
     return None

@@ -53,7 +53,7 @@ def print_closeness(model: OpenModel, reference: Path | None, text: str, threads
             encoder_of(model),
             load_encoder(reference, threads=threads),
             text,
-            on_progress=lambda done, of: say("embedding", done, of),
+            on_progress=lambda texts, total: say("embedding", texts, total),
         )
     if as_json:
         return print_json(result)

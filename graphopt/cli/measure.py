@@ -48,7 +48,11 @@ def evaluate(
     session = session_from(model)
     with progress() as say:
         result = run_evaluate(
-            session, content, window=window, stride=stride, on_progress=lambda done, of: say("reading", done, of)
+            session,
+            content,
+            window=window,
+            stride=stride,
+            on_progress=lambda count, total: say("reading", count, total),
         )
     if as_json:
         return print_json(result)

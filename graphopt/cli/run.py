@@ -358,7 +358,7 @@ def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
         try:
             return Grammar.json_schema(read_text(json_schema))
         except InputError as error:
-            raise InputError(error.what, file=json_schema, remedy=error.remedy) from error
+            raise InputError(error.message, file=json_schema, remedy=error.remedy) from error
     return None if regex is None else Grammar.regex(regex)
 
 

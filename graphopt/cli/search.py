@@ -232,7 +232,7 @@ def search_rope(
         seed=seed,
     )
     with progress() as say:
-        result = find(model, factor, folder, how=evolution, texts=texts, text=text, on_stage=say)
+        result = find(model, factor, folder, evolution=evolution, texts=texts, text=text, on_stage=say)
     output.write_text(result.recipe.to_yaml(), encoding="utf-8")
     if as_json:
         return print_json(result)

@@ -79,7 +79,7 @@ def _recorded_recipe(recipe: Mapping[str, Any]) -> Recipe:
 
 def files_of(model: str | Path | Artifact, *further_paths: str | Path | None) -> list[Path]:
     """Return the files and folders that tasks of a compilation read beside its work folder, where they are there."""
-    source = model.place if isinstance(model, Artifact) else Path(model)
+    source = model.path if isinstance(model, Artifact) else Path(model)
     paths = [source, *(None if path is None else Path(path) for path in further_paths)]
     return [path for path in paths if path is not None and path.exists()]
 
@@ -142,7 +142,7 @@ class Compilation:
         if isinstance(recipe, Mapping):
             self.recipe_for_target = self.recipe = _recorded_recipe(recipe)
         else:
-            self.recipe_for_target = load_recipe(recipe) if target is None else load_recipe(recipe).lowered(target)
+            self.recipe_for_target = load_recipe(recipe) if target is None else load_recipe(recipe).with_lower(target)
             self.recipe = self.recipe_for_target.fitting(self.source.model.graph).on_this_machine()
         self.passes = self.recipe.passes()
         self._refuse_unknown_graphs()
@@ -213,7 +213,7 @@ class Compilation:
         task, steps = TASKS[part.manifest.task], self.recipe_for_target.steps
         if name in self.recipe_for_target.graphs:
             recipe = self.recipe_for_target.graphs[name]
-            recipe = recipe if self._target is None else recipe.lowered(self._target)
+            recipe = recipe if self._target is None else recipe.with_lower(self._target)
         else:
             if not task.caches:
                 steps = tuple(step for step in steps if step.phase() != "cache")
@@ -229,7 +229,7 @@ class Compilation:
             graph_names = ", ".join(self.source.parts)
             raise InputError(
                 f"the recipe {self.recipe.name} has a recipe for a graph {name}, which this model has not",
-                file=self.source.place,
+                file=self.source.path,
                 remedy=f"its other graphs are {graph_names}" if graph_names else "it is one graph: leave `graphs` out",
             )
 
@@ -264,7 +264,7 @@ class Compilation:
             raise InputError(
                 f"the step {step} of the recipe {self.recipe.name} is for a cache of keys and values, which a model of "
                 f"the task {task} has not",
-                file=self.source.place,
+                file=self.source.path,
                 remedy="choose a recipe without it: `graphopt passes` lists them",
             )
 
@@ -334,7 +334,7 @@ class Compilation:
         with Checks(verifier, on_stage) as checks:
 
             def begin(step: Pass) -> None:
-                checks.before(step, self.model)
+                checks.check_before(step, self.model)
                 on_stage(step.name)
                 if step.phase() == "lower":  # it reads scales, to tell which type they are stored in
                     self.settle()
@@ -344,7 +344,7 @@ class Compilation:
                     # The proof and the run that follows read them. A model that is too large to run is not written
                     # to the disk in floats: the proof evaluates each weight for itself.
                     self.settle()
-                checks.behind(run, run.report.claims)
+                checks.check_behind(run, run.report.claims)
             return checks.finish(self.model)
 
     @contextlib.contextmanager

@@ -247,7 +247,7 @@ class HeldOut:
     """
 
     def __init__(self, model: str | Path | Artifact, recipe: Recipe, tokens: int, on_stage: Progress) -> None:
-        self._file = model.place if isinstance(model, Artifact) else Path(model)
+        self._file = model.path if isinstance(model, Artifact) else Path(model)
         self._tokens, self._on_stage, self._inputs = tokens, on_stage, recipe.calibration.inputs
         steps = recipe.passes()
         # What a cache of few bits or few pages loses shows behind a longer text.
@@ -300,5 +300,5 @@ def chosen_recipe(
         )
     if last_logits:
         recipe = recipe.adding("last_logits").setting("last_logits", positions=int(last_logits))
-    recipe = recipe if target is None else recipe.lowered(target)
+    recipe = recipe if target is None else recipe.with_lower(target)
     return recipe.adding("float16") if float16 else recipe

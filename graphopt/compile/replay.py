@@ -134,7 +134,7 @@ class Replay:
             on_stage=on_stage,
         )
         self._confirm_passes()
-        for file in (self._before.place, after):
+        for file in (self._before.path, after):
             if file is not None:
                 _confirm_hashes(file)
         self._total = len(self._compilation.passes) + 1
@@ -211,7 +211,7 @@ class Replay:
                 report = recorded_reports[run.step.name, run.report.run]
                 _confirm_statistics(run.report, report, self._file)
                 is_last = bool(self._changing_reports) and report is self._changing_reports[-1]
-                checks.behind(run, report.claims, self._after.model if is_last else None)
+                checks.check_behind(run, report.claims, self._after.model if is_last else None)
             return checks.finish(compilation.model)
 
     def _confirm_model(self, rounding_proved: bool) -> Check:
@@ -223,7 +223,7 @@ class Replay:
             name="replay",
             after="the recipe",
             status="proved",
-            reason=SAME_AGAIN(rounded=extent.rounded),
+            reason=SAME_AGAIN(rounded=extent.rounded_tensors),
             figures=dataclasses.asdict(extent),
             findings=[Finding(node="manifest", tensor=None, status="not covered", reason=reason)],
         )
@@ -278,4 +278,4 @@ def _confirm_hashes(folder: Path) -> None:
     try:
         artifacts.verify_files(folder)
     except InputError as error:
-        raise VerificationError(error.what, file=error.file, remedy=error.remedy) from error
+        raise VerificationError(error.message, file=error.file, remedy=error.remedy) from error

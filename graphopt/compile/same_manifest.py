@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from graphopt.errors import VerificationError
 from graphopt.ort.session import ACCURACY_LEVEL
 from graphopt.passes.recipe import Recipe
-from graphopt.verification.kernels import FUSED, UNKNOWN, KernelReport, activations_of
+from graphopt.verification.kernels import FUSED_PRODUCT, UNKNOWN, KernelReport, activations_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,21 +101,27 @@ def recorded_kernels(
         VerificationError: the manifest says of these products what cannot be.
     """
     products = [] if precision is None else precision.products
-    own, fused = _split_products(products)
+    own_products, fused_products = _split_products(products)
     graph_own, graph_fused = _split_products(unread.products)
-    fused_nodes = [node for node in model.graph if node.op_type == FUSED]
+    fused_nodes = [node for node in model.graph if node.op_type == FUSED_PRODUCT]
     level = _BY_LEVEL[recipe.session_entries()[ACCURACY_LEVEL]]
-    is_possible = {product.activations for product in fused} <= {UNKNOWN, level, *map(activations_of, fused_nodes)}
-    count, graph_count = (sum(product.count for product in part) for part in (fused, graph_fused))
-    if own != graph_own or count not in (graph_count, graph_count + len(fused_nodes)) or not is_possible:
+    is_possible = {product.activations for product in fused_products} <= {
+        UNKNOWN,
+        level,
+        *map(activations_of, fused_nodes),
+    }
+    count, graph_count = (sum(product.count for product in part) for part in (fused_products, graph_fused))
+    if own_products != graph_own or count not in (graph_count, graph_count + len(fused_nodes)) or not is_possible:
         raise VerificationError("the graph has other products than precision.products says", file=file)
     return KernelReport(unread.check, tuple(sorted({product.activations for product in products})), products)
 
 
 def _split_products(products: Sequence[ProductCount]) -> tuple[list[ProductCount], list[ProductCount]]:
     """Return the products of operators of ours, and those of onnxruntime's fused one."""
-    own, fused = ([product for product in products if (product.operator == FUSED) is part] for part in (False, True))
-    return own, fused
+    own_products, fused_products = (
+        [product for product in products if (product.operator == FUSED_PRODUCT) is part] for part in (False, True)
+    )
+    return own_products, fused_products
 
 
 def _outline(check: Check) -> dict[str, Any]:

@@ -85,8 +85,8 @@ class Rule:
         if code in RULES:
             raise ValueError(f"two rules have the code {code}")
         self.code, self.template, self.clauses = code, template, clauses
-        self.required = _fields(template)
-        self.optional = frozenset({*also, *clauses}).union(*(_fields(clause) for clause in clauses.values()))
+        self.required_figures = _fields(template)
+        self.optional_figures = frozenset({*also, *clauses}).union(*(_fields(clause) for clause in clauses.values()))
         RULES[code] = self
 
     def __call__(self, **figures: Figure | Sequence[Scalar] | Sequence[Fact]) -> Fact:
@@ -95,12 +95,13 @@ class Rule:
         Raises:
             TypeError: a figure of the template is missing, one is given that the rule does not name, or one is no JSON.
         """
-        missing, unknown = self.required - figures.keys(), figures.keys() - self.required - self.optional
+        missing = self.required_figures - figures.keys()
+        unknown = figures.keys() - self.required_figures - self.optional_figures
         if missing or unknown:
             raise TypeError(f"{self.code}: missing figures {sorted(missing)}, unknown figures {sorted(unknown)}")
         content: dict[str, Any] = {}
         for name, value in figures.items():
-            if value is None and name not in self.required:
+            if value is None and name not in self.required_figures:
                 continue
             plain: Any = value if isinstance(value, _PLAIN) else list(value)
             if not all(isinstance(element, _PLAIN) for element in (plain if isinstance(plain, list) else ())):

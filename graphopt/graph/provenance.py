@@ -32,12 +32,12 @@ class HistoryStep:
 
     Attributes:
         pass_name: the pass that made or edited something.
-        made: the name that it had then.
+        name: what it was called then.
         sources: the nodes or weights that it was made from; itself where it was edited in place.
     """
 
     pass_name: str
-    made: str
+    name: str
     sources: tuple[str, ...] = ()
 
 
@@ -48,7 +48,7 @@ def record(item: ir.Node | ir.Value, pass_name: str, sources: Iterable[ir.Node |
     before = [step for source in sources if not isinstance(source, str) for step in steps(source)]
     new = HistoryStep(pass_name, item.name or "?", tuple(dict.fromkeys(names)))
     history = dict.fromkeys([*before, *steps(item), new])
-    content = [{"pass": step.pass_name, "made": step.made, "from": list(step.sources)} for step in history]
+    content = [{"pass": step.pass_name, "made": step.name, "from": list(step.sources)} for step in history]
     item.metadata_props[HISTORY] = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -68,6 +68,6 @@ def history(item: ir.Node | ir.Value) -> tuple[list[str], list[str]]:
     origins: dict[str, None] = {}
     for step in path:
         # Without sources it was edited in place.
-        origins.update(dict.fromkeys(name for name in step.sources or (step.made,) if name not in products))
-        products.add(step.made)
+        origins.update(dict.fromkeys(name for name in step.sources or (step.name,) if name not in products))
+        products.add(step.name)
     return list(dict.fromkeys(step.pass_name for step in path)), list(origins)

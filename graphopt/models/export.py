@@ -145,7 +145,7 @@ def _from_onnx(path: Path, name: str) -> Artifact:
     try:
         task.check(result.model.graph)
     except InputError as error:
-        raise InputError(error.what, file=path, tensor=error.tensor, remedy=error.remedy) from error
+        raise InputError(error.message, file=path, tensor=error.tensor, remedy=error.remedy) from error
     manifest, notes = result.manifest, list(result.manifest.notes)
     if task.reads == "texts" and "tokenizer.json" not in result.companions and not manifest.files:
         notes.append(NO_TOKENIZER(why=NOT_BESIDE()))

@@ -76,7 +76,7 @@ class Pass(Options, ir.passes.InPlacePass, abc.ABC):
     def _add_name(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return {"step": self.name, **serialize(self)}
 
-    def beside(self, folder: Path) -> Self:
+    def with_files_from(self, folder: Path) -> Self:
         """Return the pass with each file that lies in ``folder``, where the recipe was read, named from there."""
         options = {name: getattr(self, name) for name in type(self).model_fields}
         files = {name: folder / file for name, file in options.items() if isinstance(file, Path)}
@@ -161,7 +161,7 @@ class Pass(Options, ir.passes.InPlacePass, abc.ABC):
         declare(model)
         report.seconds = time.perf_counter() - start
         nodes.record_added(model.graph, self.name)
-        report.removed = nodes.removed(model.graph, self.name)
+        report.removed = nodes.removals(model.graph, self.name)
         if not report.changes:  # what a lossy pass left as it was must compute what it computed
             report.effect = "exact"
         return PassResult(model, modified=bool(report.changes), report=report)

@@ -71,10 +71,10 @@ class Nodes:
         makers = {name: names[0] for names in self._before.values() for name in names[1:]}
         for node in graph:
             steps = provenance.steps(node)
-            if node in self._before or any((step.pass_name, step.made) == (pass_name, node.name) for step in steps):
+            if node in self._before or any((step.pass_name, step.name) == (pass_name, node.name) for step in steps):
                 continue
             predecessors = [makers[name] for name in _outputs(node) if name in makers] or [
-                step.made for step in steps[-1:]
+                step.name for step in steps[-1:]
             ]
             producers = (value.producer() or value for value in node.inputs if value is not None)
             old = (edit for edit in producers if not isinstance(edit, ir.Value) or self._is_old(edit))
@@ -83,7 +83,7 @@ class Nodes:
     def _is_old(self, value: ir.Value) -> bool:
         return value.is_graph_input() or value in self._constants
 
-    def removed(self, graph: ir.Graph, pass_name: str) -> list[Removal]:
+    def removals(self, graph: ir.Graph, pass_name: str) -> list[Removal]:
         """Return the nodes that are gone, each with what was made from it by the pass, or is in its outputs' place."""
         nodes = set(graph)
         signatures = {(node.name, node.domain, node.op_type) for node in nodes}

@@ -57,20 +57,20 @@ class Breaches:
     """What breaks the invariants of a phase, at one moment; :func:`confirm` lets it stay.
 
     Attributes:
-        found: each invariant that is broken, with the node that breaks it.
+        in_graph: each invariant that is broken, with the node that breaks it.
         in_bodies: the same for nodes inside functions, which a pass may inline: invariant, domain and operator.
     """
 
-    found: list[tuple[Invariant, ir.Node | None]] = field(default_factory=list)
+    in_graph: list[tuple[Invariant, ir.Node | None]] = field(default_factory=list)
     in_bodies: set[tuple[str, str, str]] = field(default_factory=set)
 
     def new_since(self, before: Breaches) -> list[tuple[Invariant, ir.Node | None]]:
         """Return what was not there before. A node is known by itself, or by its operator and what it makes."""
-        nodes = {(rule.name, node) for rule, node in before.found}
-        names = {(rule.name, _identity(node)) for rule, node in before.found if node is not None}
+        nodes = {(rule.name, node) for rule, node in before.in_graph}
+        names = {(rule.name, _identity(node)) for rule, node in before.in_graph if node is not None}
         return [
             (rule, node)
-            for rule, node in self.found
+            for rule, node in self.in_graph
             if (rule.name, node) not in nodes
             and (node is None or (rule.name, _identity(node)) not in names)
             and (node is None or (rule.name, node.domain, node.op_type) not in before.in_bodies)
@@ -82,11 +82,13 @@ def breaches(model: ir.Model, phase: Phase) -> Breaches:
     output = Breaches()
     for rule in INVARIANTS:
         if phase in rule.phases:
-            output.found += [(rule, node) for node in rule.broken_by(model)]
-    if output.found:
+            output.in_graph += [(rule, node) for node in rule.broken_by(model)]
+    if output.in_graph:
         inside = {node for body in model.functions.values() for node in body.all_nodes()}
         output.in_bodies = {
-            (rule.name, node.domain, node.op_type) for rule, node in output.found if node is not None and node in inside
+            (rule.name, node.domain, node.op_type)
+            for rule, node in output.in_graph
+            if node is not None and node in inside
         }
     return output
 

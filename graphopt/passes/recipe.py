@@ -96,7 +96,7 @@ class Recipe(BaseModel):
 
     def passes(self) -> list[Pass]:
         """Return the passes of the recipe, ready to run."""
-        return [self._settled(step) for step in self.steps]
+        return [self._with_activations(step) for step in self.steps]
 
     @property
     def phases(self) -> set[Phase]:
@@ -108,7 +108,7 @@ class Recipe(BaseModel):
         step = next((step for step in self.steps if step.name == name), None)
         return {} if step is None else dict(step)
 
-    def lowered(self, target: ChosenTarget | None = None) -> Recipe:
+    def with_lower(self, target: ChosenTarget | None = None) -> Recipe:
         """Return the recipe with a step ``lower``, which every recipe has in the end, unless it has one.
 
         Args:
@@ -168,10 +168,10 @@ class Recipe(BaseModel):
         target: Target = self.options_of("lower").get("target", "portable")
         return target
 
-    def beside(self, folder: Path) -> Recipe:
+    def with_files_from(self, folder: Path) -> Recipe:
         """Return the recipe with each file that a step names taken from ``folder``, where it lies there."""
-        steps = tuple(step.beside(folder) for step in self.steps)
-        graphs = {name: recipe.beside(folder) for name, recipe in self.graphs.items()}
+        steps = tuple(step.with_files_from(folder) for step in self.steps)
+        graphs = {name: recipe.with_files_from(folder) for name, recipe in self.graphs.items()}
         calibration = self.calibration.with_files_from(folder)
         return self.model_copy(update={"steps": steps, "calibration": calibration, "graphs": graphs})
 
@@ -187,7 +187,7 @@ class Recipe(BaseModel):
         """Return the onnxruntime session entries that the recipe means."""
         return {ACCURACY_LEVEL: "0" if self.activations == "float32" else "4"}
 
-    def _settled(self, step: Pass) -> Pass:
+    def _with_activations(self, step: Pass) -> Pass:
         """Return ``step`` with what it leaves to the recipe: an option ``activations`` that is ``None``."""
         is_open = "activations" in type(step).model_fields and getattr(step, "activations") is None  # noqa: B009
         return step.model_copy(update={"activations": self.activations}) if is_open else step
@@ -260,7 +260,7 @@ def _load(name_or_file: str | Path | Recipe) -> Recipe:
         raise InputError(
             f"there is no recipe {str(name_or_file)!r}", remedy=f"give a YAML file, or one of {', '.join(names)}"
         )
-    return _parse(path.read_text(encoding="utf-8"), str(path)).beside(path.parent)
+    return _parse(path.read_text(encoding="utf-8"), str(path)).with_files_from(path.parent)
 
 
 def _set(recipe: Recipe, text: str) -> Recipe:

@@ -133,7 +133,7 @@ def run_reference(
     # The mapping keeps the file, which has no name, as long as it is used.
     with tempfile.TemporaryFile(prefix="graphopt-reference-") as file:
         log_probs: npt.NDArray[np.float32] = np.memmap(file, np.float32, "w+", shape=(total, _width(first)))
-    for begin, logits, _ in _logits(first, pieces, lambda done: on_stage("reference", done, total)):
+    for begin, logits, _ in _logits(first, pieces, lambda count: on_stage("reference", count, total)):
         for rows in blocks(*logits.shape):
             log_probs[begin : begin + len(logits)][rows] = log_probabilities(logits[rows])
         if is_stopped():
@@ -172,7 +172,7 @@ def compare(
     second = _open(model)
     _check_same(second, pieces_of(second, predictions.texts, predictions.tokens, predictions.window), pieces, width)
     start, comparison = time.perf_counter(), Comparison()
-    for begin, logits, targets in _logits(second, pieces, lambda done: on_stage("model", done, total)):
+    for begin, logits, targets in _logits(second, pieces, lambda count: on_stage("model", count, total)):
         comparison.add(np.asarray(predictions.log_probabilities[begin : begin + len(logits)]), logits, targets)
     seconds = time.perf_counter() - start
     return _quality(comparison, sum(piece.bytes for piece in pieces), predictions.window, seconds)

@@ -63,20 +63,20 @@ def products_of(reference: ir.Model, after: ir.Model) -> tuple[list[Product], li
     folding = fold(after.graph)
     roles, layers, constant = roles_of(after.graph, folding), folding.layer_of(), constant_nodes(after.graph)
     partners = _Partners(reference)
-    products, unmatched = [], []
+    products, names_without_partner = [], []
     for node in after.graph:
         matrix = matrix_of(node, constant)
         if matrix is None or node in constant:
             continue
         if expert_count(node) is not None:  # the reference multiplies by each expert elsewhere
-            unmatched.append(node.name or "?")
+            names_without_partner.append(node.name or "?")
             continue
         data = _input_before_rounding(node)
-        floats = [] if data is None else partners.of(node.name, data, matrix)
+        floats = [] if data is None else partners.find(node.name, data, matrix)
         front = None if data is None or not floats else _front(floats[0], data.name or "", partners.constant)
         is_plain = all(partner.op_type == "MatMul" for partner in floats)
         if data is None or front is None or not is_plain or node.outputs[0].dtype not in (None, ir.DataType.FLOAT):
-            unmatched.append(node.name or "?")
+            names_without_partner.append(node.name or "?")
             continue
         products.append(
             Product(
@@ -91,7 +91,7 @@ def products_of(reference: ir.Model, after: ir.Model) -> tuple[list[Product], li
                 float_bytes=_bytes(partner.inputs[1] for partner in floats),
             )
         )
-    return products, unmatched
+    return products, names_without_partner
 
 
 def _input_before_rounding(node: ir.Node) -> ir.Value | None:
@@ -114,14 +114,14 @@ class _Partners:
                 self._by_name[node.name] = node
                 self._by_input.setdefault(node.inputs[0].name if node.inputs[0] else None, []).append(node)
 
-    def of(self, name: str | None, data: ir.Value, matrix: tuple[int, int]) -> list[ir.Node]:
+    def find(self, name: str | None, data: ir.Value, matrix: tuple[int, int]) -> list[ir.Node]:
         """Return the product of a name and of the same size, or those of ``data`` that are as wide together."""
         partner = self._by_name.get(name)
         if partner is not None and matrix_of(partner, self.constant) == matrix:
             return [partner]
-        merged = self._by_input.get(data.name, [])
-        sizes = [matrix_of(node, self.constant) for node in merged]
-        return merged if sum(size[1] for size in sizes if size is not None) == matrix[1] else []
+        nodes = self._by_input.get(data.name, [])
+        sizes = [matrix_of(node, self.constant) for node in nodes]
+        return nodes if sum(size[1] for size in sizes if size is not None) == matrix[1] else []
 
 
 def _bytes(values: Iterable[ir.Value | None]) -> int:

@@ -68,11 +68,11 @@ class Evaluation(BaseModel):
 
 @dataclass(frozen=True)
 class Window:
-    """Inputs s[start : start + length]; of its targets, one token further on, the last ``scored`` count."""
+    """Inputs s[start : start + length]; of its targets, one token further on, the last ``scored_targets`` count."""
 
     start: int
     length: int
-    scored: int
+    scored_targets: int
 
 
 def plan(tokens: int, window: int, stride: int) -> list[Window]:
@@ -88,9 +88,9 @@ def plan(tokens: int, window: int, stride: int) -> list[Window]:
     targets = tokens - 1
     length = min(window, targets)
     windows = [Window(0, length, length)]
-    while (covered := windows[-1].start + length) < targets:
+    while (end := windows[-1].start + length) < targets:
         start = min(windows[-1].start + stride, targets - length)
-        windows.append(Window(start, length, start + length - covered))
+        windows.append(Window(start, length, start + length - end))
     return windows
 
 
@@ -146,7 +146,7 @@ def evaluate(
                 file=session.file,
                 remedy="the weights or the precision are at fault: compare with the model it was made from",
             )
-        count += sum(part.scored for part in batch)
+        count += sum(part.scored_targets for part in batch)
         if on_progress is not None:
             on_progress(count, total)
     return Evaluation(
@@ -185,7 +185,7 @@ def _nats_of(session: Session, sequence: IntArray, batch: Sequence[Window]) -> f
     nats = 0.0
     for begin, logits in Decoder(session, len(batch)).feed(inputs):
         for row, part in enumerate(batch):
-            skip = max(0, length - part.scored - begin)
+            skip = max(0, length - part.scored_targets - begin)
             targets = sequence[part.start + begin + 1 :][: logits.shape[1]]
             nats += float(negative_log_likelihood(logits[row, skip:], targets[skip:]).sum())
     return nats

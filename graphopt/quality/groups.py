@@ -113,15 +113,15 @@ class Measuring:
         exact = {**self.pair.entries, ACCURACY_LEVEL: "0"}
         if any(node.op_type == "DequantizeLinear" for node in whole.graph) and exact != self.pair.entries:
             yield Group(what="inputs", kl=self._kl(self.open_model(whole, exact), whole), bytes=0)
-        yield self._of(products, what="products")
+        yield self._group(products, what="products")
         for role in dict.fromkeys(node.role for node in products):
-            yield self._of([p for p in products if p.role == role], what="role", role=role)
+            yield self._group([p for p in products if p.role == role], what="role", role=role)
         layers = sorted({node.layer for node in products if node.layer is not None})
         yield from self._halves(layers) if layers else ()
 
     def _halves(self, layers: list[int]) -> Iterator[Group]:
         inside = [p for p in self.pair.products if p.layer in layers]
-        group = self._of(inside, what="layers", layers=layers)
+        group = self._group(inside, what="layers", layers=layers)
         yield group
         threshold = SHARE * self.total
         if self.total - group.kl < threshold and (group.only or 0.0) < threshold:
@@ -132,9 +132,9 @@ class Measuring:
             yield from self._halves(layers[middle:])
             return
         for role in dict.fromkeys(product.role for product in inside):
-            yield self._of([p for p in inside if p.role == role], what="both", role=role, layers=layers)
+            yield self._group([p for p in inside if p.role == role], what="both", role=role, layers=layers)
 
-    def _of(self, products: Sequence[Product], **fields: Any) -> Group:
+    def _group(self, products: Sequence[Product], **fields: Any) -> Group:
         key = frozenset(product.name for product in products)
         if key not in self._groups:
             weights = [weight_of(node, 1) for product in products for node in product.floats]

@@ -50,7 +50,7 @@ LAYER = Rule(
     "layer {layer} in floats takes back {share:.0%} of the divergence ({gain:.4f} of {of:.4f} nats) for "
     "{megabytes:.2f} MB more",
 )
-BOTH = Rule(
+ROLE_OF_LAYER = Rule(
     "losses.both",
     "{role} of layer {layer} in floats takes back {share:.0%} of the divergence ({gain:.4f} of {of:.4f} nats) for "
     "{megabytes:.2f} MB more",
@@ -58,8 +58,10 @@ BOTH = Rule(
 WORST = Rule(
     "losses.worst", "{name} errs most by itself: {local:.1%} of what it makes, against {usual:.1%} for most {role}"
 )
-REST = Rule("losses.rest", "{kl:.4f} of {of:.4f} nats stay with all products in floats: embedding, caches, other steps")
-TOGETHER = Rule(
+OUTSIDE_PRODUCTS = Rule(
+    "losses.rest", "{kl:.4f} of {of:.4f} nats stay with all products in floats: embedding, caches, other steps"
+)
+INTERACTION = Rule(
     "losses.together",
     "{kl:.4f} of {of:.4f} nats belong to no kind of product alone: errors of several kinds strengthen each other",
 )
@@ -141,7 +143,7 @@ def losses_of(
     Raises:
         InputError: a model cannot be run.
     """
-    losses = Losses(tokens=sum(map(len, texts)), unmatched=pair.unmatched)
+    losses = Losses(tokens=sum(map(len, texts)), unmatched=pair.names_without_partner)
     for number, product in enumerate(product_losses(pair, texts)):
         on_stage("errors of products", number, len(pair.products))
         losses.products.append(product)
@@ -191,9 +193,9 @@ def advice(losses: Losses, recipe: Recipe) -> Iterator[Fact]:
         for group in worth(losses):
             yield _comeback(group, total, recipe)
         if "products" in by_kind and by_kind["products"].kl >= SHARE * total:
-            yield REST(kl=by_kind["products"].kl, of=total)
+            yield OUTSIDE_PRODUCTS(kl=by_kind["products"].kl, of=total)
         if losses.remainder is not None and losses.remainder.together >= SHARE * total:
-            yield TOGETHER(kl=losses.remainder.together, of=total)
+            yield INTERACTION(kl=losses.remainder.together, of=total)
     yield from _odd(losses.products)
 
 
@@ -229,7 +231,7 @@ def _comeback(group: Group, total: float, recipe: Recipe) -> Fact:
     if group.what == "layers":
         return LAYERS(layers=list(group.layers), **figures)
     if group.what == "both":
-        return BOTH(role=group.role, layer=group.layers[0], **figures)
+        return ROLE_OF_LAYER(role=group.role, layer=group.layers[0], **figures)
     option = "quantize_weights.lm_head=null" if group.role == "lm_head" and quantizes(recipe) else None
     return ROLE(role=group.role, option=option, **figures)
 
@@ -238,6 +240,9 @@ def _odd(products: Sequence[ProductLoss]) -> Iterator[Fact]:
     """Yield products that err more by themselves than others of their role, the worst of each role."""
     for role in dict.fromkeys(product.role for product in products):
         peers = [product for product in products if product.role == role]
-        worst, median = max(peers, key=lambda one: one.local), float(np.median([product.local for product in peers]))
+        worst, median = (
+            max(peers, key=lambda product: product.local),
+            float(np.median([product.local for product in peers])),
+        )
         if worst.local > _ODD * median > 0:
             yield WORST(name=worst.node, local=worst.local, usual=median, role=role)

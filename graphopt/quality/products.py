@@ -41,21 +41,21 @@ class Sums:
 
     signal: float = 0.0
     local: float = 0.0
-    accumulated: float = 0.0
+    accumulated_error: float = 0.0
     first: list[float] = field(default_factory=lambda: [0.0, 0.0])
     same_tokens: bool = True
-    read: Moments = field(default_factory=Moments)
-    read_before: Moments = field(default_factory=Moments)
+    inputs: Moments = field(default_factory=Moments)
+    inputs_before: Moments = field(default_factory=Moments)
 
-    def add(self, reference: Array, isolated: Array, inside: Array) -> None:
+    def add(self, reference: Array, local_output: Array, inside: Array) -> None:
         """Add what one window makes, [1, tokens, columns] each; an expert may be given other tokens inside."""
-        wide = [array.astype(np.float64).reshape(-1, array.shape[-1]) for array in (reference, isolated, inside)]
+        wide = [array.astype(np.float64).reshape(-1, array.shape[-1]) for array in (reference, local_output, inside)]
         self.signal += float(np.square(wide[0][1:]).sum())
         self.local += float(np.square(wide[1][1:] - wide[0][1:]).sum())
         self.same_tokens = self.same_tokens and wide[0].shape == wide[2].shape
         if not self.same_tokens:
             return
-        self.accumulated += float(np.square(wide[2][1:] - wide[0][1:]).sum())
+        self.accumulated_error += float(np.square(wide[2][1:] - wide[0][1:]).sum())
         self.first[0] += float(np.square(wide[0][:1]).sum())
         self.first[1] += float(np.square(wide[2][:1] - wide[0][:1]).sum())
 
@@ -63,10 +63,10 @@ class Sums:
         """Return the fields of a :class:`graphopt.quality.losses.ProductLoss` that are measured."""
         return {
             "local": _share(self.local, self.signal),
-            "accumulated": _share(self.accumulated, self.signal) if self.same_tokens else None,
+            "accumulated": _share(self.accumulated_error, self.signal) if self.same_tokens else None,
             "first_token": _share(self.first[1], self.first[0]) if self.same_tokens else None,
-            "read": self.read.spread(),
-            "read_before": self.read_before.spread(),
+            "read": self.inputs.spread(),
+            "read_before": self.inputs_before.spread(),
         }
 
 
@@ -89,7 +89,7 @@ class Pair:
         self.before, self.after, self.reference, self.recipe, self.folder = before, after, reference, recipe, folder
         self.task = TASKS[self.after.manifest.task]
         self.entries = self.after.manifest.session
-        self.products, self.unmatched = products_of(self.reference, self.after.model)
+        self.products, self.names_without_partner = products_of(self.reference, self.after.model)
 
     def errors(self, texts: Sequence[IntArray], limit: int = LIMIT) -> Iterator[tuple[Product, dict[str, Any]]]:
         """Yield the errors of each product on some texts, int64 [length] each, and the spread of what it reads."""
@@ -119,9 +119,9 @@ class Pair:
                 parts = [exact_values[node.outputs[0].name or ""] for node in product.floats]
                 total, output = sums[product.name], product.output
                 total.add(np.concatenate(parts, -1), local_values[output], inner_values[output])
-                total.read.add(_behind_the_first(exact_values[product.float_input]))
+                total.inputs.add(_behind_the_first(exact_values[product.float_input]))
                 if product.name in first:
-                    total.read_before.add(_behind_the_first(source_values[first[product.name]]))
+                    total.inputs_before.add(_behind_the_first(source_values[first[product.name]]))
         return sums
 
     def _run(self, session: Any, model: ir.Model, ids: IntArray) -> dict[str, Array]:

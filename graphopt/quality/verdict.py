@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["as good", "usable", "damaged", "broken"]
 
-AS_GOOD, USABLE, DAMAGED = 0.02, 0.15, 1.0
+KL_AS_GOOD, KL_USABLE, KL_DAMAGED = 0.02, 0.15, 1.0
 """Mean divergence up to which a model is as good, usable, damaged; one beyond the last, or not finite, is broken."""
 
 COSINE_AS_GOOD, COSINE_USABLE, COSINE_DAMAGED = 0.999, 0.99, 0.9
@@ -58,8 +58,8 @@ def verdict_of(figures: Mapping[str, float]) -> Verdict:
         bounds = zip((COSINE_AS_GOOD, COSINE_USABLE, COSINE_DAMAGED), words, strict=True)
         return next((word for bound, word in bounds if cosine >= bound), "broken")
     divergence = figures.get("kl_mean", math.nan)
-    found = zip((AS_GOOD, USABLE, DAMAGED), words, strict=True)
-    return next((word for bound, word in found if divergence <= bound), "broken")
+    limits = zip((KL_AS_GOOD, KL_USABLE, KL_DAMAGED), words, strict=True)
+    return next((word for bound, word in limits if divergence <= bound), "broken")
 
 
 @dataclass(frozen=True)

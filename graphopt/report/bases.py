@@ -82,9 +82,13 @@ def lines(reports: Sequence[BasisReport], graph: ir.Graph | None = None) -> list
         first.setdefault(key, report)
         layers_of.setdefault(key, []).extend([] if layer is None else [layer])
     texts = []
-    for same, report in first.items():
+    for first_key, report in first.items():
         counts_text = f"{len(report.writers)} writer(s), {len(report.readers)} reader(s)"
-        repeats = f"  (x {len(layers_of[same])}, layers {ranges(layers_of[same])})" if len(layers_of[same]) > 1 else ""
+        repeats = (
+            f"  (x {len(layers_of[first_key])}, layers {ranges(layers_of[first_key])})"
+            if len(layers_of[first_key]) > 1
+            else ""
+        )
         reason_text = f"\n    {plain(report.node or '')}: {report.reason and sentence(report.reason)}"
         head = f"{plain(report.name)} [{report.width or '?'}]  {report.role}, {counts_text}: "
         head += verdicts[report.verdict] + repeats

@@ -45,5 +45,5 @@ def count_text(counts: dict[str, int]) -> str:
     if len(counts) == 1:
         return next(iter(counts))
     return ", ".join(
-        f"{times} x {name}" for name, times in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+        f"{times} x {name}" for name, times in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
     )

@@ -120,7 +120,7 @@ def _explanation(node: ir.Node, record: Node, constant: set[ir.Node], manifest: 
     weights = [] if node in constant else constants_of(node, constant)
     items: list[ir.Node | ir.Value] = [node, *_makers(node, constant), *weights]
     histories = [(provenance.steps(item), item) for item in items]
-    edges = {(step.pass_name, step.made, step.sources): step for steps, _ in histories for step in steps}
+    edges = {(step.pass_name, step.name, step.sources): step for steps, _ in histories for step in steps}
     origins: dict[str, None] = {}
     for steps, item in histories:
         if steps:
@@ -166,15 +166,15 @@ def find_node(graph: ir.Graph, name: str) -> ir.Node:
 def _names_in_record(node: ir.Node, constant: set[ir.Node]) -> set[str]:
     """Return the names that the record of a node and of what it is made of mentions."""
     items: list[ir.Node | ir.Value] = [node, *_makers(node, constant), *constants_of(node, constant)]
-    return {name for item in items for step in provenance.steps(item) for name in (step.made, *step.sources)}
+    return {name for item in items for step in provenance.steps(item) for name in (step.name, *step.sources)}
 
 
 def _suggestions(name: str, names: list[str]) -> list[str]:
     """Return names that hold ``name``, or something like it."""
-    parts = {part for known in names for part in (known, *known.split("."))}
-    matches = [known for known in names if name in known]
+    parts = {part for candidate in names for part in (candidate, *candidate.split("."))}
+    matches = [candidate for candidate in names if name in candidate]
     for part in difflib.get_close_matches(name, sorted(parts), _HINTS) if not matches else ():
-        matches += [known for known in names if part in known and known not in matches]
+        matches += [candidate for candidate in names if part in candidate and candidate not in matches]
     return matches[:_HINTS]
 
 
@@ -199,24 +199,24 @@ def _makers(node: ir.Node, constant: set[ir.Node]) -> list[ir.Node]:
 
 
 def _edge(step: provenance.HistoryStep, manifest: Manifest | None) -> Edge:
-    is_edit = not step.sources or step.sources == (step.made,)
+    is_edit = not step.sources or step.sources == (step.name,)
     edge = Edge(
         stage=step.pass_name,
         kind="edited" if is_edit else "made",
-        made=step.made,
+        made=step.name,
         sources=list(step.sources),
     )
     report = None if manifest is None else _report(step, manifest)
     if report is None or manifest is None:
         return edge
-    names = {step.made, *step.sources}
+    names = {step.name, *step.sources}
     checks = manifest.checks_of(report)
     return edge.model_copy(
         update={
             "run": report.run,
             "effect": report.effect,
-            "what": [change.what for change in report.changes if change.where == step.made],
-            "replaced": [f"{entry.where} ({entry.op_type})" for entry in report.removed if step.made in entry.by],
+            "what": [change.what for change in report.changes if change.where == step.name],
+            "replaced": [f"{entry.where} ({entry.op_type})" for entry in report.removed if step.name in entry.by],
             "checks": [check.model_copy(update={"findings": []}) for check in checks],
             "findings": [entry for check in checks for entry in check.findings if {entry.node, entry.tensor} & names],
             "seconds": report.seconds,
@@ -227,7 +227,7 @@ def _edge(step: provenance.HistoryStep, manifest: Manifest | None) -> Edge:
 def _report(step: provenance.HistoryStep, manifest: Manifest) -> PassReport | None:
     """Return the run of the pass that the step is of: the one that says so, or the first."""
     runs = [report for report in manifest.passes if report.name == step.pass_name]
-    matches = (report for report in runs if any(change.where == step.made for change in report.changes))
+    matches = (report for report in runs if any(change.where == step.name for change in report.changes))
     return next(matches, next(iter(runs), None))
 
 

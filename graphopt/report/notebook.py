@@ -17,7 +17,7 @@ def html_of(artifact: Artifact) -> str:
 
     manifest, weights = artifact.manifest, artifact.manifest.weights
     facts = [
-        ("place", str(artifact.place or "in memory")),
+        ("place", str(artifact.path or "in memory")),
         ("recipe", str((manifest.recipe or {}).get("name", "none"))),
     ]
     if weights is not None:

@@ -39,7 +39,7 @@ def _words(trace: Trace, node: Node, key: str) -> list[str]:
     return [word for word in words[key] if word is not None]
 
 
-_ENUMERATED = ("role", "format", "runner", "computes", "pass", "left")
+_WORD_KEYS = ("role", "format", "runner", "computes", "pass", "left")
 """Keys of few different words."""
 
 KEYS = ("op", "role", "format", "layer", "name", "weight", "runner", "computes", "pass", "left")
@@ -68,8 +68,8 @@ def _test(trace: Trace, key: str, colon: str, words: str) -> Callable[[Node], bo
     patterns = words.split(",")
     if key == "layer":
         ranges = [_range(pattern) for pattern in patterns]
-        return lambda node: node.layer is not None and any(node.layer in each for each in ranges)
-    return lambda node: any(fnmatchcase(word, each) for word in _words(trace, node, key) for each in patterns)
+        return lambda node: node.layer is not None and any(node.layer in layers for layers in ranges)
+    return lambda node: any(fnmatchcase(word, pattern) for word in _words(trace, node, key) for pattern in patterns)
 
 
 def _keys(key: str) -> str:
@@ -95,7 +95,7 @@ def mismatch(trace: Trace, query: str) -> str | None:
     for term in shlex.split(query):
         if not any(map(selector(trace, shlex.quote(term)), trace.nodes)):
             key, colon, _ = term.partition(":")
-            is_enumerated = colon and key in _ENUMERATED
+            is_enumerated = colon and key in _WORD_KEYS
             choices = (
                 sorted({word for node in trace.nodes for word in _words(trace, node, key)}) if is_enumerated else []
             )

@@ -38,7 +38,7 @@ class Row:
         operations: per token.
         bytes_read: bytes of weights and caches per token.
         passes: how many nodes each pass touched.
-        left: why a pass left nodes alone: by pass and reason, the layers.
+        skips: why a pass left nodes alone: by pass and reason, the layers.
     """
 
     fold: int | None
@@ -53,7 +53,7 @@ class Row:
     operations: int = 0
     bytes_read: int = 0
     passes: Counter[str] = field(default_factory=Counter)
-    left: dict[tuple[str, Fact], list[int | None]] = field(default_factory=lambda: defaultdict(list))
+    skips: dict[tuple[str, Fact], list[int | None]] = field(default_factory=lambda: defaultdict(list))
 
     def add_node(self, node: Node) -> None:
         """Count a node, in what it computes, who runs it, and the passes that touched it or left it alone."""
@@ -62,7 +62,7 @@ class Row:
         self.passes.update(node.passes)
         self.computes.update([node.computes] if node.computes is not None else [])
         for skip in node.left:
-            self.left[skip.by, skip.why].append(node.layer)
+            self.skips[skip.by, skip.why].append(node.layer)
 
     def add_formats(self, node: Node, formats: list[str]) -> None:
         """Count a node at the format of its first weight."""
@@ -172,7 +172,7 @@ def left_table(
     table = ConsoleTable(["pass", *figure_columns("nodes"), "role", "layers", "why"])
     reasons: dict[str, list[tuple[Fact, tuple[str, list[int | None]]]]] = defaultdict(list)
     for row in rows(trace, is_selected):
-        for (name, reason), layers in row.left.items():
+        for (name, reason), layers in row.skips.items():
             reasons[name].append((reason, (row.role, layers)))
     for name, entries in reasons.items():
         for reason_text, nodes in fold_reasons(entries):

@@ -89,7 +89,7 @@ def by_pass(trace: Trace, run: Run) -> list[tuple[str, float]]:
         node = nodes.get(name)
         last = node.passes[-1] if node is not None and node.passes else "as it came in"
         seconds_of[last] = seconds_of.get(last, 0.0) + seconds
-    return sorted(seconds_of.items(), key=lambda each: -each[1])
+    return sorted(seconds_of.items(), key=lambda item: -item[1])
 
 
 def times_table(trace: Trace, run: Run, bandwidth: float) -> ConsoleTable:

@@ -227,7 +227,7 @@ class _Tracer:
         steps = [step for item in items for step in provenance.steps(item)]
         names = {item.name for item in items}
         names |= {value.name for item in items if isinstance(item, ir.Node) for value in item.outputs}
-        names |= {name for step in steps for name in (step.made, *step.sources)}
+        names |= {name for step in steps for name in (step.name, *step.sources)}
         skips = [skip for name in names for skip in self.skips.get(name or "", [])]
         names_of_passes = {step.pass_name for step in steps}
         unique = {(skip.by, str(skip.why)): skip for skip in skips}

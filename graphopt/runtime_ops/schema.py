@@ -70,7 +70,7 @@ class Port:
         name: as the documentation of the operator calls it.
         role: what it is for.
         types: what it may hold; empty for any type.
-        like: the input whose type it has; ``None`` where it has a type of its own.
+        same_type_as: the input whose type it has; ``None`` where it has a type of its own.
         placeholder: elements of the tensor that says "absent", where there is one: inputs of ours are never left out,
             as bodies for older opsets could not ask whether one is there.
         is_trailing: whether a node may end before it: it is among the last inputs, and an attribute says whether it is
@@ -84,7 +84,7 @@ class Port:
     name: str
     role: Role
     types: tuple[ir.DataType, ...] = ()
-    like: str | None = None
+    same_type_as: str | None = None
     placeholder: int | None = None
     is_trailing: bool = False
     columns: int | None = None
@@ -103,9 +103,9 @@ class Port:
 
     def type_from(self, inputs: Mapping[str, ir.Value | None]) -> ir.DataType | None:
         """Return the type that an output has beside these inputs; ``None`` where that is not known."""
-        if self.like is None:
+        if self.same_type_as is None:
             return self.types[0] if len(self.types) == 1 else None
-        value = inputs.get(self.like)
+        value = inputs.get(self.same_type_as)
         return None if value is None else value.dtype
 
 
@@ -189,7 +189,7 @@ class Signature:
 
     def follows_data(self, port: Port | None) -> bool:
         """Return whether a port has the type of the activations, whatever that is."""
-        return port is not None and self.data is not None and (port is self.data or port.like == self.data.name)
+        return port is not None and self.data is not None and (port is self.data or port.same_type_as == self.data.name)
 
     def in_order(self, values: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
         """Return inputs that are given by name in order; those that are not given are left out, as ``None``.

@@ -76,19 +76,19 @@ class Registry(Mapping[str, T], Generic[T]):
         self._members = None
 
     @property
-    def _sorted(self) -> Mapping[str, T]:
+    def _members_in_order(self) -> Mapping[str, T]:
         if self._members is None:
             self._members = self._order(self.search())
         return self._members
 
     def __getitem__(self, name: str) -> T:
-        return self._sorted[name]
+        return self._members_in_order[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._sorted)
+        return iter(self._members_in_order)
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        return len(self._members_in_order)
 
 
 def _is_of(member: object, module: ModuleType) -> bool:

@@ -137,7 +137,7 @@ class Verifier:
             return
         try:
             self._first = self._run(model, self.runner)
-            self._last = self._said(model, self._first)
+            self._last = self._outputs_of(model, self._first)
         except InputError:
             raise
         except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
@@ -167,7 +167,7 @@ class Verifier:
             raise VerificationError(
                 f"the {task.quantity} are NaN or infinite after a pass", node=name, tensor=task.output
             )
-        outputs, figures = self._said(model, after), self._figures(model, first, before, after)
+        outputs, figures = self._outputs_of(model, after), self._figures(model, first, before, after)
         if exact and not figures["largest_change"] <= TOLERANCE and (outputs.model or self._last.model):
             self._last, outputs = self._both_with_floats(self._last, outputs)
             assert self._last.in_floats is not None
@@ -215,7 +215,7 @@ class Verifier:
         reason = RAN_TOGETHER(tokens=self._probe_for(model).tokens, passes=[name for name, _ in passes])
         return [check.model_copy(update={"after": name, "reason": reason}) for name, _ in passes]
 
-    def unchanged(self, model: ir.Model, name: str) -> Check:
+    def check_unchanged(self, model: ir.Model, name: str) -> Check:
         """Return the check of the pass called ``name``, which left ``model``, run before, as it was."""
         if self._last is None or self._first is None:
             return self._not_covered(model, name)
@@ -234,7 +234,7 @@ class Verifier:
             **self._probe_for(model).figures(first, after),
         }
 
-    def _said(self, model: ir.Model, after: Floats) -> _Outputs:
+    def _outputs_of(self, model: ir.Model, after: Floats) -> _Outputs:
         """Return what a model computes; with a copy of it where it was not yet run with inputs in floats."""
         return _Outputs(after, None, model.clone()) if self._rounds(model) else _Outputs(after, after)
 

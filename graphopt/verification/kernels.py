@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from graphopt.ort.snapshots import Snapshots
 
-FUSED, FUSED_CONVOLUTION = "MatMulNBits", "QLinearConv"
+FUSED_PRODUCT, FUSED_CONVOLUTION = "MatMulNBits", "QLinearConv"
 UNKNOWN = "unknown"
 
 RUN = Rule("kernels.run", "{runs}")
@@ -109,36 +109,36 @@ def check_kernels(
         UnfusedError: a product would run on dequantized weights; names the first.
         VerificationError: onnxruntime folds nodes that graphopt's kernels are for.
     """
-    quantized, own = quantized_products(model.graph), own_nodes(model.graph)
-    stated_products = [(node.op_type, activations_of(node)) for node in own if is_packed(node)]
+    products, kernel_nodes = quantized_products(model.graph), own_nodes(model.graph)
+    stated_products = [(node.op_type, activations_of(node)) for node in kernel_nodes if is_packed(node)]
     integers = len(integer_convolutions(model.graph))
     stated_products += [("Conv", "uint8")] * integers
     if why_not is not None:
         check = Check(name="kernels", after="the recipe", status="not covered", reason=why_not)
-        return _report(check, [*[(FUSED, UNKNOWN)] * len(quantized), *stated_products])
+        return _report(check, [*[(FUSED_PRODUCT, UNKNOWN)] * len(products), *stated_products])
     with snapshots.write(model) as path:
         graph = _graph_that_runs(path, entries)
-        runtime_products = [(node.op_type, activations_of(node)) for node in graph if node.op_type == FUSED]
-        unfused = quantized_products(graph)
+        runtime_products = [(node.op_type, activations_of(node)) for node in graph if node.op_type == FUSED_PRODUCT]
+        unfused_products = quantized_products(graph)
         fused_convolutions = sum(node.op_type == FUSED_CONVOLUTION for node in graph)
         own_left = Counter(node.op_type for node in own_nodes(graph))
-    fused = len(runtime_products) - sum(node.op_type == FUSED for node in model.graph)
-    if unfused or fused != len(quantized):
+    fused_count = len(runtime_products) - sum(node.op_type == FUSED_PRODUCT for node in model.graph)
+    if unfused_products or fused_count != len(products):
         raise UnfusedError(
-            f"onnxruntime fuses {fused} of {len(quantized)} quantized products into {FUSED}; "
+            f"onnxruntime fuses {fused_count} of {len(products)} quantized products into {FUSED_PRODUCT}; "
             "the others would run on dequantized weights",
-            [node.name or "?" for node in unfused or quantized],
+            [node.name or "?" for node in unfused_products or products],
             remedy="choose another group or format for this product in the recipe",
         )
-    own_counts = Counter(node.op_type for node in own)
-    _confirm_own_kernels(own, own_counts, own_left)
-    figures: dict[str, float] = {"quantized_products": len(quantized), "fused_kernels": fused}
+    own_counts = Counter(node.op_type for node in kernel_nodes)
+    _confirm_own_kernels(kernel_nodes, own_counts, own_left)
+    figures: dict[str, float] = {"quantized_products": len(products), "fused_kernels": fused_count}
     if integers:
         figures |= {"integer_convolutions": integers, "fused_convolutions": fused_convolutions}
     figures |= {f"{name}_nodes": count for name, count in own_counts.items()}
     native = _running_kernels(own_nodes(model.graph))
     own_runs = [OWN_KERNEL(operator=name) if name in native else BODY(operator=name) for name in own_counts]
-    runs: list[Fact] = [*([ALL_FUSED(operator=FUSED)] if quantized else []), *own_runs]
+    runs: list[Fact] = [*([ALL_FUSED(operator=FUSED_PRODUCT)] if products else []), *own_runs]
     if integers:
         runs.append(CONVOLUTIONS(fused=fused_convolutions, convolutions=integers, operator=FUSED_CONVOLUTION))
     check = Check(name="kernels", after="the recipe", status="measured", reason=RUN(runs=runs), figures=figures)

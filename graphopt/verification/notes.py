@@ -13,7 +13,7 @@ from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.artifact.manifest import Precision
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.runtime_ops import DOMAIN, OPERATORS
-from graphopt.verification.kernels import FUSED, UNKNOWN, KernelReport, own_nodes
+from graphopt.verification.kernels import FUSED_PRODUCT, UNKNOWN, KernelReport, own_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,13 +93,13 @@ def precision_of(model: ir.Model, kernels: KernelReport | None, recipe: Recipe) 
         return Precision(storage=storage, activations=dtype, notes=notes)
     if dtype != "float32":
         notes.append(OTHER_COMPUTATION(dtype=dtype))
-    runtime_products = [product.activations for product in kernels.products if product.operator == FUSED]
+    runtime_products = [product.activations for product in kernels.products if product.operator == FUSED_PRODUCT]
     if runtime_products:
         notes.append(_of_session(runtime_products, recipe))
     own_products = [
         PRODUCTS(count=product.count, operator=product.operator, activations=product.activations)
         for product in kernels.products
-        if product.operator != FUSED
+        if product.operator != FUSED_PRODUCT
     ]
     if own_products:
         notes.append(STATED_BY_GRAPH(products=own_products))

@@ -50,7 +50,7 @@ class Proofs:
         self._on_stage = on_stage
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="proof")
         self._last: PendingClaim | None = None
-        self._begun: list[tuple[PendingClaim, Future[Check]]] = []
+        self._proofs: list[tuple[PendingClaim, Future[Check]]] = []
 
     def __enter__(self) -> Proofs:
         return self
@@ -68,7 +68,7 @@ class Proofs:
         if claim is not None:
             after = claim.after or model
             future = self._thread.submit(prove, claim.before, after, claim.claims, claim.name)
-            self._begun.append((claim, future))
+            self._proofs.append((claim, future))
 
     def confirm(self, model: ir.Model) -> None:
         """Wait for all proofs; ``model`` is as for :meth:`begin`.
@@ -77,7 +77,7 @@ class Proofs:
             VerificationError: one of them failed.
         """
         self.begin(model)
-        proofs, self._begun = self._begun, []
+        proofs, self._proofs = self._proofs, []
         for claim, future in proofs:
             if not future.done():
                 self._on_stage(f"proving {claim.name}")

@@ -28,16 +28,16 @@ class Difference:
     """Where two messages differ first, and how.
 
     Attributes:
-        place: the field, such as ``graph.node[norm].attribute[epsilon].f``.
-        made: what the first message has there; ``nothing`` where the field is absent.
-        stored: what the second has there.
+        field: the field, such as ``graph.node[norm].attribute[epsilon].f``.
+        new: what the first message has there; ``nothing`` where the field is absent.
+        old: what the second has there.
         node: the name of the innermost node on the way, if there is one.
         tensor: the name of the initializer, value or tensor on the way, if there is one.
     """
 
-    place: str
-    made: str
-    stored: str
+    field: str
+    new: str
+    old: str
     node: str | None = None
     tensor: str | None = None
 
@@ -65,12 +65,14 @@ class _Walk:
         if new.SerializeToString(deterministic=True) == old.SerializeToString(deterministic=True):
             return None
         for field in new.DESCRIPTOR.fields:
-            difference = self._repeated(field, new, old) if field.is_repeated else self._single(field, new, old)
+            difference = (
+                self._repeated_field(field, new, old) if field.is_repeated else self._single_field(field, new, old)
+            )
             if difference is not None:
                 return difference
         return self._differ("unknown fields", _unknown(new), _unknown(old))
 
-    def _single(self, field: FieldDescriptor, new: Message, old: Message) -> Difference | None:
+    def _single_field(self, field: FieldDescriptor, new: Message, old: Message) -> Difference | None:
         presence = [_present(message, field) for message in (new, old)]
         if presence == [False, False]:
             return None
@@ -79,11 +81,11 @@ class _Walk:
             for message, is_present in zip((new, old), presence, strict=True)
         ]
         if None not in values and field.message_type is not None:
-            return self._below(field, None).messages(*values)
+            return self._descend(field, None).messages(*values)
         is_same = presence[0] == presence[1] and repr(values[0]) == repr(values[1])
         return None if is_same else self._differ(field.name, *(_text_of(field, value) for value in values))
 
-    def _repeated(self, field: FieldDescriptor, new: Message, old: Message) -> Difference | None:
+    def _repeated_field(self, field: FieldDescriptor, new: Message, old: Message) -> Difference | None:
         new_elements, old_elements = getattr(new, field.name), getattr(old, field.name)
         for index in range(max(len(new_elements), len(old_elements))):
             pair = [elements[index] if index < len(elements) else None for elements in (new_elements, old_elements)]
@@ -93,12 +95,12 @@ class _Walk:
                     texts = [label or _text_of(field, element) for label, element in zip(labels, pair, strict=True)]
                     return self._differ(f"{field.name}[{index}]", *texts)
                 continue
-            difference = self._below(field, labels[0] or str(index)).messages(*pair)
+            difference = self._descend(field, labels[0] or str(index)).messages(*pair)
             if difference is not None:
                 return difference
         return None
 
-    def _below(self, field: FieldDescriptor, label: str | None) -> _Walk:
+    def _descend(self, field: FieldDescriptor, label: str | None) -> _Walk:
         return _Walk((*self.steps, (field.name, label, field.message_type.name)))
 
     def _differ(self, last: str, new: str, old: str) -> Difference | None:

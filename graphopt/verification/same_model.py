@@ -36,7 +36,7 @@ class Extent:
     nodes: int
     functions: int
     tensors: int
-    rounded: int
+    rounded_tensors: int
 
 
 def confirm_model(model: ir.Model, folder: Path, *, rounding_proved: bool = False) -> Extent:
@@ -77,8 +77,8 @@ def confirm_model(model: ir.Model, folder: Path, *, rounding_proved: bool = Fals
 def as_error(difference: Difference, file: Path) -> VerificationError:
     """Return the error that a difference between a recipe run again and a stored file is."""
     return VerificationError(
-        f"the recipe, run again, makes another model: {difference.place} is {difference.stored} in the file, and "
-        f"{difference.made} is made",
+        f"the recipe, run again, makes another model: {difference.field} is {difference.old} in the file, and "
+        f"{difference.new} is made",
         file=file,
         node=difference.node,
         tensor=difference.tensor,

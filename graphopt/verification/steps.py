@@ -99,7 +99,7 @@ class Checks:
 
     def __init__(self, verifier: Verifier, on_stage: Callable[[str], None]) -> None:
         self._verifier, self._on_stage = verifier, on_stage
-        self._found: list[list[Check]] = []
+        self._checks_by_pass: list[list[Check]] = []
         # Exact passes that were not run yet, with the place of what is found of each.
         self._waiting: list[tuple[PassRun, list[Check]]] = []
         self._proofs = Proofs(on_stage)
@@ -114,7 +114,7 @@ class Checks:
         """Leave a pass that has just run unchecked."""
         self._proofs.begin(run.before)
 
-    def before(self, step: Pass, model: ir.Model) -> None:
+    def check_before(self, step: Pass, model: ir.Model) -> None:
         """Run the exact passes so far where ``step`` may be lossy; ``model`` is the one in front of it.
 
         Raises:
@@ -123,7 +123,7 @@ class Checks:
         if step.effect == "lossy":
             self._run(model)
 
-    def behind(self, run: PassRun, claims: Claims | None, against: ir.Model | None = None) -> None:
+    def check_behind(self, run: PassRun, claims: Claims | None, against: ir.Model | None = None) -> None:
         """Take what a pass that has just run claims, to be proved, and run the model behind it unless it is exact.
 
         Args:
@@ -137,7 +137,7 @@ class Checks:
         # Passes work in place: the model behind one stays what it is in the copy that was made in front of the next.
         self._proofs.begin(run.before)
         checks: list[Check] = []
-        self._found.append(checks)
+        self._checks_by_pass.append(checks)
         name, effect = run.step.name, run.report.effect
         if claims is not None:
             # A proof stands in front of the run of the same pass.
@@ -158,7 +158,7 @@ class Checks:
         """
         self._run(model)
         self._proofs.confirm(model)
-        return [check for checks in self._found for check in checks]
+        return [check for checks in self._checks_by_pass for check in checks]
 
     def _or_disproved(self, model: ir.Model, run: Callable[[], Result]) -> Result:
         """Return what ``run`` returns; where it fails, a proof that fails says more, and is raised instead."""
@@ -175,7 +175,7 @@ class Checks:
         passes = [run for run, _ in waiting]
         names = [run.step.name for run in passes]
         if is_same_graph(passes[0].before, model):
-            checks = [self._verifier.unchanged(model, name) for name in names]
+            checks = [self._verifier.check_unchanged(model, name) for name in names]
         else:
             self._on_stage(f"checking {', '.join(names)}")
             # Passes work in place: the model behind one is what was copied in front of the next.

@@ -108,7 +108,9 @@ def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path
 def test_the_manifest_says_how_the_artifact_came_to_be(optimized: Path) -> None:
     manifest = read_manifest(optimized)
     assert manifest.recipe is not None
-    assert Recipe.model_validate(manifest.recipe) == load_recipe("rotate-int4-rtn").lowered().adding("compact_scales")
+    assert Recipe.model_validate(manifest.recipe) == load_recipe("rotate-int4-rtn").with_lower().adding(
+        "compact_scales"
+    )
     names = [report.name for report in manifest.passes]
     assert names == ["canonicalize", "fold_norms", "rotate", "quantize_weights", "lower", "compact_scales"]
     # `lower` for any onnxruntime leaves standard forms as they are, and says so

@@ -162,15 +162,15 @@ def test_a_step_that_leaves_activations_open_gets_those_of_the_recipe() -> None:
 
 def test_a_target_sets_the_step_lower_or_adds_it() -> None:
     recipe = load_recipe("int4-rtn")
-    lowered = recipe.lowered("ort-cpu")
+    lowered = recipe.with_lower("ort-cpu")
     assert lowered.steps == (
         *recipe.steps,
         MergeProducts(),
         FlattenHeads(),
         Lower(target="ort-cpu"),
     )
-    assert lowered.lowered("ort-cpu") == lowered
-    assert recipe.lowered("portable").steps == (*recipe.steps, Lower(target="portable"))
+    assert lowered.with_lower("ort-cpu") == lowered
+    assert recipe.with_lower("portable").steps == (*recipe.steps, Lower(target="portable"))
 
 
 def test_caches_that_grow_go_into_pages_for_ort_cpu(llama_artifact: Path) -> None:
@@ -182,35 +182,35 @@ def test_caches_that_grow_go_into_pages_for_ort_cpu(llama_artifact: Path) -> Non
         assert before <= after <= 1  # a step is added once, and none goes
         return after > before
 
-    assert added(plain.lowered("ort-cpu"), grows)
-    assert not added(plain.lowered("ort-cpu"), nothing), "it has no cache"
+    assert added(plain.with_lower("ort-cpu"), grows)
+    assert not added(plain.with_lower("ort-cpu"), nothing), "it has no cache"
     assert not added(plain, grows), "its target is portable"
-    assert added(plain.lowered("ort-cuda"), grows)
-    assert not added(plain.lowered("ort-cpu").setting("lower", caches="growing"), grows)
-    assert not added(load_recipe("kv4").lowered("ort-cpu"), grows), "another step is about caches"
+    assert added(plain.with_lower("ort-cuda"), grows)
+    assert not added(plain.with_lower("ort-cpu").setting("lower", caches="growing"), grows)
+    assert not added(load_recipe("kv4").with_lower("ort-cpu"), grows), "another step is about caches"
 
 
 def test_options_of_lower_can_be_set_where_a_recipe_leaves_it_out(llama_artifact: Path) -> None:
-    recipe = load_recipe("int4-rtn", options=["lower.caches=growing"]).lowered("ort-cpu")
+    recipe = load_recipe("int4-rtn", options=["lower.caches=growing"]).with_lower("ort-cpu")
     assert recipe.steps[-1] == Lower(target="ort-cpu", caches="growing")
     fitted = recipe.fitting(artifact.read(llama_artifact).model.graph)
     assert "page_kv" not in [step.name for step in fitted.steps]
 
 
 def test_a_target_may_name_the_instruction_set() -> None:
-    recipe = load_recipe("int4-rtn").lowered("ort-cpu:avx2")
+    recipe = load_recipe("int4-rtn").with_lower("ort-cpu:avx2")
     assert recipe.steps[-1] == Lower(target="ort-cpu", instructions="avx2")
-    assert recipe.lowered("ort-cpu") == recipe
-    assert recipe.lowered("ort-cpu:avx512").steps[-1] == Lower(target="ort-cpu", instructions="avx512")
+    assert recipe.with_lower("ort-cpu") == recipe
+    assert recipe.with_lower("ort-cpu:avx512").steps[-1] == Lower(target="ort-cpu", instructions="avx512")
 
 
 def test_an_instruction_set_that_nobody_names_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PATH_VARIABLE, "")
     monkeypatch.setenv(ISA_VARIABLE, "avxvnni")
     recipe = load_recipe("int4-rtn")
-    assert recipe.lowered("ort-cpu").on_this_machine() == recipe.lowered("ort-cpu:avxvnni")
+    assert recipe.with_lower("ort-cpu").on_this_machine() == recipe.with_lower("ort-cpu:avxvnni")
     for chosen in ("ort-cpu:avx2", "portable", "ort-cuda"):
-        named = recipe.lowered(chosen)  # type: ignore[arg-type]
+        named = recipe.with_lower(chosen)  # type: ignore[arg-type]
         assert named.on_this_machine() == named
 
 
@@ -227,7 +227,7 @@ def test_float16_is_the_last_step_and_asked_for_once() -> None:
         FuseRotary(),
         Float16(),
     ]
-    assert list(recipe.lowered("ort-cuda").steps) == lowered
+    assert list(recipe.with_lower("ort-cuda").steps) == lowered
 
 
 def test_last_logits_are_asked_for_once() -> None:
@@ -267,10 +267,10 @@ def test_an_unknown_name_lists_the_presets() -> None:
 
 def test_inputs_of_products_stay_as_they_are_on_gpus_unless_a_recipe_says_otherwise() -> None:
     recipe = Recipe(name="plain", steps=(QuantizeWeights(),))
-    assert recipe.lowered("ort-cuda").activations == "float32"
-    assert recipe.lowered("ort-cpu").activations == "int8"
+    assert recipe.with_lower("ort-cuda").activations == "float32"
+    assert recipe.with_lower("ort-cpu").activations == "int8"
     stated = Recipe(name="stated", steps=(QuantizeWeights(),), activations="int8")
-    assert stated.lowered("ort-cuda").activations == "int8"
+    assert stated.with_lower("ort-cuda").activations == "int8"
     # what a manifest holds is read back as it was
-    lowered = recipe.lowered("ort-cuda")
-    assert Recipe.model_validate(yaml.safe_load(lowered.to_yaml())).lowered("ort-cuda").activations == "float32"
+    lowered = recipe.with_lower("ort-cuda")
+    assert Recipe.model_validate(yaml.safe_load(lowered.to_yaml())).with_lower("ort-cuda").activations == "float32"

@@ -44,8 +44,8 @@ def test_each_token_is_scored_once_and_in_context(tokens: int, window: int, data
         assert part.start >= 0
         assert part.start + part.length < tokens  # the last target exists
         assert part.length == min(window, tokens - 1)
-        assert 1 <= part.scored <= part.length
-        targets = range(part.start + 1, part.start + part.length + 1)[-part.scored :]
+        assert 1 <= part.scored_targets <= part.length
+        targets = range(part.start + 1, part.start + part.length + 1)[-part.scored_targets :]
         if part.start > 0:
             assert targets[0] - part.start > window - stride
         scored += targets

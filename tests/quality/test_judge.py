@@ -98,7 +98,7 @@ def test_why_there_is_no_verdict(llama_artifact: Path, tmp_path: Path) -> None:
         check = read_manifest(tmp_path / name).check("quality")
         assert (check.status, check.reason.code) == ("not covered", "equivalence.not-asked")
     source = graphopt.read(llama_artifact)
-    source.place = None
+    source.path = None
     graphopt.optimize(source, "int4-rtn", tmp_path / "memory")
     assert read_manifest(tmp_path / "memory").check("quality").reason.code == IN_MEMORY.code
     source = graphopt.read(llama_artifact)

@@ -71,10 +71,10 @@ def test_every_statement_gives_the_figures_of_its_rule(sources: list[tuple[Modul
             if isinstance(rule, Rule):
                 given = {keyword.arg for keyword in node.keywords}
                 if None in given:  # figures that are collected before: the rule itself refuses others
-                    given = given - {None} | rule.required
+                    given = given - {None} | rule.required_figures
                 where = f"{module.__name__}:{node.lineno}: {rule.code}"
                 assert not node.args, where
-                assert rule.required <= given <= rule.required | rule.optional, where
+                assert rule.required_figures <= given <= rule.required_figures | rule.optional_figures, where
                 statements += 1
     assert statements > 200
 

@@ -70,8 +70,8 @@ def test_a_schema_is_complete(folder: str) -> None:
     ports = [*schema.inputs, *schema.outputs]
     assert len({each.name for each in schema.inputs}) == len(schema.inputs)
     assert len({each.name for each in schema.outputs}) == len(schema.outputs)
-    assert {each.like for each in ports} - {None} <= set(schema.input_names)
-    assert all(each.types or each.like for each in ports), "each port states its types, or whose type it has"
+    assert {each.same_type_as for each in ports} - {None} <= set(schema.input_names)
+    assert all(each.types or each.same_type_as for each in ports), "each port states its types, or whose type it has"
     assert all(each.columns is None or schema.of_role(Role.CODES) for each in schema.inputs)
     # the words that a reader finds first say something about each input and attribute
     text = inspect.getdoc(import_module(f"graphopt.runtime_ops.{folder}.spec.op")) or ""
@@ -114,7 +114,7 @@ def test_body_reference_and_schema_say_the_same_of_types_and_shapes(folder: str)
         assert tuple(case.inputs) == schema.input_names[: len(case.inputs)]
         assert set(case.attributes) - set(schema.optional) == set(schema.attributes)
         for each, array in zip(schema.inputs, arrays, strict=False):
-            like = each if each.like is None else schema.inputs[schema.index(each.like)]
+            like = each if each.same_type_as is None else schema.inputs[schema.index(each.same_type_as)]
             assert ir.DataType.from_numpy(array.dtype) in like.types, each.name
         expected = operator.reference(*arrays, **case.attributes)
         expected = expected if isinstance(expected, tuple) else (expected,)

@@ -72,7 +72,7 @@ def ran(name: str, factor: float) -> PassRun:
 
 def test_a_proof_that_fails_is_told_rather_than_the_run_that_fails_too(checks: Checks, proved: list[Any]) -> None:
     wrong = ran("wrong", 1.5)
-    checks.behind(wrong, CLAIMS)
+    checks.check_behind(wrong, CLAIMS)
     with pytest.raises(VerificationError, match="the certificate of wrong does not hold"):
         checks.finish(wrong.after)
     assert [name for name, *_ in proved] == ["wrong"]
@@ -80,7 +80,7 @@ def test_a_proof_that_fails_is_told_rather_than_the_run_that_fails_too(checks: C
 
 def test_where_the_proof_holds_the_run_that_fails_is_told(checks: Checks, proved: list[Any]) -> None:
     moved = ran("moved", 1.5)
-    checks.behind(moved, CLAIMS)
+    checks.check_behind(moved, CLAIMS)
     with pytest.raises(VerificationError, match="the pass moved is exact, but it moved the logits"):
         checks.finish(moved.after)
     assert [name for name, *_ in proved] == ["moved"]
@@ -91,6 +91,6 @@ def test_a_proof_stands_in_front_of_the_run_of_its_pass(checks: Checks, proved: 
     models = [residual_model() for _ in range(3)]
     for number, (step, claims) in enumerate(((first, CLAIMS), (second, None))):
         report = PassReport(name=f"{number}", effect="exact", run=1)
-        checks.behind(PassRun(step, models[number], models[number + 1], report), claims)
+        checks.check_behind(PassRun(step, models[number], models[number + 1], report), claims)
     found = checks.finish(models[2])
     assert [check.name for check in found] == ["certificate", "logits", "logits"]

@@ -61,7 +61,7 @@ def test_what_was_made_is_what_is_stored(made: tuple[Artifact, Path]) -> None:
     extent = confirm_model(made[0].model, made[1])
     assert extent.tensors == len(made[0].model.graph.initializers)
     assert extent.functions == len(made[0].model.functions) > 0
-    assert extent.rounded == 0
+    assert extent.rounded_tensors == 0
 
 
 def test_a_fault_of_each_kind_at_each_part_is_refused(
@@ -203,4 +203,4 @@ def test_rounding_that_a_certificate_covers_is_counted(made: tuple[Artifact, Pat
     (copy / MODEL).write_bytes(proto.SerializeToString())
     with pytest.raises(VerificationError, match="makes other numbers"):
         confirm_model(artifact.model, copy)
-    assert confirm_model(artifact.model, copy, rounding_proved=True).rounded == 1
+    assert confirm_model(artifact.model, copy, rounding_proved=True).rounded_tensors == 1

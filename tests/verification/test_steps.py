@@ -80,8 +80,10 @@ class Runs:
     def check(self, passes: Sequence[Pass]) -> list[Check]:
         shared = make_context(task_of(self.model.graph))
         with Checks(self.verifier, lambda stage: None) as checks:
-            for ran in run_passes(self.model, passes, shared, on_pass=lambda step: checks.before(step, self.model)):
-                checks.behind(ran, ran.report.claims)
+            for ran in run_passes(
+                self.model, passes, shared, on_pass=lambda step: checks.check_before(step, self.model)
+            ):
+                checks.check_behind(ran, ran.report.claims)
             return checks.finish(self.model)
 
 

@@ -38,7 +38,7 @@ from graphopt.graph.weights import Expression, Inline, expression_of
 from graphopt.graph.weights.evaluator import Evaluator
 from graphopt.graph.weights.store import Store
 from graphopt.numerics.formats import format_of
-from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.lazy_codes import quantize_lazily
 from graphopt.quantization.rounding.methods.gptq import GPTQ
 from graphopt.quantization.rounding.single_thread import one_thread
 
@@ -116,7 +116,7 @@ def matrices(count: int, size: int, folder: Path, seed: int) -> list[Expression]
     expressions = []
     for _ in range(count):
         weight = store.obtain(Inline.from_array(random.standard_normal((size, size), np.float32)))
-        parts = quantized(
+        parts = quantize_lazily(
             weight.tensor(), format_of("nl4"), 64, "least_squares", standard=False, method=GPTQ(), statistics=hessian
         )
         expressions.append(expression_of(parts["codes"]))

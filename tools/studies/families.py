@@ -217,7 +217,7 @@ def main(
                 graphopt.export(source, target)
                 rows.append(examine(family, target))
             except GraphoptError as error:
-                rows.append(Row(family, failure=error.what))
+                rows.append(Row(family, failure=error.message))
     headings = ["family", *COLUMNS.values(), "certificate", "change of logits"]
     table = Table(*headings)
     for row in rows:

@@ -130,7 +130,7 @@ def main(
             try:
                 graphopt.export(source, float_artifact)
             except GraphoptError as error:
-                table.add_row(family, "", error.what, "", "", "", "")
+                table.add_row(family, "", error.message, "", "", "", "")
                 continue
             before = list(find_errors(artifact.read(float_artifact).model, kinds, []))
             name_by_steps: dict[str, str] = {}
@@ -144,7 +144,7 @@ def main(
                     after, _ = compiled(artifact.read(float_artifact), recipe, store)
                 except GraphoptError as error:
                     refusals += 1
-                    failures.append(f"{family}, {name}: refused: {error.what}")
+                    failures.append(f"{family}, {name}: refused: {error.message}")
                     continue
                 messages = list(find_errors(after, kinds, exceptions))
                 faults += [f"{family}, {name}: {message}" for message in messages]

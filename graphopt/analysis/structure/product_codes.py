@@ -192,12 +192,16 @@ def codes_of_reader(reader: ir.Node) -> StoredCodes | Fact:
     if codes is None or codes.const_value is None or codes.dtype is None or scales is None or None in weights.values():
         return NOT_CONSTANT()
     if reader.domain:
-        stored: StoredCodes | Fact = _own_codes(reader, codes, scales, weights.get(Role.TABLE), zero_points)
+        stored_codes: StoredCodes | Fact = _own_codes(reader, codes, scales, weights.get(Role.TABLE), zero_points)
     else:
-        stored = _standard(reader, codes, scales, zero_points)
-    if isinstance(stored, StoredCodes) and stored.group % 16 and stored.group != stored.shape[0]:
-        return ODD_GROUP(group=stored.group)
-    return stored
+        stored_codes = _standard(reader, codes, scales, zero_points)
+    if (
+        isinstance(stored_codes, StoredCodes)
+        and stored_codes.group % 16
+        and stored_codes.group != stored_codes.shape[0]
+    ):
+        return ODD_GROUP(group=stored_codes.group)
+    return stored_codes
 
 
 def _standard(reader: ir.Node, codes: ir.Value, scales: ir.Value, zero_points: ir.Value | None) -> StoredCodes | Fact:

@@ -39,7 +39,7 @@ class _Finder:
         self.constant = constant_nodes(nodes)
         self.readers = readers_of(nodes)
         self.products = [node for node in nodes if self._is_weighted(node)]
-        self.weighted = set(self.products)
+        self.product_set = set(self.products)
         self.mixers = mixers(nodes)
         self._mixing = {mixer.node for mixer in self.mixers}
         self.roles: dict[ir.Node, str] = {mixer.node: "attention" for mixer in self.mixers}
@@ -48,10 +48,10 @@ class _Finder:
         if not is_product(node) or node in self.constant:
             return False
         right = node.inputs[1] if len(node.inputs) > 1 else None
-        fixed = right is not None and (right.is_initializer() or right.producer() in self.constant)
-        return fixed or matrix_of(node, self.constant) is not None
+        is_constant = right is not None and (right.is_initializer() or right.producer() in self.constant)
+        return is_constant or matrix_of(node, self.constant) is not None
 
-    def behind(self, value: ir.Value | None, segment: int | None) -> tuple[set[ir.Node], list[ir.Node]]:
+    def trace_back(self, value: ir.Value | None, segment: int | None) -> tuple[set[ir.Node], list[ir.Node]]:
         """Return the products and attentions that ``value`` is made of, within a segment, and what is between."""
         ends: set[ir.Node] = set()
         middle: list[ir.Node] = []
@@ -62,14 +62,14 @@ class _Finder:
             if node in visits or node is None or self.segment_of.get(node) != segment:
                 continue
             visits.add(node)
-            if node in self.weighted or node in self._mixing:
+            if node in self.product_set or node in self._mixing:
                 ends.add(node)
             else:
                 middle.append(node)
                 waiting += [operand.producer() for operand in node.inputs if operand is not None]
         return ends, middle
 
-    def carried(self, node: ir.Node) -> Iterator[ir.Node]:
+    def consumers(self, node: ir.Node) -> Iterator[ir.Node]:
         """Yield what reads the numbers of a product, a bias or another layout between left out."""
         waiting, visits = [*self.readers[node]], set[ir.Node]()
         while waiting:
@@ -89,7 +89,7 @@ class _Finder:
         self._routers()
         for node in self.products:
             if node not in self.roles:
-                ends, _ = self.behind(node.inputs[0], self.segment_of.get(node))
+                ends, _ = self.trace_back(node.inputs[0], self.segment_of.get(node))
                 if ends & self._mixing:
                     self.roles[node] = "o_proj"
                 elif any(self.roles.get(producer) != "router" for producer in ends):
@@ -103,49 +103,55 @@ class _Finder:
         letters: dict[ir.Node, set[str]] = {}
         for mixer in self.mixers:
             for letter, value in zip("qkv", (mixer.query, mixer.key, mixer.value), strict=True):
-                ends, middle = self.behind(value, self.segment_of.get(mixer.node))
-                for node in ends & self.weighted:
+                ends, middle = self.trace_back(value, self.segment_of.get(mixer.node))
+                for node in ends & self.product_set:
                     letters.setdefault(node, set()).add(letter)
                 for node in middle:
-                    if "Normalization" in node.op_type and not ends & self.weighted - self._before(node):
+                    if "Normalization" in node.op_type and not ends & self.product_set - self._before(node):
                         self.roles.setdefault(node, f"{letter}_norm")
         for node, names in letters.items():
             self.roles[node] = "".join(letter for letter in "qkv" if letter in names) + "_proj"
 
     def _before(self, node: ir.Node) -> set[ir.Node]:
-        return self.behind(node.inputs[0], self.segment_of.get(node))[0]
+        return self.trace_back(node.inputs[0], self.segment_of.get(node))[0]
 
     def _routers(self) -> None:
         for node in self.graph:
             value = node.inputs[0] if node.op_type == "TopK" else None
             if value is not None and value.dtype is not None and value.dtype.is_floating_point():
-                ends, _ = self.behind(value, self.segment_of.get(node))
-                self.roles.update({product: "router" for product in ends & self.weighted if product not in self.roles})
+                ends, _ = self.trace_back(value, self.segment_of.get(node))
+                self.roles.update(
+                    {product: "router" for product in ends & self.product_set if product not in self.roles}
+                )
 
     def _upward(self, node: ir.Node) -> str:
         """Tell gate from up, and a product of the residual stream in no MLP from both."""
-        reads = list(self.carried(node))
+        reads = list(self.consumers(node))
         if any(reader.op_type in _PARTS for reader in reads):
             return "gate_up_proj"
         gates = False
         for reader in reads:
             if reader.op_type == "Mul" and len(reader.inputs) == _MATRICES:
-                sides = [self.behind(value, self.segment_of.get(node))[0] for value in reader.inputs]
+                sides = [self.trace_back(value, self.segment_of.get(node))[0] for value in reader.inputs]
                 if any(side and node not in side for side in sides):
                     return "up_proj"
-            gates = gates or self._gated(reader, node)
+            gates = gates or self._is_gated(reader, node)
         return "gate_proj" if gates else "up_proj"
 
-    def _gated(self, start: ir.Node, node: ir.Node) -> bool:
+    def _is_gated(self, start: ir.Node, node: ir.Node) -> bool:
         """Return whether another product multiplies what is made of ``node`` from ``start`` on."""
         waiting, visits = [start], set[ir.Node]()
         while waiting:
             reader = waiting.pop()
-            if reader in visits or reader in self.weighted or self.segment_of.get(reader) != self.segment_of.get(node):
+            if (
+                reader in visits
+                or reader in self.product_set
+                or self.segment_of.get(reader) != self.segment_of.get(node)
+            ):
                 continue
             visits.add(reader)
             if reader.op_type == "Mul":
-                sides = [self.behind(value, self.segment_of.get(node))[0] for value in reader.inputs]
+                sides = [self.trace_back(value, self.segment_of.get(node))[0] for value in reader.inputs]
                 if any(side and node not in side for side in sides):
                     return True
             waiting += self.readers[reader]
@@ -162,7 +168,7 @@ def roles_of(graph: ir.Graph, folding: Folding) -> dict[ir.Node, str]:
         matrix = matrix_of(node, finder.constant)
         if node.op_type in ("Conv", "ConvTranspose"):
             roles[node] = "conv"
-        elif node in finder.weighted and node not in layers:
+        elif node in finder.product_set and node not in layers:
             roles[node] = "lm_head" if matrix is not None and matrix[1] in tables else "head"
         elif _looks_up(node, finder) and node in folding.cuts.segment_of and node not in layers:
             roles[node] = "embedding"

@@ -153,10 +153,10 @@ def _producer_behind(value: ir.Value | None, through: str) -> ir.Node | None:
         node = value.producer()
         if node is None:
             return None
-        moved = _moved_value(node, through)
-        if moved is None:
+        source = _moved_value(node, through)
+        if source is None:
             return node
-        value = moved
+        value = source
     return None
 
 

@@ -101,7 +101,7 @@ def calibrate(
         parts = [ids[start : start + window] for start in starts]
         shares = _shares(tapped_model, parts, query_positions, options, on_stage)
         on_stage("reading random tokens that repeat", len(parts), len(parts) + 1)
-        repetition = Repetition.of(beginning_of(tokenizer), vocabulary, min(positions, LARGEST_WINDOW), seed)
+        repetition = Repetition.draw(beginning_of(tokenizer), vocabulary, min(positions, LARGEST_WINDOW), seed)
         scores = _scores(tapped_model, repetition, queries)
         layers, windowed_layers = (
             [tapped_layer.layer for tapped_layer in tapped_model.layers],
@@ -149,7 +149,7 @@ def _shares(
             for head, of_head in enumerate(policy_shares(heads, query_positions, attributes)):
                 for name, share in of_head.items():
                     mass, read_share = sums[name].get((layer.number, head), (0.0, 0.0))
-                    mean = share.mass.mean(axis=0) / len(parts), float(share.read.mean()) / len(parts)
+                    mean = share.mass.mean(axis=0) / len(parts), float(share.read_share.mean()) / len(parts)
                     sums[name][layer.number, head] = (mass + mean[0], read_share + mean[1])
     return sums
 

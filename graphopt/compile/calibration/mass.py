@@ -26,11 +26,11 @@ class PolicyShare:
 
     Attributes:
         mass: share of attention on the tokens that are read, float64 [n, G].
-        read: share of the visible tokens that are read, float64 [n].
+        read_share: share of the visible tokens that are read, float64 [n].
     """
 
     mass: Doubles
-    read: Doubles
+    read_share: Doubles
 
 
 def policy_shares(

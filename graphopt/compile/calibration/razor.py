@@ -37,7 +37,7 @@ class Repetition:
     block: int
 
     @classmethod
-    def of(cls, beginning: tuple[int, ...], vocabulary: int, positions: int, seed: int = 0) -> Repetition:
+    def draw(cls, beginning: tuple[int, ...], vocabulary: int, positions: int, seed: int = 0) -> Repetition:
         """Draw a sequence of at most ``positions`` tokens, which must leave room for 4 repeats of 2."""
         block = min(LARGEST_BLOCK, vocabulary, (positions - len(beginning)) // REPEATS)
         block_ids = np.random.default_rng(seed).choice(vocabulary, block, replace=False)

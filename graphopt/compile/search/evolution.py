@@ -73,7 +73,7 @@ class Breeder:
     """Draws candidates.
 
     Args:
-        how: the settings.
+        settings: the population, the changes of a generation and the seed.
         factor: by which the context grows.
         attention_factors: what a candidate may choose from.
     """

@@ -175,7 +175,7 @@ class _Trials:
         if self._compilation.source.parts:
             raise InputError(
                 f"weights that stay in floats are searched in one graph, and {manifest.task} has several",
-                file=self._compilation.source.place,
+                file=self._compilation.source.path,
                 remedy="give the folder of one of its graphs",
             )
         steps = self._base.passes()
@@ -194,7 +194,7 @@ class _Trials:
         self._reference = self._outputs(self._compilation.source.model)
         if not self._reference[0]:
             raise InputError(
-                "no output is a tensor of numbers, so nothing can be compared", file=self._compilation.source.place
+                "no output is a tensor of numbers, so nothing can be compared", file=self._compilation.source.path
             )
         self._compilation.apply_unchecked(steps[: self._begin])
         self._start, self._start_reports = self._compilation.model, self._compilation.reports

@@ -62,7 +62,7 @@ def search_rope(
     factor: float,
     folder: str | Path,
     *,
-    how: Evolution = PAPER,
+    evolution: Evolution = PAPER,
     texts: int = 4,
     text: Path | None = None,
     on_stage: Progress = silent,
@@ -73,7 +73,7 @@ def search_rope(
         model: an artifact folder or an ``.onnx`` file of a causal language model, with a tokenizer.
         factor: how many times its positions.
         folder: where measurements are kept. A search that was cut off goes on there.
-        how: the settings of the search.
+        evolution: the settings of the search.
         texts: sequences to measure on, each of the whole length.
         text: a UTF-8 file to take them from; by default source of the Python standard library, as for calibrations.
         on_stage: called for each candidate.
@@ -88,7 +88,7 @@ def search_rope(
     if trained_length is None or factor <= 1:
         raise InputError(
             f"there is nothing to search: the model has {trained_length} positions, and the factor is {factor:g}",
-            file=source.place,
+            file=source.path,
             remedy="give a model whose config.json states its positions, and a factor above 1",
         )
     sequences = _sequences(source, int(trained_length * factor), texts, text)
@@ -111,7 +111,7 @@ def search_rope(
             return measurements.rows[name].nats
 
         start_nats = {name: measure(candidate) for name, candidate in starts.items()}
-        best, nats = evolve(list(starts.values()), factor, how, measure, on_stage)
+        best, nats = evolve(list(starts.values()), factor, evolution, measure, on_stage)
     return FoundFactors(
         recipe=_recipe(best, factor, trained_length), nats=nats, starts=start_nats, measured=len(measurements.rows)
     )

@@ -73,7 +73,7 @@ class Speculation:
         except InputError as error:
             if not self.strict:
                 raise
-            self.stats.note(f"no drafts: {error.what}")
+            self.stats.note(f"no drafts: {error.message}")
             return None
         costs = costs_of(session, len(rows))
         if costs.different:

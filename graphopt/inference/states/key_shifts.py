@@ -67,7 +67,7 @@ class KeyShifts:
             self._parts = key_parts(model.graph)
         except InputError as error:
             raise InputError(
-                error.what, file=session.file, node=error.node, tensor=error.tensor, remedy=error.remedy
+                error.message, file=session.file, node=error.node, tensor=error.tensor, remedy=error.remedy
             ) from error
         self._sizes = {layer.number: (layer.attributes.kv_heads, layer.head_size) for layer in session.interface.layers}
         self._turning = [part for part in self._parts if part.sources]

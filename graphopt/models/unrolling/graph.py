@@ -159,7 +159,8 @@ class _LayerWriter:
         nodes = []
         for node in self._layers.nodes(template):
             inputs = [
-                None if value is None else copies.get(value) or self._read(value, n, template) for value in node.inputs
+                None if value is None else copies.get(value) or self._layer_input(value, n, template)
+                for value in node.inputs
             ]
             copy = ir.Node(
                 node.domain,
@@ -183,7 +184,7 @@ class _LayerWriter:
             nodes.append(copy)
         return nodes
 
-    def _read(self, value: ir.Value, n: int, template: int) -> ir.Value:
+    def _layer_input(self, value: ir.Value, n: int, template: int) -> ir.Value:
         """Return what layer ``n`` reads where the traced one reads ``value``."""
         if value is self._layers.outputs.get(template - 1):
             return self._layer_outputs[n - 1]

@@ -13,7 +13,7 @@ from graphopt.graph.weights import Reshape, Transpose, WeightTensor, expression_
 from graphopt.numerics.formats import format_of
 from graphopt.passes.base import Pass
 from graphopt.passes.common.weight_decoders import lift_weight
-from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.lazy_codes import quantize_lazily
 from graphopt.quantization.rounding.scales import Scale
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class CompressWeights(Pass):
         rows = matrix.shape[0] if order is not None else -1
         columns = -1 if order is not None else shape[-1]
         tensor = WeightTensor(Reshape.to_dims(matrix, (rows, columns)))
-        parts = quantized(tensor, _CODES, tensor.shape.numpy()[1], self.scale, transposed=True)
+        parts = quantize_lazily(tensor, _CODES, tensor.shape.numpy()[1], self.scale, is_transposed=True)
         codes, scales = (expression_of(parts[name]) for name in ("codes", "scales"))
         attributes: dict[str, Any] = {"axis": axis}
         if order is not None:

@@ -19,7 +19,7 @@ from graphopt.numerics.formats import format_of
 from graphopt.passes.base import Pass
 from graphopt.passes.common.integer_tensors import integer_tensors, put_codes_between
 from graphopt.passes.common.weight_decoders import StoredWeight, decode, lift_weight
-from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.lazy_codes import quantize_lazily
 from graphopt.quantization.rounding.scales import Scale
 from graphopt.quantization.statistics.ranges import RangeMethod, TensorRanges, step_and_zero
 from graphopt.runtime_ops.instructions import instructions_here
@@ -285,8 +285,8 @@ class QuantizeConvolutions(Pass):
         """Return the codes and scales of a weight as rows whose numbers share scales."""
         matrix = WeightTensor(Reshape.to_dims(expression, (rows, columns)))
         group = self.group or matrix.shape.numpy()[1]
-        parts = quantized(
-            matrix, self._bits, group, self.scale, transposed=True, standard=self._bits.onnx_type is not None
+        parts = quantize_lazily(
+            matrix, self._bits, group, self.scale, is_transposed=True, standard=self._bits.onnx_type is not None
         )
         expressions = {name: expression_of(tensor) for name, tensor in parts.items()}
         if self._bits.onnx_type is None:

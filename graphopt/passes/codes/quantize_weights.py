@@ -43,7 +43,7 @@ from graphopt.passes.common.tables import STORAGE, quantize_table
 from graphopt.passes.common.tied_embedding import look_up_columns, tied_lookups
 from graphopt.quantization.rounding import RoundingMethod
 from graphopt.quantization.rounding.correction import CorrectedMatrix
-from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.lazy_codes import quantize_lazily
 from graphopt.quantization.rounding.methods import method_of
 from graphopt.quantization.rounding.methods.nearest import NEAREST
 from graphopt.quantization.rounding.scales import Scale
@@ -429,7 +429,7 @@ class QuantizeWeights(Pass):
         if inputs is not None and shift is not None and corrects:
             matrix = WeightTensor(CorrectedMatrix(expression_of(matrix), inputs, shift, _CORRECTION_DAMPING))
         rank = 0 if inputs is None else min(rank, *weight.const_value.shape.numpy())
-        tensors = quantized(
+        tensors = quantize_lazily(
             matrix,
             format,
             group,
@@ -466,7 +466,7 @@ class QuantizeWeights(Pass):
         weight, format_choice = weight_of(node, 1), plan.choice
         assert weight is not None and weight.const_value is not None
         rows, format = weight.const_value.shape.numpy()[0], format_of(format_choice.format)
-        group, requested, standard, method = plan.group, self.rounding, plan.standard, plan.method
+        group, rounding, standard, method = plan.group, self.rounding, plan.standard, plan.method
         has_few_tokens, rank, tensors = plan.has_few_tokens, plan.rank, plan.tensors
         parts = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
         branch = [parts.pop(part) for part in ("left", "right") if part in parts]
@@ -484,7 +484,7 @@ class QuantizeWeights(Pass):
             rounding=None if method == NEAREST else method.method,
             in_place=in_place,
             few=statistics.tokens if statistics is not None and has_few_tokens else None,
-            rounding_asked=requested.method if has_few_tokens else None,
+            rounding_asked=rounding.method if has_few_tokens else None,
             dead=None if statistics is None or has_few_tokens else statistics.dead or None,
             tokens=None if statistics is None else statistics.tokens,
             beside=rank or None,

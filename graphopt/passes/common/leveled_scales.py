@@ -99,12 +99,12 @@ class LeveledScales(Expression):
 
     levels: Expression
     steps: Expression
-    to: ir.DataType
+    target_type: ir.DataType
 
     @property
     def dtype(self) -> ir.DataType:
         """The type of the scales."""
-        return self.to
+        return self.target_type
 
     @property
     def shape(self) -> Shape:
@@ -117,7 +117,7 @@ class LeveledScales(Expression):
         slices = zip(region, self.steps.shape, strict=True)
         steps = self.steps.evaluate(tuple(slice(0, 1) if size == 1 else part for part, size in slices)).astype(kind)
         product: Array = (self.levels.evaluate(region).astype(kind) * steps).astype(np.float32)
-        return product.astype(self.to.numpy())
+        return product.astype(self.target_type.numpy())
 
 
 def _wide_type(of_steps: ir.DataType) -> ir.DataType:

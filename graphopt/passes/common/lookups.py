@@ -69,7 +69,7 @@ def gather_packed(graph: ir.Graph, lookups: Sequence[Lookup], matrix: PackedMatr
         insert = Inserter(graph, node, node.name or "lookup")
         if ids.dtype != ir.DataType.INT64:
             ids = insert.op("Cast", [ids], ids.shape, ir.DataType.INT64, "ids", to=ir.DataType.INT64)
-        inputs = {"ids": ids, **matrix.named}
+        inputs = {"ids": ids, **matrix.ports}
         new = operator.node(
             {key: inputs[key] for key in operator.schema.input_names}, matrix.attributes, name=node.name
         )

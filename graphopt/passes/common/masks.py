@@ -78,7 +78,7 @@ class _Instance:
         """How many there are, padding too."""
         return int(self.causal.shape[-1])
 
-    def seen(self, meaning: str) -> Bools:
+    def visible_keys(self, meaning: str) -> Bools:
         """[batch, 1, new tokens, keys]: which key each query sees if a mask means one of :data:`_MEANINGS`."""
         causal = self.causal if "causal" in meaning else np.ones_like(self.causal)
         return causal & (self.padding if "padding" in meaning else np.ones_like(self.padding))
@@ -154,7 +154,7 @@ class MaskEvaluator:
         try:
             task.check(graph)
         except InputError as error:
-            return NOT_FED(error=error.what)
+            return NOT_FED(error=error.message)
         try:
             part = self._part(value)
         except ValueError as error:
@@ -201,7 +201,8 @@ class MaskEvaluator:
             return results
         return all(
             _is_equal(
-                _visible(array), instance.seen("causal and padding") & (np.arange(instance.keys) % KEPT_STEP == 0)
+                _visible(array),
+                instance.visible_keys("causal and padding") & (np.arange(instance.keys) % KEPT_STEP == 0),
             )
             for instance, array in results
         )
@@ -217,7 +218,7 @@ class MaskEvaluator:
         if isinstance(results, Fact):
             return results
         return all(
-            _is_equal(_visible(array) == is_shown, instance.seen("causal and padding")[:, 0])
+            _is_equal(_visible(array) == is_shown, instance.visible_keys("causal and padding")[:, 0])
             and (array.dtype == np.bool_ or not array[_visible(array)].any())
             for instance, array in results
         )
@@ -239,7 +240,7 @@ class MaskEvaluator:
             visible = _visible(array)
             if array.dtype != np.bool_ and (array[visible] != 0).any():
                 return ADDS_BIAS()
-            meanings = [meaning for meaning in meanings if _is_equal(visible, instance.seen(meaning))]
+            meanings = [meaning for meaning in meanings if _is_equal(visible, instance.visible_keys(meaning))]
         return meanings[0] if meanings else NOT_CAUSAL()
 
     def slopes(self, mask: ir.Value, *, is_causal: bool) -> tuple[float, ...] | Fact:

@@ -37,7 +37,7 @@ class PackedMatrix:
     attributes: Mapping[str, int]
 
     @property
-    def named(self) -> dict[str, ir.Value]:
+    def ports(self) -> dict[str, ir.Value]:
         """The inputs by the names of their ports."""
         return dict(zip(_PORTS, self.inputs, strict=True))
 

@@ -85,18 +85,18 @@ class TileScales(Expression):
 
     Attributes:
         source: scales, or zero points as codes.
-        to: the type.
+        target_type: the type.
         format: the format whose codes they are, or ``None`` where they are numbers.
     """
 
     source: Expression
-    to: ir.DataType
+    target_type: ir.DataType
     format: Format | None = None
 
     @property
     def dtype(self) -> ir.DataType:
         """The new type."""
-        return self.to
+        return self.target_type
 
     @property
     def shape(self) -> Shape:
@@ -112,9 +112,11 @@ class TileScales(Expression):
         """
         numbers = self.source.numpy()
         numbers = numbers if self.format is None else self.format.decode(numbers)
-        narrow = numbers.astype(self.to.numpy())
+        narrow = numbers.astype(self.target_type.numpy())
         if not np.array_equal(narrow.astype(np.float64), numbers.astype(np.float64)):
-            raise ValueError(f"scales or zero points are promised as {self.to.name}, which does not hold all of them")
+            raise ValueError(
+                f"scales or zero points are promised as {self.target_type.name}, which does not hold all of them"
+            )
         return tile(narrow)[region]
 
 

@@ -11,7 +11,7 @@ from graphopt.graph.editing import replace
 from graphopt.graph.weights import new_weight, weight_of
 from graphopt.numerics.formats import format_of
 from graphopt.passes.common.logical_codes import set_type
-from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.lazy_codes import quantize_lazily
 
 if TYPE_CHECKING:
     from graphopt.passes.common.formats import EmbeddingFormat
@@ -50,7 +50,7 @@ def quantize_table(
         ledger.skipped(node, ODD_WIDTH(width=width, group=group))
         return
     rank = len(ids.shape)
-    tensors = quantized(table.const_value, format_of(format_choice.format), group, scale, transposed=True)
+    tensors = quantize_lazily(table.const_value, format_of(format_choice.format), group, scale, is_transposed=True)
     looked_up = []
     for part, tensor in tensors.items():
         part_weight = new_weight(graph, f"{table.name}.{part}", tensor)

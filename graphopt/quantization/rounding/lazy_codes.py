@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from graphopt.quantization.rounding.scales import Scale
 
 
-def quantized(
+def quantize_lazily(
     weight: ir.TensorProtocol | None,
     format: Format,
     group: int,
     scale: Scale,
     *,
-    transposed: bool = False,
+    is_transposed: bool = False,
     half: bool = False,
     standard: bool = True,
     method: RoundingMethod = NEAREST,
@@ -45,7 +45,7 @@ def quantized(
         format: the format.
         group: rows that share a scale; the last group may have fewer.
         scale: how scales are chosen, see :func:`graphopt.quantization.rounding.round_to_nearest`.
-        transposed: groups run along the columns instead, as a table that is looked up by row wants it.
+        is_transposed: groups run along the columns instead, as a table that is looked up by row wants it.
         half: round scales to float16 if all of them are normal numbers there.
         standard: codes and zero points have the type that ONNX has for the format. Otherwise they are uint8, places in
             its format, and zero points are values of it, in the type of scales.
@@ -67,7 +67,7 @@ def quantized(
         format,
         group,
         scale,
-        axis=int(transposed),
+        axis=int(is_transposed),
         half=half,
         standard=standard,
         method=method,

@@ -48,7 +48,7 @@ class _Work(ctypes.Structure):
         ("per_unit", ctypes.c_double),
         ("counting", ctypes.c_uint8),
         ("errors", ctypes.c_void_p),
-        ("rounded", ctypes.c_void_p),
+        ("rounded_codes", ctypes.c_void_p),
     ]
 
 
@@ -344,7 +344,7 @@ class Row:
         work = self._work.work
         work.columns = len(numbers)
         work.weights, work.scales, work.shifts = _address(numbers), _address(scales), _address(shifts)
-        work.rounded = _address(codes)
+        work.rounded_codes = _address(codes)
         if not self._call(work):
             raise InputError(_NOT_HERE)
 

@@ -98,7 +98,7 @@ class Comparer:
             distances = (self._distance(a, b) for a, b in reads if a is not None and b is not None)
             distance = max(
                 (candidate for candidate in distances if candidate is not None),
-                key=lambda one: one.changed,
+                key=lambda candidate: candidate.changed,
                 default=None,
             )
         elif _comparable(first, second) and first.const_value is not None and second.const_value is not None:

@@ -71,7 +71,7 @@ class _Differ:
 
     def diff(self, names: tuple[str, str]) -> Diff:
         """Return it."""
-        edges, unchanged = self._edges(), len(self.matching.pairs) - self._edit_count
+        edges, kept_pairs = self._edges(), len(self.matching.pairs) - self._edit_count
         ports = [*self.ports.changes(self.comparer.is_same), *self._functions()]
         totals = [weight_totals(model) for model in self.models]
         earlier_passes = 0 if self.manifests[0] is None else len(self.manifests[0].passes)
@@ -82,7 +82,7 @@ class _Differ:
             after=names[1],
             equal=not edges and not ports,
             record=self.record is not None,
-            kept=unchanged,
+            kept=kept_pairs,
             nodes=(len(self.before.graph), len(self.after.graph)),
             parameters=(totals[0].parameters, totals[1].parameters),
             bytes=(totals[0].bytes, totals[1].bytes),
@@ -129,7 +129,7 @@ class _Differ:
         return layers[0] == layers[1]
 
     def _edges(self) -> list[Edge]:
-        edges, covered = [], set[ir.Node]()
+        edges, edge_nodes = [], set[ir.Node]()
         self._edit_count = 0
         pairs, back = self.matching.pairs, self.matching.back
         for before, after in self.edges:
@@ -137,17 +137,17 @@ class _Differ:
             changes = [change for source, node in members for change in self.comparer.changes(source, node)]
             sources = [*before, *(source for source, _ in members)]
             self._edit_count += len(members)
-            covered |= {*sources, *after}
+            edge_nodes |= {*sources, *after}
             edges.append(self._edge("replaced", sources, after, changes))
         for source, node in pairs.items():
-            changes = [] if source in covered else self.comparer.changes(source, node)
+            changes = [] if source in edge_nodes else self.comparer.changes(source, node)
             if changes:
                 self._edit_count += 1
                 kind = "replaced" if any(change.what == "operator" for change in changes) else "edited"
                 edges.append(self._edge(kind, [source], [node], changes))
-        covered |= {*pairs, *back}
-        edges += [self._edge("removed", [node], [], []) for node in self.before.nodes if node not in covered]
-        return edges + [self._edge("added", [], [node], []) for node in self.after.nodes if node not in covered]
+        edge_nodes |= {*pairs, *back}
+        edges += [self._edge("removed", [node], [], []) for node in self.before.nodes if node not in edge_nodes]
+        return edges + [self._edge("added", [], [node], []) for node in self.after.nodes if node not in edge_nodes]
 
     def _edge(self, kind: str, before: list[ir.Node], after: list[ir.Node], changes: list[Change]) -> Edge:
         node, side = (after or before)[0], (self.before, self.after)[bool(after)]

@@ -55,7 +55,7 @@ class Record:
 
 def record_of(before: Side, after: Side, manifest: Manifest | None, older: Manifest | None) -> Record | None:
     """Return what the record says; ``None`` where it does not lead from the second model to the first."""
-    return _Reader(before, after, manifest, older).read()
+    return _Reader(before, after, manifest, older).read_record()
 
 
 class _Reader:
@@ -72,7 +72,7 @@ class _Reader:
                     self.names[name] = node
         self.external_names = {*before.graph.initializers, *(value.name or "" for value in before.graph.inputs)}
 
-    def read(self) -> Record | None:
+    def read_record(self) -> Record | None:
         """Return what the record says, or ``None``."""
         record, steps = Record(), {node: list(self._steps(node)) for node in self.after.nodes}
         if not any(steps.values()):
@@ -114,10 +114,10 @@ class _Reader:
 
     def _origins(self, steps: list[HistoryStep]) -> tuple[bool, list[ir.Node]]:
         """Return whether steps lead back to the first model, and the nodes that they lead to, weights left out."""
-        results, is_known = {step.made for step in steps}, not steps
+        results, is_known = {step.name for step in steps}, not steps
         origins: dict[ir.Node, None] = {}
         for step in steps:
-            for name in step.sources or (step.made,):
+            for name in step.sources or (step.name,):
                 node = self.names.get(name)
                 is_known = is_known or node is not None or name in self.external_names
                 if (
@@ -131,7 +131,7 @@ class _Reader:
     def _add_removals(self, record: Record, steps: dict[ir.Node, list[HistoryStep]]) -> None:
         node_of: dict[str, ir.Node] = {}
         for node, node_steps in steps.items():
-            for name in (node.name or "", *(step.made for step in node_steps)):
+            for name in (node.name or "", *(step.name for step in node_steps)):
                 node_of.setdefault(name, node)
         removals: dict[str, tuple[str, Removal]] = {}
         for report in self.reports:
@@ -146,13 +146,13 @@ class _Reader:
 
 def _heir(removal: Removal, removals: Mapping[str, tuple[str, Removal]], node_of: Collection[str]) -> str:
     """Return the name of what took the place of a node: it may be gone itself, with heirs of its own; else ""."""
-    waiting, visited = list(removal.by), set[str]()
+    waiting, visits = list(removal.by), set[str]()
     while waiting:
         name = waiting.pop(0)
         if name in node_of:
             return name
-        waiting += removals[name][1].by if name in removals and name not in visited else []
-        visited.add(name)
+        waiting += removals[name][1].by if name in removals and name not in visits else []
+        visits.add(name)
     return ""
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from graphopt.quality.losses import ProductLoss
     from graphopt.report.trace import Trace
 
-_WIDTH, _HEIGHT, _LEFT, _BELOW, _TOP = 240, 120, 46, 18, 8
+_WIDTH, _HEIGHT, _LEFT_MARGIN, _BOTTOM_MARGIN, _TOP_MARGIN = 240, 120, 46, 18, 8
 _STEPS = 12
 
 _LEVELS = 64
@@ -43,7 +43,9 @@ def curves(products: Sequence[ProductLoss], role: str) -> Html | None:
 
     def point(layer: int, value: float) -> tuple[float, float]:
         across = (layer - layers[0]) / (layers[-1] - layers[0])
-        return _LEFT + across * (_WIDTH - _LEFT - 8), _TOP + (1 - value / top) * (_HEIGHT - _TOP - _BELOW)
+        return _LEFT_MARGIN + across * (_WIDTH - _LEFT_MARGIN - 8), _TOP_MARGIN + (1 - value / top) * (
+            _HEIGHT - _TOP_MARGIN - _BOTTOM_MARGIN
+        )
 
     shapes: list[Html] = []
     for name, line in lines.items():
@@ -52,12 +54,12 @@ def curves(products: Sequence[ProductLoss], role: str) -> Html | None:
         for (layer, value), (x, y) in zip(line, points, strict=True):
             label = el("title", f"layer {layer}, {name}: {value:.2%}")
             shapes.append(el("circle", label, cx=f"{x:.1f}", cy=f"{y:.1f}", r=2.5, class_=name))
-    foot = _HEIGHT - _BELOW
+    foot = _HEIGHT - _BOTTOM_MARGIN
     axis = [
-        el("line", x1=_LEFT, y1=foot, x2=_WIDTH - 8, y2=foot, class_="axis"),
-        el("text", f"{top:.1%}", x=_LEFT - 6, y=_TOP + 5, class_="tick end"),
-        el("text", "0", x=_LEFT - 6, y=foot, class_="tick end"),
-        el("text", f"layer {layers[0]}", x=_LEFT, y=_HEIGHT - 3, class_="tick"),
+        el("line", x1=_LEFT_MARGIN, y1=foot, x2=_WIDTH - 8, y2=foot, class_="axis"),
+        el("text", f"{top:.1%}", x=_LEFT_MARGIN - 6, y=_TOP_MARGIN + 5, class_="tick end"),
+        el("text", "0", x=_LEFT_MARGIN - 6, y=foot, class_="tick end"),
+        el("text", f"layer {layers[0]}", x=_LEFT_MARGIN, y=_HEIGHT - 3, class_="tick"),
         el("text", layers[-1], x=_WIDTH - 8, y=_HEIGHT - 3, class_="tick end"),
     ]
     text = f"errors of {role} from layer {layers[0]} to {layers[-1]}, at most {top:.1%}"
@@ -94,9 +96,11 @@ def histogram_chart(histogram: Histogram) -> Html:
         shapes.append(el("line", x1=x, y1=foot, x2=x, y2=foot - 96, class_="level-line"))
         label = el("title", f"level {level:g}: {used:.1%} of the numbers")
         shapes.append(el("circle", label, cx=x, cy=f"{foot - 90 * used / most_used:.1f}", r=2.5, class_="used"))
-    for at, side in ((histogram.levels[0], ""), (histogram.levels[-1], " end")):
-        edge = 8 + (at - histogram.low) * scale + (14 if side else -14)
-        shapes.append(el("text", f"{at:g}", x=f"{max(0, min(width, edge)):.1f}", y=height - 3, class_=f"tick{side}"))
+    for end_level, side in ((histogram.levels[0], ""), (histogram.levels[-1], " end")):
+        edge = 8 + (end_level - histogram.low) * scale + (14 if side else -14)
+        shapes.append(
+            el("text", f"{end_level:g}", x=f"{max(0, min(width, edge)):.1f}", y=height - 3, class_=f"tick{side}")
+        )
     layer_text = "" if histogram.layer is None else f" of layer {histogram.layer}"
     text = f"{histogram.role}{layer_text}: {len(histogram.levels)} levels"
     return el("figure", el("figcaption", text), _svg(text, shapes, width, height), class_="small")
@@ -131,7 +135,7 @@ def _layers(
     seconds_of: Mapping[int | None, tuple[float, str]], role: str, hue: int | None, index_of: Mapping[str, int]
 ) -> Iterator[Html]:
     total = sum(seconds for seconds, _ in seconds_of.values()) or 1.0
-    for layer in sorted(seconds_of, key=lambda each: -1 if each is None else each):
+    for layer in sorted(seconds_of, key=lambda number: -1 if number is None else number):
         seconds, slowest = seconds_of[layer]
         label = "" if layer is None else str(layer)
         layer_text = "outside of layers" if layer is None else f"layer {layer}"

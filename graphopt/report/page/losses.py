@@ -30,8 +30,12 @@ def quality_section(losses: Losses | None) -> Html | None:
         ),
         el(
             "div",
-            _maps(losses, (("Alone", lambda each: each.local), ("Inside", lambda each: each.accumulated)), "{:.1%}"),
-            _maps(losses, (("First token", lambda each: each.first_token),), "{:.1%}"),
+            _maps(
+                losses,
+                (("Alone", lambda product: product.local), ("Inside", lambda product: product.accumulated)),
+                "{:.1%}",
+            ),
+            _maps(losses, (("First token", lambda product: product.first_token),), "{:.1%}"),
             class_="pair",
         ),
     ]
@@ -47,8 +51,8 @@ def quality_section(losses: Losses | None) -> Html | None:
             _maps(
                 losses,
                 (
-                    ("In the model before", lambda each: _kurtosis(each.read_before)),
-                    ("Behind folded norms and rotations", lambda each: _kurtosis(each.read)),
+                    ("In the model before", lambda product: _kurtosis(product.read_before)),
+                    ("Behind folded norms and rotations", lambda product: _kurtosis(product.read)),
                 ),
                 "{:.1f}",
             ),

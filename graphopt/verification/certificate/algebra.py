@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphopt.verification.certificate.attention import attention, recurrence
-from graphopt.verification.certificate.coordinates import Coordinates, Tag, same
+from graphopt.verification.certificate.coordinates import Coordinates, Tag, same_coordinates
 from graphopt.verification.certificate.layout import LAYOUT
 from graphopt.verification.certificate.products import gather, gather_rows, matmul
 from graphopt.verification.certificate.reasons import (
@@ -47,7 +47,7 @@ def add(site: Site) -> list[Tag]:
     for index, tag in enumerate(site.tags):
         if index in site.constants:
             _add_constant(site, index, wide[0])
-        elif tag is None or not same(tag.spread(shape), wide[0]):
+        elif tag is None or not same_coordinates(tag.spread(shape), wide[0]):
             site.refuse(ADDS_DIFFERENT(tensors=[site.name(0), site.name(1)]), site.name(index))
     return [wide[0]]
 
@@ -62,7 +62,7 @@ def scale(site: Site) -> list[Tag]:
         site.refuse(SHAPE_UNKNOWN(tensor=site.name(1 - index)))
     lead = (1,) * (len(x.shape) - len(factor)) + tuple(factor)
     new_axes = len(lead) - len(x.shape)
-    if any(lead[axis + new_axes] != 1 for axis in x.spanned()):
+    if any(lead[axis + new_axes] != 1 for axis in x.spanned_axes()):
         site.refuse(
             SCALES_MIXED(tensor=site.name(1 - index)),
             site.name(1 - index),
@@ -95,11 +95,11 @@ def select(site: Site) -> list[Tag]:
     if condition is None or not rotated_tags or site.tags[0] is not None:
         site.refuse(CONDITION())
     lead = (1,) * (rank - len(condition)) + tuple(condition)
-    if any(lead[axis] != 1 for axis in rotated_tags[0].spanned()):
+    if any(lead[axis] != 1 for axis in rotated_tags[0].spanned_axes()):
         site.refuse(CHOOSES_AMONG())
     for index in (1, 2):
         tag = site.tags[index]
-        if not zeros[index - 1] and (tag is None or not same(tag.spread(shape), rotated_tags[0])):
+        if not zeros[index - 1] and (tag is None or not same_coordinates(tag.spread(shape), rotated_tags[0])):
             site.refuse(CHOOSES_BETWEEN(), site.name(index))
     return [rotated_tags[0]]
 
@@ -110,11 +110,11 @@ def total(site: Site) -> list[Tag]:
     if x is None or axes is None or not axes[0].size:
         site.refuse(SUM_AXES())
     sum_axes = {int(axis) % len(x.shape) for axis in apply_to_array(axes[0], lambda numbers: numbers.tolist())}
-    row = x.reduced(sorted(sum_axes))
+    row = x.reduce(sorted(sum_axes))
     if row is None:
         site.refuse(SUM_DIFFERENT())
     keeps_axes = bool(site.attribute("keepdims", 1))
-    return [row.moved(lambda plane: plane if keeps_axes else plane.squeeze(tuple(sum_axes)))]
+    return [row.move(lambda plane: plane if keeps_axes else plane.squeeze(tuple(sum_axes)))]
 
 
 def no_values(site: Site) -> list[Tag]:
@@ -123,17 +123,17 @@ def no_values(site: Site) -> list[Tag]:
 
 
 def _within_rows(tag: Coordinates) -> bool:
-    return tag.spanned() <= {len(tag.shape) - 1}
+    return tag.spanned_axes() <= {len(tag.shape) - 1}
 
 
 def _add_constant(site: Site, index: int, labels: Coordinates) -> None:
     shape: Sequence[int] = site.constants[index][0].shape.numpy()
     rank = len(labels.shape)
     lead = (1,) * (rank - len(shape)) + tuple(shape)
-    narrow = labels.reduced([axis for axis in range(rank) if lead[axis] == 1])
+    narrow = labels.reduce([axis for axis in range(rank) if lead[axis] == 1])
     if narrow is None:
         site.refuse(SPREAD(tensor=site.name(index)), site.name(index))
-    site.fused.add(index)
+    site.fused_inputs.add(index)
     site.fuse_entries(site, index, Coordinates(narrow.labels.reshape(3, *shape)))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.verification.certificate.coordinates import Coordinates, Tag, canonical, planes, same
+from graphopt.verification.certificate.coordinates import Coordinates, Tag, canonical, planes, same_coordinates
 from graphopt.verification.certificate.reasons import (
     GROUPS,
     HEADS_DIFFER,
@@ -42,14 +42,14 @@ def attention(site: Site) -> list[Tag]:
         site.refuse(GROUPS(queries=counts[0], keys=counts[1], values=counts[2]))
     group = counts[0] // counts[1]
     for head in range(counts[0]):
-        if not same(_head(queries, head), _head(keys, head // group)):
+        if not same_coordinates(_head(queries, head), _head(keys, head // group)):
             site.refuse(
                 HEADS_DIFFER(query=head, key=head // group, queries=site.name(0), keys=site.name(1)),
                 site.name(0) if keys is not None else site.name(1),
             )
     for past, tag, role in ((4, keys, "keys"), (5, values, "values")):
         has_past = past < len(site.node.inputs) and site.node.inputs[past] is not None
-        if has_past and not same(_heads(site, past), tag):
+        if has_past and not same_coordinates(_heads(site, past), tag):
             site.refuse(PAST_DIFFERS(what=role, past=site.name(past)), site.name(past))
     outputs: list[Tag] = [_repeat_heads(site, values, group)]
     outputs += [None if tag is None else _in_cache(site, tag, index) for index, tag in ((1, keys), (2, values))]
@@ -62,7 +62,7 @@ def recurrence(site: Site) -> list[Tag]:
         if site.tag(index) is not None:
             site.refuse(WEIGHS_VALUES(tensor=site.name(index)), site.name(index))
     values = _heads_along(site, _VALUE, 2)
-    if not same(values, _heads_along(site, _STATE, 1)):
+    if not same_coordinates(values, _heads_along(site, _STATE, 1)):
         site.refuse(PAST_DIFFERS(what="values", past=site.name(_STATE)), site.name(_STATE))
     if values is None:
         return [None, None]
@@ -75,11 +75,11 @@ def _heads_along(site: Site, index: int, axis: int) -> Tag:
     tag = site.tag(index)
     if tag is None:
         return None
-    row = tag.reduced([i for i in range(3) if i != axis]) if len(tag.shape) == 4 else None
+    row = tag.reduce([i for i in range(3) if i != axis]) if len(tag.shape) == 4 else None
     if row is None:
         site.refuse(TOKENS_DIFFER(tensor=site.name(index)), site.name(index))
     heads = Coordinates(row.labels.reshape(3, tag.shape[axis], -1))
-    if not heads.spanned() <= {1}:
+    if not heads.spanned_axes() <= {1}:
         site.refuse(HEADS_MIXED(tensor=site.name(index)), site.name(index))
     return canonical(heads.labels)
 
@@ -91,11 +91,11 @@ def _heads(site: Site, index: int) -> Tag:
         return None
     rank = len(tag.shape)
     is_flat = rank == 3
-    row = tag.reduced([0, 1] if is_flat else [0, 2])
+    row = tag.reduce([0, 1] if is_flat else [0, 2])
     if rank not in (3, 4) or row is None:
         site.refuse(TOKENS_DIFFER(tensor=site.name(index)), site.name(index))
     heads = Coordinates(row.labels.reshape(3, _count(site, index), -1))
-    if not heads.spanned() <= {1}:
+    if not heads.spanned_axes() <= {1}:
         site.refuse(HEADS_MIXED(tensor=site.name(index)), site.name(index))
     return heads
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from graphopt.graph.diagnostics import Finding
 from graphopt.verification.certificate.claim_labels import ClaimedTags
 from graphopt.verification.certificate.constants import Constants
-from graphopt.verification.certificate.coordinates import same
+from graphopt.verification.certificate.coordinates import same_coordinates
 from graphopt.verification.certificate.correspondence import constant, has_foreign_body, live_nodes, model_difference
 from graphopt.verification.certificate.reasons import (
     CACHE_TURNED,
@@ -91,7 +91,7 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
         ):
             findings.append(Finding(node=name, tensor=None, status="not covered", reason=FOREIGN_BODY()))
         for node in live_nodes(before.graph):
-            if node not in walk.found and constant(node.outputs[0]) is None:
+            if node not in walk.counterparts and constant(node.outputs[0]) is None:
                 walk.fail(node, None, NODE_GONE())
         for name in sorted(claimed_tags.unseen):
             findings.append(Finding(node="claims", tensor=name, status="failed", reason=CLAIM_OF_NOTHING()))
@@ -99,8 +99,8 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
         status=overall(findings),
         rotations=len(rotations),
         nodes=len(after.graph),
-        weights=constants.fused,
-        unchanged=constants.unchanged,
+        weights=constants.fused_count,
+        unchanged=constants.unchanged_count,
         largest_error_ratio=constants.largest_ratio,
         vectors=vectors,
         seconds=time.perf_counter() - start,
@@ -120,7 +120,7 @@ def _follow_inputs(before: ir.Graph, after: ir.Graph, walk: Walk, constants: Con
         if value.dtype != old.dtype or dims_of(value) != dims_of(old):
             walk.fail(value, value, INPUT_TYPE())
         if value.const_value is not None and old.const_value is not None:
-            constants.same(value, value.name or "?", old.const_value, value.const_value)
+            constants.compare_bits(value, value.name or "?", old.const_value, value.const_value)
         elif value.const_value is not old.const_value:
             walk.fail(value, value, INPUT_DEFAULT())
         tag = walk.claim(value, value, old)
@@ -141,10 +141,10 @@ def _confirm_outputs(before: ir.Graph, after: ir.Graph, walk: Walk, constants: C
         if old is None:
             walk.fail(producer, value, OUTPUT_NEW())
         elif new_tensor is not None and old_tensor is not None:
-            constants.same(producer, value.name or "?", old_tensor, new_tensor)
+            constants.compare_bits(producer, value.name or "?", old_tensor, new_tensor)
         elif walk.stands_for.get(value) is not old:
             walk.fail(producer, value, OUTPUT_OTHER())
-        if not same(walk.tags.get(value), caches.get(value.name)):
+        if not same_coordinates(walk.tags.get(value), caches.get(value.name)):
             is_cache = value.name in caches and _PRESENT.fullmatch(value.name or "")
             walk.fail(producer, value, CACHE_TURNED() if is_cache else OUTPUT_ROTATED())
     for old in names.values():

@@ -66,13 +66,13 @@ class ClaimedTags:
                 f"{claim.copies} copies of {width} are no part of the {size} coordinates of {claim.tensor}"
             )
         offset = np.arange(width)
-        where = (claim.start + claim.stride * np.arange(claim.copies)[:, None] + offset).ravel()
-        if where.min() < 0 or where.max() >= size or len(np.unique(where)) < len(where):
+        coordinates = (claim.start + claim.stride * np.arange(claim.copies)[:, None] + offset).ravel()
+        if coordinates.min() < 0 or coordinates.max() >= size or len(np.unique(coordinates)) < len(coordinates):
             raise ValueError(f"copies overlap, or leave the {size} coordinates of {claim.tensor}")
         labels = planes(None, (size,))
-        labels[0, where] = number
-        labels[1, where] = np.arange(len(where)) // order + 1
-        labels[2, where] = np.tile(offset % order, claim.copies)
+        labels[0, coordinates] = number
+        labels[1, coordinates] = np.arange(len(coordinates)) // order + 1
+        labels[2, coordinates] = np.tile(offset % order, claim.copies)
         shape = [size if axis == claim.axis % rank else 1 for axis in range(rank)]
         tag = canonical(labels.reshape(3, *shape))
         assert tag is not None

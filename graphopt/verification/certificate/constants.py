@@ -53,22 +53,22 @@ class Constants:
         seed: what they are drawn from.
 
     Attributes:
-        unchanged: constants that are bit by bit what they were.
-        fused: constants that are in other coordinates, and were compared so.
+        unchanged_count: constants that are bit by bit what they were.
+        fused_count: constants that are in other coordinates, and were compared so.
         largest_ratio: the largest deviation of those, as a share of what rounding explains.
     """
 
     def __init__(self, findings: list[Finding], rotations: Rotations, vectors: int, seed: int) -> None:
         self._findings, self._rotations, self._vectors = findings, rotations, vectors
         self._random = np.random.default_rng(seed)
-        self._done: set[tuple[object, ...]] = set()
+        self._compared_keys: set[tuple[object, ...]] = set()
         self._threads = ThreadPoolExecutor(processors())
         # What threads compare, with the number of findings in front of it.
         self._waiting: deque[_Waiting] = deque()
         self._late: list[tuple[int, Finding]] = []
         # A file of weights is closed when it was read, so only one thread at a time reads a tensor.
         self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self.unchanged, self.fused, self.largest_ratio = 0, 0, 0.0
+        self.unchanged_count, self.fused_count, self.largest_ratio = 0, 0, 0.0
 
     def __enter__(self) -> Constants:
         return self
@@ -83,14 +83,16 @@ class Constants:
                 self._findings.insert(position, finding)
         self._threads.shutdown(cancel_futures=True)
 
-    def same(self, node: ir.Node | ir.Value, name: str, before: ir.TensorProtocol, after: ir.TensorProtocol) -> None:
+    def compare_bits(
+        self, node: ir.Node | ir.Value, name: str, before: ir.TensorProtocol, after: ir.TensorProtocol
+    ) -> None:
         """Compare bit by bit."""
         if not self._first((id(before), id(after))):
             return
         with self._reading(before, after):
             is_equal = is_same(before, after)
         if is_equal:
-            self.unchanged += 1
+            self.unchanged_count += 1
         else:
             self._add(node, name, CONSTANT_CHANGED())
 
@@ -107,7 +109,7 @@ class Constants:
             with _hold(locks):
                 return compare_matrix(before, after, (rows, columns), self._rotations, vectors)
 
-        self.fused += 1
+        self.fused_count += 1
         self._waiting.append((len(self._findings), site, index, self._threads.submit(compare)))
         # Each that runs holds two matrices.
         while len(self._waiting) > 2 * processors():
@@ -117,7 +119,7 @@ class Constants:
         position, site, index, future = self._waiting.popleft()
         comparison = future.result()
         reason = MATRIX_HOLDS(vectors=self._vectors, ratio=comparison.ratio, visible=comparison.visible)
-        self._late.append((position, self._judged(site, index, comparison, reason)))
+        self._late.append((position, self._judge(site, index, comparison, reason)))
 
     def entries(self, site: Site, index: int, labels: Tag) -> None:
         """Compare input ``index``, a constant in other coordinates, entry by entry."""
@@ -126,8 +128,8 @@ class Constants:
             return
         with self._reading(before, after):
             comparison = compare_entries(before, after, labels, self._rotations)
-        self.fused += 1
-        self._findings.append(self._judged(site, index, comparison, ENTRIES_HOLD(ratio=comparison.ratio)))
+        self.fused_count += 1
+        self._findings.append(self._judge(site, index, comparison, ENTRIES_HOLD(ratio=comparison.ratio)))
 
     def _fits(self, site: Site, index: int) -> bool:
         before, after = site.constants[index]
@@ -147,7 +149,7 @@ class Constants:
             return True
         return False
 
-    def _judged(self, site: Site, index: int, comparison: Comparison, reason: Fact) -> Finding:
+    def _judge(self, site: Site, index: int, comparison: Comparison, reason: Fact) -> Finding:
         self.largest_ratio = max(self.largest_ratio, comparison.ratio)
         figures = {"largest_error_ratio": comparison.ratio, "visible_row_error": comparison.visible}
         node_name, name = site.node.name or site.node.op_type, site.name(index)
@@ -166,8 +168,8 @@ class Constants:
         return [self._locks[identity] for identity in sorted({id(before), id(after)})]
 
     def _first(self, key: tuple[object, ...]) -> bool:
-        new = key not in self._done
-        self._done.add(key)
+        new = key not in self._compared_keys
+        self._compared_keys.add(key)
         return new
 
     def _add(self, node: ir.Node | ir.Value, name: str, reason: Fact) -> None:

@@ -38,11 +38,11 @@ class Coordinates:
         """The shape of the tensor, 1 for symbolic dimensions."""
         return self.labels.shape[1:]
 
-    def moved(self, function: Callable[[Plane], Plane]) -> Tag:
+    def move(self, function: Callable[[Plane], Plane]) -> Tag:
         """Apply an op that moves elements, as a NumPy function, to the labels."""
         return canonical(np.stack([function(plane) for plane in self.labels]))
 
-    def spanned(self) -> set[int]:
+    def spanned_axes(self) -> set[int]:
         """Return the axes along which some copy has more than one position."""
         copies = self.labels[1]
         _, first, inverse = np.unique(copies, return_index=True, return_inverse=True)
@@ -54,16 +54,16 @@ class Coordinates:
                 axes.add(axis)
         return axes
 
-    def reduced(self, axes: Sequence[int]) -> Coordinates | None:
+    def reduce(self, axes: Sequence[int]) -> Coordinates | None:
         """Return the labels at one position of ``axes``, of size 1 there; ``None`` if they differ along them."""
         labels: Coordinates = self
         for axis in (axis % len(self.shape) for axis in axes):
             if labels.shape[axis] == 1:
                 continue
-            if axis in labels.spanned():
+            if axis in labels.spanned_axes():
                 return None
             parts = [canonical(labels.labels.take([i], axis + 1)) for i in range(labels.shape[axis])]
-            if parts[0] is None or not all(same(parts[0], part) for part in parts[1:]):
+            if parts[0] is None or not all(same_coordinates(parts[0], part) for part in parts[1:]):
                 return None
             labels = parts[0]
         return labels
@@ -85,7 +85,7 @@ class Coordinates:
 
     def along_last(self) -> Coordinates | None:
         """Return the labels [n] of the last axis if they are the same, with copies of its own, in each row."""
-        row = self.reduced(range(len(self.shape) - 1)) if self.shape else None
+        row = self.reduce(range(len(self.shape) - 1)) if self.shape else None
         return None if row is None else Coordinates(row.labels.reshape(3, -1))
 
     def is_complete(self, rotations: Rotations) -> bool:
@@ -134,7 +134,7 @@ def canonical(labels: Plane) -> Tag:
     return Coordinates(np.stack([rotation, copy_numbers, np.where(is_rotated, index, 0)]))
 
 
-def same(first: Tag, second: Tag) -> bool:
+def same_coordinates(first: Tag, second: Tag) -> bool:
     """Return whether two tags are the same coordinates of tensors of the same shape."""
     if first is None or second is None:
         return first is second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.verification.certificate.coordinates import Tag, in_blocks, same
+from graphopt.verification.certificate.coordinates import Tag, in_blocks, same_coordinates
 from graphopt.verification.certificate.correspondence import constant
 from graphopt.verification.certificate.reasons import (
     HADAMARD_PORTS,
@@ -51,7 +51,7 @@ def coordinates_behind(
     if not dims or not isinstance(dims[-1], int) or dims[-1] % width:
         raise RefusalError(HADAMARD_WIDTH(width=width, shape=text_of(dims)))
     size, shape = dims[-1], static(dims)
-    if tag is not None and same(tag, in_blocks(rotations.number(matrices[1]), width, size).spread(shape)):
+    if tag is not None and same_coordinates(tag, in_blocks(rotations.number(matrices[1]), width, size).spread(shape)):
         return None
     rotated_tag = in_blocks(rotations.number(matrices[0]), width, size).spread(shape)
     if tag is not None:

@@ -30,7 +30,7 @@ def transpose(site: Site) -> list[Tag]:
     """Axes change places."""
     x = only_rotated(site)
     order = site.node.attributes.get_ints("perm", range(len(x.shape))[::-1])
-    return [x.moved(lambda plane: plane.transpose(tuple(order)))]
+    return [x.move(lambda plane: plane.transpose(tuple(order)))]
 
 
 def split(site: Site) -> list[Tag]:
@@ -53,17 +53,17 @@ def slice_(site: Site) -> list[Tag]:
         site.refuse(SLICE_AXES())
     for position, axis in enumerate(axes if axes is not None else range(len(starts or ()))):
         axis %= len(shape)
-        row = x.reduced([axis])
+        row = x.reduce([axis])
         if row is not None:
             x = row.spread([*x.shape[:axis], shape[axis], *x.shape[axis + 1 :]])
             continue
         if starts is None or ends is None or (steps is None and len(site.node.inputs) > 4):
             site.refuse(SLICE_PLACES())
         positions = slice(starts[position], ends[position], steps[position] if steps else 1)
-        moved = canonical(x.labels[(slice(None),) * (axis + 1) + (positions,)])
-        if moved is None:
+        slice_tag = canonical(x.labels[(slice(None),) * (axis + 1) + (positions,)])
+        if slice_tag is None:
             return [None]
-        x = moved
+        x = slice_tag
     return [x]
 
 
@@ -81,7 +81,7 @@ def concat(site: Site) -> list[Tag]:
     axis = site.attribute("axis", 0) % len(target)
     shape = static(target)
     if not isinstance(target[axis], int):
-        rows = [tag and tag.reduced([axis]) for tag in site.tags]
+        rows = [tag and tag.reduce([axis]) for tag in site.tags]
         first = rows[0]
         if first is None or any(row is None or row.key() != first.key() for row in rows):
             site.refuse(PUT_BEHIND())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from graphopt.verification.certificate.coordinates import Coordinates, Tag, same
+from graphopt.verification.certificate.coordinates import Coordinates, Tag, same_coordinates
 from graphopt.verification.certificate.reasons import (
     BATCH_DIMS,
     LOOKS_UP,
@@ -70,14 +70,14 @@ def product(site: Site) -> list[Tag]:
     if contracts_a is not None and contracts_b is not None:
         batch = np.broadcast_shapes(shape[:-2], contracts_a.shape[:-2], contracts_b.shape[:-2])
         labels_a, labels_b = (tag.labels.reshape(3, *tag.shape[:-2], -1) for tag in (contracts_a, contracts_b))
-        if same(
+        if same_coordinates(
             Coordinates(labels_a).spread((*batch, labels_a.shape[-1])),
             Coordinates(labels_b).spread((*batch, labels_b.shape[-1])),
         ):
             return [None]
         site.refuse(SIDES_DIFFER())
-    if a is None and b is not None and b.spanned() <= {len(b.shape) - 1}:
-        row = b.reduced([-2])
+    if a is None and b is not None and b.spanned_axes() <= {len(b.shape) - 1}:
+        row = b.reduce([-2])
         if row is not None:
             return [row.spread(shape)]
     site.refuse(SIDES_NOT_SAME())
@@ -85,7 +85,7 @@ def product(site: Site) -> list[Tag]:
 
 def _pick_rows(site: Site, x: Coordinates, axis: int, depth: int, ids: Dims) -> Tag:
     """Return the labels where ``depth`` axes from ``axis`` on are replaced by those of ``ids``."""
-    row = x.reduced(range(axis, axis + depth))
+    row = x.reduce(range(axis, axis + depth))
     if row is None:
         site.refuse(POSITIONS_DIFFER())
     before, after = row.shape[:axis], row.shape[axis + depth :]
@@ -94,7 +94,7 @@ def _pick_rows(site: Site, x: Coordinates, axis: int, depth: int, ids: Dims) -> 
 
 
 def _through_weight(site: Site, index: int, rows: Tag, width: int) -> Tag:
-    site.fused.add(index)
+    site.fused_inputs.add(index)
     claim = site.claims[0]
     site.fuse(site, index, rows, _row(site, claim, width, "writes"))
     return claim
@@ -112,6 +112,6 @@ def _row(site: Site, tag: Tag, width: int, verb: str) -> Tag:
 
 def _contraction_labels(tag: Tag, axis: int, reduced_axis: int) -> Coordinates | None:
     """Return labels that lie along axis ``axis`` alone and are the same at each position of ``reduced_axis``."""
-    if tag is None or not tag.spanned() <= {axis % len(tag.shape)}:
+    if tag is None or not tag.spanned_axes() <= {axis % len(tag.shape)}:
         return None
-    return tag.reduced([reduced_axis])
+    return tag.reduce([reduced_axis])

@@ -20,9 +20,9 @@ def reshape(site: Site) -> list[Tag]:
     if source is None:
         site.refuse(SHAPE_UNKNOWN(tensor=site.name(0)))
     if _follows(source, target):
-        return [x.moved(lambda plane: plane.reshape(static(target)))]
+        return [x.move(lambda plane: plane.reshape(static(target)))]
     for first in range(len(source)):
-        row, width = x.reduced(range(first)), prod(x.shape[first:])
+        row, width = x.reduce(range(first)), prod(x.shape[first:])
         for last in range(len(target)):
             whole = all(isinstance(dim, int) for dim in (*source[first:], *target[last:]))
             if row is not None and whole and prod(static(target[last:])) == width:

@@ -70,19 +70,19 @@ class Rotations:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
-        self._known: list[Orthogonal] = []
+        self._matrices: list[Orthogonal] = []
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._matrices)
 
     def __getitem__(self, number: int) -> Orthogonal:
-        return self._known[number - 1]
+        return self._matrices[number - 1]
 
     def number(self, rotation: Orthogonal) -> int:
         """Return the number of ``rotation``."""
-        number = self._numbers.setdefault(rotation.key(), len(self._known) + 1)
-        if number > len(self._known):
-            self._known.append(rotation)
+        number = self._numbers.setdefault(rotation.key(), len(self._matrices) + 1)
+        if number > len(self._matrices):
+            self._matrices.append(rotation)
         return number
 
 

@@ -58,7 +58,7 @@ class Site:
     rotations: Rotations
     fuse: Callable[[Site, int, Tag, Tag], None]
     fuse_entries: Callable[[Site, int, Tag], None]
-    fused: set[int] = field(default_factory=set)
+    fused_inputs: set[int] = field(default_factory=set)
 
     def input_dims(self, index: int) -> Dims | None:
         """Return the shape of an input, as the graph before states it."""

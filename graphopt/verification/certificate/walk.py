@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Finding
 from graphopt.verification.certificate.algebra import OWN_RULES, RULES
-from graphopt.verification.certificate.coordinates import Tag, same
+from graphopt.verification.certificate.coordinates import Tag, same_coordinates
 from graphopt.verification.certificate.correspondence import HADAMARD, constant, difference, inputs_of
 from graphopt.verification.certificate.insertions import coordinates_behind, matrices_of
 from graphopt.verification.certificate.reasons import (
@@ -63,13 +63,18 @@ class Walk:
         constants: Constants,
         findings: list[Finding],
     ) -> None:
-        self._claimed, self._rotations, self._constants, self._findings = claimed_tags, rotations, constants, findings
+        self._claimed_tags, self._rotations, self._constants, self._findings = (
+            claimed_tags,
+            rotations,
+            constants,
+            findings,
+        )
         self._nodes: dict[str | None, list[ir.Node]] = {}
         for node in before:
             self._nodes.setdefault(node.name, []).append(node)
         self.stands_for: dict[ir.Value, ir.Value] = {}
         self.tags: dict[ir.Value, Tag] = {}
-        self.found: set[ir.Node] = set()
+        self.counterparts: set[ir.Node] = set()
         self.own_nodes: list[ir.Node] = []
 
     def follow(self, node: ir.Node) -> None:
@@ -92,7 +97,7 @@ class Walk:
     def claim(self, location: ir.Node | ir.Value, value: ir.Value, before: ir.Value) -> Tag:
         """Return the coordinates claimed of ``value``, nothing if the claim cannot be."""
         try:
-            return self._claimed.tag(value.name, dims_of(before))
+            return self._claimed_tags.tag(value.name, dims_of(before))
         except ValueError as error:
             self.fail(location, value, CLAIM_REFUSED(error=str(error)))
             return None
@@ -104,7 +109,7 @@ class Walk:
         return next(exact, candidates[0] if candidates else None)
 
     def _follow_beside(self, node: ir.Node, twin: ir.Node) -> None:
-        self.found.add(twin)
+        self.counterparts.add(twin)
         reason = difference(node, twin)
         if reason is not None:
             self.fail(node, None, reason)
@@ -117,12 +122,12 @@ class Walk:
             node, twin, tags, claims, constants, self._rotations, self._constants.matrix, self._constants.entries
         )
         for (value, _), tag, claim in zip(outputs, self._outputs(site), claims, strict=False):
-            if claim is not None and not same(tag, claim):
+            if claim is not None and not same_coordinates(tag, claim):
                 self.fail(node, value, NOT_AS_CLAIMED())
             self.tags[value] = tag if claim is None else claim
         for index, (old, new) in constants.items():
-            if index not in site.fused:
-                self._constants.same(node, site.name(index), old, new)
+            if index not in site.fused_inputs:
+                self._constants.compare_bits(node, site.name(index), old, new)
 
     def _inputs(self, node: ir.Node, twin: ir.Node) -> tuple[dict[int, Pair], list[Tag]]:
         constants: dict[int, Pair] = {}

@@ -149,7 +149,7 @@ def test_streaming_keeps_the_mass_of_what_it_reads(
             share = mass[:, read].sum(axis=1) / mass[:, seen].sum(axis=1)
             # both are float64
             np.testing.assert_allclose(found[head]["streaming"].mass[row], share, rtol=1e-9)
-            assert found[head]["streaming"].read[row] == pytest.approx(len(read) / len(seen))
+            assert found[head]["streaming"].read_share[row] == pytest.approx(len(read) / len(seen))
 
 
 @pytest.mark.parametrize("summary", ["bounds", "mean"])
@@ -170,7 +170,7 @@ def test_retrieval_finds_a_page_that_has_all_the_mass(summary: str) -> None:
     assert (found["1"].mass > 1 - 1e-12).all()
     for everything in ("6", "dense"):
         np.testing.assert_allclose(found[everything].mass, 1, rtol=1e-12)
-        np.testing.assert_array_equal(found[everything].read, 1)
+        np.testing.assert_array_equal(found[everything].read_share, 1)
 
 
 def test_a_sink_logit_takes_attention_and_keeps_its_share_out_of_the_mass() -> None:
@@ -195,7 +195,7 @@ def test_a_sink_logit_takes_attention_and_keeps_its_share_out_of_the_mass() -> N
 @pytest.mark.parametrize(("behind", "expected"), [(0, (0.75, 0.0)), (1, (0.0, 1.0))])
 def test_heads_that_look_for_their_token_or_for_what_follows_it(behind: int, expected: tuple[float, float]) -> None:
     """A key tells the token ``behind`` places before it; a query asks for its own token."""
-    repeated = Repetition.of((5,), 60, 64)
+    repeated = Repetition.draw((5,), 60, 64)
     assert (repeated.block, len(repeated.ids)) == (15, 61)
     assert len(set(repeated.ids[1:16])) == 15
     tokens = np.eye(64)[repeated.ids]

@@ -86,7 +86,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(llama_artifact: Path, work: Path) -> FoundFactors:
-    return search_rope(llama_artifact, 1.5, work, how=SMALL, texts=2, text=work / "text.py")
+    return search_rope(llama_artifact, 1.5, work, evolution=SMALL, texts=2, text=work / "text.py")
 
 
 def test_the_recipe_holds_the_fittest(found: FoundFactors, llama_artifact: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_search_that_was_cut_off_goes_on(found: FoundFactors, llama_artifact: 
     whole = file.read_text()
     assert found.measured == len(whole.splitlines())
     file.write_text(whole[:-20])
-    assert search_rope(llama_artifact, 1.5, work, how=SMALL, texts=2, text=work / "text.py") == found
+    assert search_rope(llama_artifact, 1.5, work, evolution=SMALL, texts=2, text=work / "text.py") == found
     assert file.read_text() == whole
 
 

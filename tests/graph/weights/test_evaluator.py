@@ -38,7 +38,7 @@ from graphopt.graph.weights.evaluator import Evaluator, group_expressions, run_t
 from graphopt.graph.weights.store import Store, StoreEntry
 from graphopt.numerics.formats import FORMATS
 from graphopt.passes.common.table_layout import PackCodes
-from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.lazy_codes import quantize_lazily
 from tests.graph.weights.counting import Counted, loaded_modules
 from tests.graphs import residual_model
 
@@ -48,10 +48,12 @@ def rewritten() -> ir.Model:
     model = residual_model(64, 32)
     initializers = model.graph.initializers
     rewrite(initializers["up0.weight"], lambda of: Scale(of, Inline.from_array(np.arange(1.0, 65)), 0))
-    for name, tensor in quantized(initializers["up0.weight"].const_value, FORMATS["uint4"], 16, "extreme").items():
+    for name, tensor in quantize_lazily(
+        initializers["up0.weight"].const_value, FORMATS["uint4"], 16, "extreme"
+    ).items():
         initializers[f"up0.{name}"] = ir.val(f"up0.{name}", const_value=tensor)
     table = FORMATS["fp6-e3m2"]
-    places = quantized(initializers["up1.weight"].const_value, table, 16, "least_squares", standard=False)
+    places = quantize_lazily(initializers["up1.weight"].const_value, table, 16, "least_squares", standard=False)
     codes = WeightTensor(PackCodes(expression_of(places["codes"]), table.bits))
     initializers["up1.codes"] = ir.val("up1.codes", const_value=codes)
     initializers["up1.scales"] = ir.val("up1.scales", const_value=places["scales"])
@@ -103,7 +105,7 @@ def test_each_weight_is_evaluated_once(tmp_path: Path) -> None:
     model, name = residual_model(), str(tmp_path)
     value = model.graph.initializers["up0.weight"]
     rewrite(value, partial(Counted, name=name))
-    for part, tensor in quantized(value.const_value, FORMATS["int4"], 16, "extreme").items():
+    for part, tensor in quantize_lazily(value.const_value, FORMATS["int4"], 16, "extreme").items():
         model.graph.initializers[part] = ir.val(part, const_value=tensor)
     del model.graph.initializers["up0.weight"]
     saved(model, tmp_path / "saved")

@@ -74,7 +74,7 @@ def test_the_cache_and_the_logits_are_those_of_padding_to_the_bit(
 def test_hidden_states_are_those_of_padding_too(
     llama_artifact: Path, tmp_path: Path, apart: Callable[[bool], None]
 ) -> None:
-    recipe = load_recipe("fp6-rtn", add=["expose_hidden"]).lowered("ort-cpu:avx512")
+    recipe = load_recipe("fp6-rtn", add=["expose_hidden"]).with_lower("ort-cpu:avx512")
     optimize(llama_artifact, recipe, tmp_path / "made", quality_tokens=0)
     session, (ids, mask), found = load(tmp_path / "made", threads=1), padded([70, 3, 41]), []
     for yes in (False, True):

@@ -135,9 +135,9 @@ def test_a_packed_artifact_goes_to_another_target_and_an_exact_recipe_leaves_it(
 def test_only_a_recipe_that_works_with_codes_unpacks() -> None:
     model = residual_model(width=32, inner=48)
     plain, works = load_recipe("rotate"), load_recipe("w4a8-rtn")
-    assert works.fitting(model.graph) == works.lowered().adding("compact_scales")
+    assert works.fitting(model.graph) == works.with_lower().adding("compact_scales")
     run_pass(model, "quantize_weights", linear=LinearFormat(format="fp6-e2m3", group=16), lm_head=None)
     run_pass(model, "lower")
-    assert plain.fitting(model.graph) == plain.lowered()
+    assert plain.fitting(model.graph) == plain.with_lower()
     names = [step.name for step in works.fitting(model.graph).steps]
     assert names == ["canonicalize", "unpack", "quantize_weights", "quantize_activations", "lower", "compact_scales"]

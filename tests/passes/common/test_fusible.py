@@ -15,7 +15,7 @@ from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.session import ACCURACY_LEVEL, AS_IT_LIES, open_session
 from graphopt.passes.common.fusible import keep_fusible
 from graphopt.passes.context import Ledger
-from graphopt.verification.kernels import FUSED, quantized_products
+from graphopt.verification.kernels import FUSED_PRODUCT, quantized_products
 from tests.graphs import save
 
 # A table of rows as codes, a product of codes that reads its rows, and another one in front of a Relu.
@@ -54,7 +54,7 @@ def fused(candidate: ir.Model, folder: Path) -> int:
     """Return how many products onnxruntime fuses, as its own graph says."""
     entries = {**AS_IT_LIES, ACCURACY_LEVEL: "0"}
     open_session(save(candidate, folder), entries=entries, optimized_to=folder / "optimized.onnx")
-    return sum(node.op_type == FUSED for node in ir.load(folder / "optimized.onnx").graph)
+    return sum(node.op_type == FUSED_PRODUCT for node in ir.load(folder / "optimized.onnx").graph)
 
 
 def test_onnxruntime_fuses_all_products_afterwards_and_numbers_stay(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from graphopt.numerics.formats import FORMATS, format_of, format_stored_as
 from graphopt.passes.common.packing import packed_tensors
 from graphopt.passes.common.table_layout import PackCodes, TileScales, UnpackCodes, UntileScales
 from graphopt.quantization.rounding import round_to_nearest
-from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.lazy_codes import quantize_lazily
 from graphopt.quantization.rounding.scales import Scale
 from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
@@ -62,7 +62,7 @@ def stored_places(
 ) -> StoredCodes:
     """Return a product's codes in our own form."""
     graph = ir.Graph([], [], nodes=[], name="g")
-    given = quantized(source.const_value, table, group, scale, half=half, standard=False)
+    given = quantize_lazily(source.const_value, table, group, scale, half=half, standard=False)
     tensors = {**given, "table": ir.tensor(table.values.astype(np.float32), name="table")}
     tensors.setdefault("zero_points", ir.tensor(np.zeros((1, 1), given["scales"].dtype.numpy()), name="none"))
     values = initializers(tensors, graph)
@@ -89,7 +89,7 @@ def test_nothing_is_computed_before_it_is_read() -> None:
     source = weight(32, 8)
     source.const_value = WeightTensor(Counted(expression_of(source.const_value), "packed"))
     made = packed_places(source, FORMATS["nf4"], 16)
-    quantized(source.const_value, FORMATS["int4"], 16, "extreme", half=True)
+    quantize_lazily(source.const_value, FORMATS["int4"], 16, "extreme", half=True)
     assert not Counted.counts["packed"]
     made["codes"].numpy()
     assert Counted.counts["packed"] == 1
@@ -97,13 +97,13 @@ def test_nothing_is_computed_before_it_is_read() -> None:
 
 def test_a_format_without_a_type_has_no_standard_form() -> None:
     with pytest.raises(ValueError, match="ONNX has no type for nf4"):
-        quantized(weight(32, 8).const_value, FORMATS["nf4"], 16, "extreme")
+        quantize_lazily(weight(32, 8).const_value, FORMATS["nf4"], 16, "extreme")
 
 
 @pytest.mark.parametrize("name", ["int4", "uint4", "int8", "uint8", "int2"])
 def test_what_onnx_stores_is_packed_again_without_a_change(name: str) -> None:
     table = FORMATS[name]
-    parts = quantized(weight(48, 20).const_value, table, 16, "extreme", half=True)
+    parts = quantize_lazily(weight(48, 20).const_value, table, 16, "extreme", half=True)
     inputs = list(initializers(parts, ir.Graph([], [], nodes=[], name="g")).values())
     reader = ir.node("DequantizeLinear", inputs, {"axis": 0, "block_size": 16})
     codes = stored_codes(product(reader))

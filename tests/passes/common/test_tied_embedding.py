@@ -139,7 +139,7 @@ def test_a_packed_lookup_gets_its_logical_form_back(name: str) -> None:
     before = contents(model)
     report = run_pass(model, "unpack")
     assert not report.skips
-    assert not list(breaches(model, "codes").found)
+    assert not list(breaches(model, "codes").in_graph)
     assert [str(change.what) for change in report.changes] == [
         "GatherTable as a Gather of the columns that head multiplies by",
         "MatMulTable as a MatMul of dequantized codes",
@@ -162,18 +162,18 @@ def test_a_lookup_without_its_product_stays_packed() -> None:
 
 def test_the_logical_form_keeps_the_invariants_and_the_packed_one_does_not() -> None:
     model, _ = quantized("nf4")
-    assert not breaches(model, "codes").found
+    assert not breaches(model, "codes").in_graph
     run_pass(model, "lower")
-    found = {rule.name for rule, node in breaches(model, "codes").found if node and node.op_type == "GatherTable"}
+    found = {rule.name for rule, node in breaches(model, "codes").in_graph if node and node.op_type == "GatherTable"}
     assert found == {"no packed codes"}
-    assert not breaches(model, "lower").found
+    assert not breaches(model, "lower").in_graph
 
 
 def test_a_transposed_matrix_of_codes_is_for_lookups_alone() -> None:
     model, _ = quantized("nf4")
     turned = next(node for node in model.graph if node.op_type == "Transpose").outputs[0]
     model.graph.append(ir.node("Identity", [turned], name="odd"))
-    assert [rule.name for rule, _ in breaches(model, "codes").found] == ["codes are logical"]
+    assert [rule.name for rule, _ in breaches(model, "codes").in_graph] == ["codes are logical"]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,9 @@ def test_the_step_is_added_where_it_is_needed_checked_and_replayed(file: Path, t
     assert manifest.checks[0].figures["largest_change"] < FLOAT32
     proof = verify(file, tmp_path / "out")
     assert [check.status for check in proof.checks] == ["proved", "proved", "measured"]
-    assert load_recipe("rotate").fitting(artifact.read(tmp_path / "out").model.graph) == load_recipe("rotate").lowered()
+    assert (
+        load_recipe("rotate").fitting(artifact.read(tmp_path / "out").model.graph) == load_recipe("rotate").with_lower()
+    )
 
 
 def test_a_window_that_is_lost_is_refused(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,4 +136,4 @@ def test_metadata_that_says_something_else_is_refused(text: str) -> None:
 
 def test_other_models_do_not_get_the_step() -> None:
     model = group_query_model(Layer(window=WINDOW))
-    assert load_recipe("rotate").fitting(model.graph) == load_recipe("rotate").lowered()
+    assert load_recipe("rotate").fitting(model.graph) == load_recipe("rotate").with_lower()

@@ -31,7 +31,7 @@ EXPERTS, WIDTH, INNER = 3, 32, 48
 def lowered(folder: Path, recipe: str, *options: str) -> ir.Model:
     """Return the graph of an artifact with the steps of a recipe for CPUs, but for caches and the step under test."""
     model = artifact.read(folder).model
-    for step in load_recipe(recipe, options=options).lowered("ort-cpu").steps:
+    for step in load_recipe(recipe, options=options).with_lower("ort-cpu").steps:
         if step.name not in ("page_kv", "group_experts"):
             step(model)
     return model

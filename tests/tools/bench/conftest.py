@@ -19,5 +19,5 @@ def random_artifact(llama_artifact: Path) -> Any:
         if name.endswith("weight") and value.const_value is not None:
             weight = RandomWeight(name, 0, tuple(value.const_value.shape.numpy()))
             value.const_value = WeightTensor(Cast(weight, ir.DataType.FLOAT), name)
-    artifact.place, artifact.manifest = None, artifact.manifest.model_copy(update={"files": {}})
+    artifact.path, artifact.manifest = None, artifact.manifest.model_copy(update={"files": {}})
     return artifact

@@ -13,7 +13,7 @@ RECIPES = sorted((Path(__file__).parents[3] / "tools" / "bench" / "recipes").glo
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_recipe_of_the_benchmark_can_be_used(file: Path) -> None:
-    recipe = load_recipe(file).lowered("ort-cpu")
+    recipe = load_recipe(file).with_lower("ort-cpu")
     assert recipe.name == file.stem
     paged, steps = recipe.name != "int4-growing", {step.name: step for step in recipe.passes()}
     assert {"quantize_weights", "merge_products"} <= set(steps)

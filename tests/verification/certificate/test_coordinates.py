@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from graphopt.numerics.rotations.claims import RotationClaim
-from graphopt.verification.certificate.coordinates import Coordinates, canonical, in_blocks, same
+from graphopt.verification.certificate.coordinates import Coordinates, canonical, in_blocks, same_coordinates
 from graphopt.verification.certificate.rotations import Rotations, of_claim
 
 ROTATIONS = Rotations()
@@ -21,11 +21,11 @@ def labels(*triples: tuple[int, int, int]) -> Coordinates:
 def test_copies_are_numbered_as_they_first_occur() -> None:
     one = labels((0, 5, 5), (TWO, 9, 1), (TWO, 4, 0), (TWO, 9, 0), (TWO, 4, 1))
     assert one.labels.tolist() == [[0, TWO, TWO, TWO, TWO], [0, 1, 2, 1, 2], [0, 1, 0, 0, 1]]
-    assert same(one, labels((0, 0, 0), (TWO, 1, 1), (TWO, 7, 0), (TWO, 1, 0), (TWO, 7, 1)))
-    assert not same(one, labels((0, 0, 0), (TWO, 1, 1), (TWO, 7, 0), (TWO, 7, 0), (TWO, 1, 1)))
+    assert same_coordinates(one, labels((0, 0, 0), (TWO, 1, 1), (TWO, 7, 0), (TWO, 1, 0), (TWO, 7, 1)))
+    assert not same_coordinates(one, labels((0, 0, 0), (TWO, 1, 1), (TWO, 7, 0), (TWO, 7, 0), (TWO, 1, 1)))
     assert canonical(np.zeros((3, 4), np.int64)) is None
-    assert not same(one, None)
-    assert not same(in_blocks(TWO, 2, 4), in_blocks(TWO, 2, 6))
+    assert not same_coordinates(one, None)
+    assert not same_coordinates(in_blocks(TWO, 2, 4), in_blocks(TWO, 2, 6))
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_positions_look_alike_although_a_copy_lies_across_them() -> None:
     crossed = canonical(np.array([[[TWO, TWO], [TWO, TWO]], [[1, 2], [2, 1]], [[0, 1], [0, 1]]]))
     assert crossed is not None
     assert crossed.is_complete(ROTATIONS)
-    assert crossed.spanned() == {0, 1}
-    assert crossed.reduced([0]) is None
-    straight = in_blocks(TWO, 2, 4).moved(lambda plane: plane.reshape(2, 2))
+    assert crossed.spanned_axes() == {0, 1}
+    assert crossed.reduce([0]) is None
+    straight = in_blocks(TWO, 2, 4).move(lambda plane: plane.reshape(2, 2))
     assert straight is not None
-    assert same(straight.reduced([0]), canonical(in_blocks(TWO, 2, 2).labels[:, None]))
-    assert straight.reduced([1]) is None
+    assert same_coordinates(straight.reduce([0]), canonical(in_blocks(TWO, 2, 2).labels[:, None]))
+    assert straight.reduce([1]) is None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from graphopt.numerics.rotations.claims import RotationClaim
 from graphopt.verification.certificate.algebra import OWN_RULES, RULES
-from graphopt.verification.certificate.coordinates import Coordinates, Tag, canonical, in_blocks, same
+from graphopt.verification.certificate.coordinates import Coordinates, Tag, canonical, in_blocks, same_coordinates
 from graphopt.verification.certificate.rotations import Rotations, of_claim
 from graphopt.verification.certificate.site import Dims, RefusalError, Site, static
 
@@ -146,7 +146,7 @@ def tensors(draw: st.DrawFn) -> tuple[Dims, Coordinates]:
     dims = (*outer, *inner)
     tag = tag.spread(static(dims))
     order = draw(st.permutations(range(len(dims))))
-    moved = tag.moved(lambda plane: plane.transpose(order))
+    moved = tag.move(lambda plane: plane.transpose(order))
     assert moved is not None
     return tuple(dims[axis] for axis in order), moved
 
@@ -260,7 +260,7 @@ def test_products_with_factors(tensor: tuple[Dims, Coordinates], data: st.DataOb
     dims, tag = tensor
     factor = tuple(dim if data.draw(st.booleans()) else 1 for dim in dims)
     followed = holds(site("Mul", [tensor, (factor, None)], [dims]), np.multiply, dims, factor)
-    assert followed == all(factor[axis] == 1 for axis in tag.spanned())
+    assert followed == all(factor[axis] == 1 for axis in tag.spanned_axes())
     assert not holds(site("Div", [(factor, None), tensor], [dims]), np.divide, factor, dims)
     condition = np.random.default_rng(1).standard_normal(real(factor)) > 0
     made = site("Where", [(factor, None), tensor, np.zeros((), np.float32)], [dims])
@@ -293,7 +293,7 @@ def test_products_of_activations() -> None:
         (a, (b[0], None)),
         ((a[0], None), b),
         (a, (("batch", 2, 8, 8), along.spread((1, 2, 8, 8)))),
-        (((2, "length", 8), in_blocks(3, 4, 16).spread((1, 16)).moved(lambda p: p.reshape(2, 1, 8))), ((8, 3), None)),
+        (((2, "length", 8), in_blocks(3, 4, 16).spread((1, 16)).move(lambda p: p.reshape(2, 1, 8))), ((8, 3), None)),
         (scores, (("batch", 2, 3, 8), Coordinates(in_blocks(2, 3, 48).labels.reshape(3, 1, 2, 3, 8)))),
     ):
         assert outcome(matmul_of(*refused)) is None
@@ -303,7 +303,7 @@ def test_a_rotation_across_batch_entries_does_not_pass_a_product() -> None:
     mixed = in_blocks(1, 2, 48).labels.reshape(3, 1, 3, 8, 2).transpose(0, 1, 4, 2, 3)
     tag = canonical(mixed)
     assert tag is not None
-    assert tag.spanned() == {1}
+    assert tag.spanned_axes() == {1}
     assert outcome(matmul_of((("batch", 2, "length", 3), None), (("batch", 2, 3, 8), tag))) is None
 
 
@@ -380,9 +380,9 @@ def test_the_past_is_in_the_coordinates_of_what_is_new() -> None:
     inputs = [(QUERY, q), (KEYS, tag), (KEYS, tag), None, (cache, tag), (cache, tag)]
     outputs = [QUERY, ("batch", 2, None, 4), ("batch", 2, None, 4)]
     y, key, value_ = accepted(site("Attention", inputs, outputs))
-    assert same(key, tag)
-    assert same(value_, tag)
-    assert same(y, q)
+    assert same_coordinates(key, tag)
+    assert same_coordinates(value_, tag)
+    assert same_coordinates(y, q)
     for wrong in (None, per_head(2, 3, 0)):
         for place in (4, 5):
             other = [(cache, wrong) if i == place else given_ for i, given_ in enumerate(inputs)]

@@ -49,7 +49,7 @@ class Writer:
         remainder = [node for node in segment.nodes if self._counts(node)]
         sources = {value.producer() for node in remainder for value in inputs_of(node)}
         sides = [node for node in remainder if node not in sources and node not in order]
-        for node in sorted(sides, key=lambda each: self._rank(each, inside, order)):
+        for node in sorted(sides, key=lambda node: self._rank(node, inside, order)):
             self._walk(node, inside, order)
         return list(order), tuple(self._line(node, order) for node in order)
 
@@ -79,11 +79,11 @@ class Writer:
         return self._id(("side", tuple(self._line(member, positions) for member in cone)))
 
     def _line(self, node: ir.Node, order: Mapping[ir.Node, int]) -> Hashable:
-        stored = stored_inputs(node)
+        stored_numbers = stored_inputs(node)
         reads = tuple(
             None if value is None else self._source(value, order)
             for number, value in enumerate(node.inputs)
-            if number not in stored
+            if number not in stored_numbers
         )
         inner = tuple(self._source(value, order) for value in inputs_of(node)[self._count_inputs(node) :])
         while reads and reads[-1] is None:
@@ -91,7 +91,7 @@ class Writer:
         # Whether the hidden states of a last layer are an output of the model, too, does not make it another layer.
         outward = node not in self._last
         outputs = tuple(
-            (() if stored else dims(output), outward and output.is_graph_output()) for output in node.outputs
+            (() if stored_numbers else dims(output), outward and output.is_graph_output()) for output in node.outputs
         )
         return kind_of(node, self._constant), reads, inner, outputs
 
@@ -133,20 +133,22 @@ class Writer:
         """Return a number of a value that segments share: the same for values that are computed alike."""
         waiting: list[ir.Value] = [value]
         while waiting:
-            each = waiting[-1]
-            producer = each.producer()
+            operand = waiting[-1]
+            producer = operand.producer()
             inner = [] if producer is None else [v for v in inputs_of(producer) if v not in self._cones]
-            if inner and each not in self._cones:
+            if inner and operand not in self._cones:
                 waiting += inner
                 continue
             waiting.pop()
-            if each in self._cones:
+            if operand in self._cones:
                 continue
-            written: Hashable = ("input", self._inputs.get(each)) if not each.is_initializer() else constant_of(each)
+            content: Hashable = (
+                ("input", self._inputs.get(operand)) if not operand.is_initializer() else constant_of(operand)
+            )
             if producer is not None:
                 reads = tuple(None if v is None else self._cones[v] for v in producer.inputs)
-                written = (kind_of(producer, self._constant), reads, each.index())
-            self._cones[each] = self._id(("cone", written))
+                content = (kind_of(producer, self._constant), reads, operand.index())
+            self._cones[operand] = self._id(("cone", content))
         return self._cones[value]
 
     def _id(self, content: Hashable) -> int:

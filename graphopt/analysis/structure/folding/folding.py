@@ -92,5 +92,5 @@ def _innermost(repeat: Repeat) -> Iterator[range]:
         inner = [part for part in repeat.unit if isinstance(part, Repeat)]
         if not inner:
             yield range(repeat.start + offset, repeat.start + offset + repeat.length)
-        for each in inner:
-            yield from (range(r.start + offset, r.stop + offset) for r in _innermost(each))
+        for repeat_inside in inner:
+            yield from (range(r.start + offset, r.stop + offset) for r in _innermost(repeat_inside))

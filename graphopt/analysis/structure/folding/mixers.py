@@ -67,7 +67,7 @@ def _nearest(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the nearest node of a type that ``value`` is made by, with nothing but elementwise nodes between."""
     waiting, visits = [value], set[ir.Node]()
     while waiting:
-        node = None if (each := waiting.pop(0)) is None else each.producer()
+        node = None if (operand := waiting.pop(0)) is None else operand.producer()
         if node is None or node in visits:
             continue
         visits.add(node)

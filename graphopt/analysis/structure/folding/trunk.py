@@ -180,10 +180,10 @@ def _looks_up(node: ir.Node, constants: set[ir.Node]) -> bool:
         return False
     # Gather has its table in front, our lookup of packed codes the tokens.
     tables = node.inputs if signature_of(node) is not None else node.inputs[:1]
-    stored = [
+    stored_tables = [
         table for table in tables if table is not None and (table.is_initializer() or table.producer() in constants)
     ]
-    return any(len(table.shape or ()) >= 2 for table in stored)
+    return any(len(table.shape or ()) >= 2 for table in stored_tables)
 
 
 def crossings(

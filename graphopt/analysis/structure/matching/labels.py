@@ -75,7 +75,7 @@ class Scopes:
         self._segment_of = (before.folding.cuts.segment_of, after.folding.cuts.segment_of)
         self._partner = {after_number: before_number for before_number, after_number in segments}
 
-    def of(self, node: ir.Node, is_after: bool) -> Hashable:
+    def scope_of(self, node: ir.Node, is_after: bool) -> Hashable:
         """Return the scope of a node of the first graph, or of the ``is_after``."""
         number = self._segment_of[is_after].get(node)
         if number is None or not is_after:

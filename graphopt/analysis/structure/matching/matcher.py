@@ -115,7 +115,7 @@ class _Matcher:
             node_labels = labels(side, radius, strict, numbers)
             table: dict[Hashable, list[ir.Node]] = {}
             for node in nodes:
-                scope = None if strict else self.scopes.of(node, is_after)
+                scope = None if strict else self.scopes.scope_of(node, is_after)
                 table.setdefault((node_labels[node], scope), []).append(node)
             tables.append(table)
         pairs = []

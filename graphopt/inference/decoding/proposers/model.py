@@ -4,7 +4,7 @@ It keeps states of its own, which hold the text and its last draft. What it prop
 target draws, it draws with the very numbers that the target will use, so that both choose alike where they think alike.
 
 It may itself have a proposer, and check several tokens in a step; see
-:mod:`graphopt.inference.decoding.proposers.verified`.
+:mod:`graphopt.inference.decoding.proposers.cascade`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from graphopt.analysis.bases.axes import Basis
 from graphopt.analysis.structure.products import lm_head_nodes
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.numerics.rotations.claims import Claims, RotationClaim, TensorClaim
-from graphopt.passes.algebra.rotate.fused import Fuser
+from graphopt.passes.algebra.rotate.fuser import Fuser
 from graphopt.passes.algebra.rotate.online import insert
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from graphopt.analysis.bases.pins import ROTATED_ONLINE
 from graphopt.analysis.bases.search import find_bases
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.numerics.rotations import HadamardRotation, rotation_for
-from graphopt.passes.algebra.rotate.fused import fuse
+from graphopt.passes.algebra.rotate.fuser import fuse
 from graphopt.passes.algebra.rotate.online import places_behind_makers
 from graphopt.passes.algebra.rotate.rewrite import Work
 from graphopt.passes.base import Pass

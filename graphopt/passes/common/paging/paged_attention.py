@@ -364,12 +364,12 @@ def _other_reader(graph: ir.Graph, recurrences: Collection[ir.Node]) -> Fact | N
     presents = {present for latent in latents.values() for present in latent.presents}
     presents |= {present for token_wise in readers.values() for present in token_wise.presents}
     outputs = [value for value in graph.outputs if value not in presents and not is_of_indexer(value)]
-    waiting, reached = [value.producer() for value in outputs], set[ir.Node]()
+    waiting, visits = [value.producer() for value in outputs], set[ir.Node]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in reached:
+        if node is None or node in visits:
             continue
-        reached.add(node)
+        visits.add(node)
         inner = [
             value
             for attribute in node.attributes.values()

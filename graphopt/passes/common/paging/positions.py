@@ -70,7 +70,7 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
     caps: dict[int, CappedQueries] = {}
     for node, query in queries.items():
         cap = layers[node].reach - 1
-        output = caps.setdefault(cap, CappedQueries(graph, cap)).of(query)
+        output = caps.setdefault(cap, CappedQueries(graph, cap)).cap_query(query)
         node.replace_input_with(schema_of(node).index("sink_query"), output)
         ledger.changed(node, POSITION_CAP(position=cap), [node])
     for node in layers:
@@ -136,36 +136,36 @@ class CappedQueries:
 
     def __init__(self, graph: ir.Graph, cap: int) -> None:
         self._graph, self._cap = graph, cap
-        self._made: dict[ir.Value, ir.Value] = {}
+        self._copies: dict[ir.Value, ir.Value] = {}
 
-    def of(self, query: ir.Value) -> ir.Value:
+    def cap_query(self, query: ir.Value) -> ir.Value:
         """Return ``query`` as its tokens would have it at the capped position; same shape, same type."""
         node = query.producer()
         assert node is not None and node.inputs[0] is not None
         if node.op_type == "RotaryEmbedding":
-            angles = [self._capped(node.inputs[index], node) for index in (_COS, _SIN)]
+            angles = [self._cap_value(node.inputs[index], node) for index in (_COS, _SIN)]
             return self._copy(node, [node.inputs[0], *angles, *node.inputs[_INDICES:]], node)
-        return self._copy(node, [self.of(node.inputs[0]), *node.inputs[1:]], node)
+        return self._copy(node, [self.cap_query(node.inputs[0]), *node.inputs[1:]], node)
 
-    def _capped(self, value: ir.Value | None, before: ir.Node) -> ir.Value | None:
+    def _cap_value(self, value: ir.Value | None, before: ir.Node) -> ir.Value | None:
         """Return ``value``, which is made of positions, as capped positions make it."""
         if value is None or value.is_initializer():
             return value
-        if value not in self._made:
+        if value not in self._copies:
             node = value.producer()
             if value.name == _POSITIONS and node is None:
                 cap = shared_constant(self._graph, f"position.{self._cap}", np.array(self._cap, np.int64))
                 minimum = ir.node("Min", [value, cap], name=f"{_POSITIONS}.capped.{self._cap}")
                 self._graph.insert_before(self._graph[0], minimum)
-                self._made[value] = name_output(minimum, value)
+                self._copies[value] = name_output(minimum, value)
             elif node is None or not node.inputs:
                 return value
             else:
-                inputs = [self._capped(value, before) for value in node.inputs]
+                inputs = [self._cap_value(value, before) for value in node.inputs]
                 if inputs == list(node.inputs):
                     return value
-                self._made[value] = self._copy(node, inputs, node)
-        return self._made[value]
+                self._copies[value] = self._copy(node, inputs, node)
+        return self._copies[value]
 
     def _copy(self, node: ir.Node, inputs: list[ir.Value | None], after: ir.Node) -> ir.Value:
         output = clone_node(node, inputs, f"{node.name}.sinks")

@@ -13,7 +13,6 @@ from graphopt.passes.base import Pass
 from graphopt.passes.lift.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune, read_invariants_outside, split_gemm
 from graphopt.passes.lift.canonicalize.flat_heads import take_heads_apart
-from graphopt.passes.lift.canonicalize.flattened import drop_idle_casts, drop_idle_reshapes, unflatten_products
 from graphopt.passes.lift.canonicalize.float_experts import lift_float_experts
 from graphopt.passes.lift.canonicalize.fused_activations import lift_fused_activations
 from graphopt.passes.lift.canonicalize.fused_norms import lift_fused_norms
@@ -24,6 +23,7 @@ from graphopt.passes.lift.canonicalize.merged_heads import unfold_heads
 from graphopt.passes.lift.canonicalize.multi_head import lift_multi_head
 from graphopt.passes.lift.canonicalize.norms import lift_norms
 from graphopt.passes.lift.canonicalize.recurrences.lift_recurrences import lift_recurrences
+from graphopt.passes.lift.canonicalize.reshapes import drop_idle_casts, drop_idle_reshapes, unflatten_products
 from graphopt.passes.lift.canonicalize.rotary import lift_rotary
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, lift_rotary_tables
 from graphopt.passes.lift.canonicalize.scatters import lift_scatters

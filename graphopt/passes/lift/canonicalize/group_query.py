@@ -138,7 +138,7 @@ def _angles(
         return rows_of_positions
     if rows_of_positions.name != "position_ids":
         return OTHER_POSITIONS(positions=rows_of_positions.name)
-    return angles.of(cos, sin, rows_of_positions)
+    return angles.look_up(cos, sin, rows_of_positions)
 
 
 def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: Ledger) -> None:
@@ -211,7 +211,7 @@ def _rows(insert: Inserter, inputs: list[ir.Value | None], heads: int, groups: i
     return list(insert.node("Split", [query, insert.integers(widths)], outputs, axis=-1).outputs)
 
 
-def _rotary(insert: Inserter, x: ir.Value, angles: tuple[ir.Value, ...], interleaved: int, suffix: str) -> ir.Value:
+def _rotary(insert: Inserter, x: ir.Value, angles: tuple[ir.Value, ...], interleaving: int, suffix: str) -> ir.Value:
     assert x.shape is not None and angles[0].shape is not None
     rotary_size = 2 * int(str(angles[0].shape[-1]))
     attributes = {} if rotary_size == x.shape[3] else {"rotary_embedding_dim": rotary_size}
@@ -222,7 +222,7 @@ def _rotary(insert: Inserter, x: ir.Value, angles: tuple[ir.Value, ...], interle
         dims,
         x.dtype,
         suffix,
-        interleaved=interleaved,
+        interleaved=interleaving,
         num_heads=heads,
         **attributes,
     )

@@ -127,8 +127,8 @@ def _squeeze(node: ir.Node, shape: _Shape) -> _Edits:
     axes = _constants(node, 1)
     if axes is None:
         return None
-    squeezed = {axis % len(shape) for axis in axes} if axes else {axis for axis, size in enumerate(shape) if size == 1}
-    return _reshape_to([size for axis, size in enumerate(shape) if axis not in squeezed])
+    gone_axes = {axis % len(shape) for axis in axes} if axes else {axis for axis, size in enumerate(shape) if size == 1}
+    return _reshape_to([size for axis, size in enumerate(shape) if axis not in gone_axes])
 
 
 def _unsqueeze(node: ir.Node, shape: _Shape) -> _Edits:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Ledger
 
 _OPERATOR = "MultiHeadAttention"
-_BIAS, _PADDING, _ADDED, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _INDIRECTION = range(3, 10)
+_BIAS, _PADDING, _ATTENTION_BIAS, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _INDIRECTION = range(3, 10)
 _INPUTS = 10
 # A score that is lowered by this or more has no weight in float32.
 _HIDDEN = -1e4
@@ -121,7 +121,7 @@ def _lift(graph: ir.Graph, node: ir.Node, masks: Masks, ledger: Ledger) -> None:
     query = parts[0]
     assert query.shape is not None
     batch, _, length, size = query.shape
-    key = (inputs[_PADDING], inputs[_ADDED])
+    key = (inputs[_PADDING], inputs[_ATTENTION_BIAS])
     mask = masks.get(key)
     if mask is None and any(key):
         mask = masks[key] = _mask(insert, *key, query)

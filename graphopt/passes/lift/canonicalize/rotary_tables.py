@@ -58,9 +58,9 @@ class Angles:
 
     def __init__(self, model: ir.Model, ledger: Ledger) -> None:
         self._model, self._ledger = model, ledger
-        self._made: dict[tuple[ir.Value, ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
+        self._angles: dict[tuple[ir.Value, ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
-    def of(self, cos: ir.Value, sin: ir.Value, positions: ir.Value) -> tuple[ir.Value, ir.Value] | Fact:
+    def look_up(self, cos: ir.Value, sin: ir.Value, positions: ir.Value) -> tuple[ir.Value, ir.Value] | Fact:
         """Return cosines and sines [batch, length, pairs] of ``positions`` [batch, length], or why there are none.
 
         Args:
@@ -74,9 +74,9 @@ class Angles:
         if not isinstance(pairs, int):
             return TABLES_SHAPE(cos=cos.name, sin=sin.name)
         key = (cos, sin, positions)
-        if key not in self._made:
-            self._made[key] = self._make(cos, sin, positions, pairs)
-        return self._made[key]
+        if key not in self._angles:
+            self._angles[key] = self._make(cos, sin, positions, pairs)
+        return self._angles[key]
 
     def _make(self, cos: ir.Value, sin: ir.Value, positions: ir.Value, pairs: int) -> tuple[ir.Value, ir.Value]:
         graph = self._model.graph
@@ -175,7 +175,7 @@ def lift_rotary_tables(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
         dims = None if x.shape is None else list(x.shape)
         heads = node.attributes.get_int("num_heads", 0) or (dims[1] if dims is not None and len(dims) == 4 else 0)
         reason = _why_not(node, dims, cos, heads)
-        table = reason or angles.of(cos, sin, positions)
+        table = reason or angles.look_up(cos, sin, positions)
         if isinstance(table, Fact):
             ledger.skipped(node, table)
             continue

@@ -21,11 +21,11 @@ class Casts:
 
     def __init__(self, graph: ir.Graph, ledger: Ledger) -> None:
         self._graph, self._ledger = graph, ledger
-        self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+        self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
 
-    def of(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return ``value`` as ``dtype``."""
-        if (value, dtype) not in self._made:
+        if (value, dtype) not in self._casts:
             suffix = "float16" if dtype == NARROW else "float32"
             node = ir.node("Cast", [value], {"to": dtype}, name=f"{value.name}.{suffix}")
             output = node.outputs[0]
@@ -36,8 +36,8 @@ class Casts:
             else:
                 self._graph.insert_after(producer, node)
             self._ledger.changed(node, CAST(tensor=value.name, to=suffix), [value])
-            self._made[value, dtype] = output
-        return self._made[value, dtype]
+            self._casts[value, dtype] = output
+        return self._casts[value, dtype]
 
 
 def keep_outputs(graph: ir.Graph, narrow: set[ir.Value], casts: Casts) -> None:
@@ -50,6 +50,6 @@ def keep_outputs(graph: ir.Graph, narrow: set[ir.Value], casts: Casts) -> None:
         dtype_wanted = past or (WIDE if value in narrow else value.dtype)
         if value.dtype == dtype_wanted or dtype_wanted is None:
             continue
-        cast = casts.of(value, dtype_wanted)
+        cast = casts.cast(value, dtype_wanted)
         value.name, cast.name = f"{name}.{'float16' if value.dtype == NARROW else 'float32'}", name
         graph.outputs[index] = cast

@@ -89,7 +89,7 @@ class Float16(Pass):
                 if operand is not None and reader.op_type != "Cast":  # which takes any type
                     dtype = NARROW if follows(reader, index, wide) else WIDE
                     if operand.dtype == WIDE != dtype or (operand in narrow and dtype == WIDE):
-                        reader.replace_input_with(index, casts.of(operand, dtype))
+                        reader.replace_input_with(index, casts.cast(operand, dtype))
         keep_outputs(graph, narrow, casts)
 
 

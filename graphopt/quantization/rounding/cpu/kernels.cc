@@ -41,9 +41,9 @@ struct Strip {
   const double* shifts;
 };
 
-// Rounds a strip: sums becomes the error of each column, rounded its codes; either may be null.
+// Rounds a strip: sums becomes the error of each column, rounded_codes its codes; either may be null.
 template <bool kCounting>
-void round_strip(const RoundWork& work, const double* halfway, const Strip& strip, double* sums, uint8_t* rounded) {
+void round_strip(const RoundWork& work, const double* halfway, const Strip& strip, double* sums, uint8_t* rounded_codes) {
   const size_t width = strip.width;
   const double *scales = strip.scales, *shifts = strip.shifts;
   const double low = work.values[0], high = static_cast<double>(work.entries - 1);
@@ -61,7 +61,7 @@ void round_strip(const RoundWork& work, const double* halfway, const Strip& stri
         number[c] = clamped(std::nearbyint(number[c] - low), 0.0, high);
         value[c] = number[c] + low;
       }
-      if (rounded) {
+      if (rounded_codes) {
         for (size_t c = 0; c < width; ++c) index[c] = static_cast<size_t>(static_cast<int>(number[c]));
       }
     } else {
@@ -70,8 +70,8 @@ void round_strip(const RoundWork& work, const double* halfway, const Strip& stri
         value[c] = work.values[index[c]];
       }
     }
-    if (rounded) {
-      for (size_t c = 0; c < width; ++c) rounded[at + c] = work.codes[index[c]];
+    if (rounded_codes) {
+      for (size_t c = 0; c < width; ++c) rounded_codes[at + c] = work.codes[index[c]];
     }
     if (!sums) continue;
     if (shifts) {
@@ -138,7 +138,7 @@ void round_groups(const RoundWork& work) {
   for_strips(work, [&](const double* halfway, size_t group, size_t begin, size_t width) {
     const size_t at = group * work.columns + begin;
     const Strip strip{group, begin, width, work.scales + at, work.shifts ? work.shifts + at : nullptr};
-    kernel(work, halfway, strip, work.errors ? work.errors + at : nullptr, work.rounded);
+    kernel(work, halfway, strip, work.errors ? work.errors + at : nullptr, work.rounded_codes);
   });
 }
 
@@ -166,7 +166,7 @@ void search_groups(const SearchWork& search) {
       shifts[c] = work.shifts ? work.shifts[chosen[c] * next + at + c] : 0;
     }
     const Strip strip{group, begin, width, scales, work.shifts ? shifts : nullptr};
-    kernel(work, halfway, strip, nullptr, work.rounded);
+    kernel(work, halfway, strip, nullptr, work.rounded_codes);
   });
 }
 

@@ -29,7 +29,7 @@ SCHEMA = Schema(
         Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=1),
         Port("scales", Role.SCALES, _SCALES, columns=1),
         Port("table", Role.TABLE, (ir.DataType.FLOAT,)),
-        Port("zero_points", Role.ZERO_POINTS, _SCALES, like="scales", placeholder=1, columns=1),
+        Port("zero_points", Role.ZERO_POINTS, _SCALES, same_type_as="scales", placeholder=1, columns=1),
     ),
     outputs=(Port("W", Role.DATA, (ir.DataType.FLOAT,)),),
     attributes={"group": ir.AttributeType.INT},

@@ -28,7 +28,7 @@ SCHEMA = Schema(
         Port("left", Role.MATRIX, (ir.DataType.INT8,)),
         Port("right", Role.MATRIX, (ir.DataType.INT8,)),
     ),
-    outputs=(Port("y", Role.DATA, like="x"),),
+    outputs=(Port("y", Role.DATA, same_type_as="x"),),
     attributes={},
     shapes=lambda shapes, _: (shapes["x"],),
     cost=cost,

@@ -20,8 +20,8 @@ _TYPES = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: ir.Attr
 
 TOKENS = (
     Port("query", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),
-    Port("key", Role.DATA, like="query"),
-    Port("value", Role.DATA, like="query", placeholder=0),
+    Port("key", Role.DATA, same_type_as="query"),
+    Port("value", Role.DATA, same_type_as="query", placeholder=0),
 )
 """What attention is given of the new tokens."""
 
@@ -50,8 +50,8 @@ _ATTRIBUTES = {
 
 def outputs_of(states: Sequence[Port]) -> tuple[Port, ...]:
     """Return the outputs of attention: y, and each state after the call."""
-    after = (Port(f"new_{state.name}", Role.STATE, like=state.name) for state in states)
-    return (Port("y", Role.DATA, like="query"), *after)
+    after = (Port(f"new_{state.name}", Role.STATE, same_type_as=state.name) for state in states)
+    return (Port("y", Role.DATA, same_type_as="query"), *after)
 
 
 def shapes_of(states: Sequence[Port]) -> Callable[[Mapping[str, Dims], Mapping[str, Any]], list[Dims]]:
@@ -90,7 +90,7 @@ SCHEMA = Schema(
         Port("past", Role.LENGTH, (ir.DataType.INT64,)),
         Port("new", Role.LENGTH, (ir.DataType.INT64,)),
         SINK_LOGITS,
-        Port("sink_query", Role.DATA, like="query", placeholder=0),
+        Port("sink_query", Role.DATA, same_type_as="query", placeholder=0),
         *STATES,
         FEEDBACK,
     ),

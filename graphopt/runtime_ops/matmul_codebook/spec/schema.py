@@ -31,7 +31,7 @@ SCHEMA = Schema(
         Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=0, bits=lambda shape, _: shape[-1] // 2),
         *OPERANDS,
     ),
-    outputs=(Port("y", Role.DATA, like="x"),),
+    outputs=(Port("y", Role.DATA, same_type_as="x"),),
     attributes=ATTRIBUTES,
     shapes=lambda shapes, attributes: ((*shapes["x"][:-1], attributes["columns"]),),
     cost=cost,

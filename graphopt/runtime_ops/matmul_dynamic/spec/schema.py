@@ -31,7 +31,7 @@ SCHEMA = Schema(
         Port("left", Role.MATRIX, (ir.DataType.INT8,), placeholder=1),
         Port("right", Role.MATRIX, (ir.DataType.INT8,), placeholder=1),
     ),
-    outputs=(Port("y", Role.DATA, like="x"),),
+    outputs=(Port("y", Role.DATA, same_type_as="x"),),
     attributes={**matmul_table.SIZES, "bits": ir.AttributeType.INT, "clip": ir.AttributeType.FLOAT},
     optional=matmul_table.PACKED_OPTIONAL,
     shapes=matmul_table.SCHEMA.shapes,

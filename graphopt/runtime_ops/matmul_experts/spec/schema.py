@@ -40,7 +40,7 @@ SCHEMA = Schema(
         *(port if port.columns is None else replace(port, columns=port.columns + 1) for port in PORTS),
         Port("experts", Role.INDICES, (ir.DataType.INT64,)),
     ),
-    outputs=(Port("y", Role.DATA, like="x"),),
+    outputs=(Port("y", Role.DATA, same_type_as="x"),),
     attributes={**SIZES, "activations": ir.AttributeType.STRING},
     optional=PACKED_OPTIONAL,
     shapes=shapes,

@@ -22,7 +22,9 @@ PORTS = (
     Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=0, bits=lambda shape, _: bits_of(shape)),
     Port("scales", Role.SCALES, (*FLOATS, ir.DataType.UINT8), columns=0),
     Port("table", Role.TABLE, (ir.DataType.FLOAT,)),
-    Port("zero_points", Role.ZERO_POINTS, (*FLOATS, ir.DataType.UINT8), like="scales", placeholder=1, columns=0),
+    Port(
+        "zero_points", Role.ZERO_POINTS, (*FLOATS, ir.DataType.UINT8), same_type_as="scales", placeholder=1, columns=0
+    ),
     Port("bias", Role.BIAS, (ir.DataType.FLOAT,), placeholder=1, columns=0),
 )
 """The inputs of every product with packed codes."""
@@ -98,7 +100,7 @@ SCHEMA = Schema(
     name="MatMulTable",
     version=1,
     inputs=PORTS,
-    outputs=(Port("y", Role.DATA, like="x"),),
+    outputs=(Port("y", Role.DATA, same_type_as="x"),),
     attributes={**SIZES, "activations": ir.AttributeType.STRING},
     optional=PACKED_OPTIONAL,
     shapes=lambda shapes, attributes: ((*shapes["x"][:-1], attributes["columns"]),),

@@ -21,7 +21,7 @@ _BLOCKS = tuple(dict.fromkeys(ir.DataType.from_numpy(storage.dtype) for storage 
 
 POOLS = (
     Port("keys", Role.STATE, _BLOCKS),
-    Port("values", Role.STATE, like="keys"),
+    Port("values", Role.STATE, same_type_as="keys"),
     Port("key_scales", Role.STATE, (ir.DataType.FLOAT,), placeholder=0),
     Port("value_scales", Role.STATE, (ir.DataType.FLOAT,), placeholder=0),
 )

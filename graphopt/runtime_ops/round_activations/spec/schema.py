@@ -29,7 +29,7 @@ SCHEMA = Schema(
     name="RoundActivations",
     version=1,
     inputs=(Port("x", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),),
-    outputs=(Port("y", Role.DATA, like="x"),),
+    outputs=(Port("y", Role.DATA, same_type_as="x"),),
     attributes={
         "activations": ir.AttributeType.STRING,
         "group": ir.AttributeType.INT,

@@ -32,13 +32,13 @@ SCHEMA = Schema(
     version=1,
     inputs=(
         Port("x", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),
-        Port("cos", Role.DATA, like="x"),
-        Port("sin", Role.DATA, like="x"),
+        Port("cos", Role.DATA, same_type_as="x"),
+        Port("sin", Role.DATA, same_type_as="x"),
     ),
     outputs=(
-        Port("queries", Role.DATA, like="x"),
-        Port("keys", Role.DATA, like="x"),
-        Port("values", Role.DATA, like="x"),
+        Port("queries", Role.DATA, same_type_as="x"),
+        Port("keys", Role.DATA, same_type_as="x"),
+        Port("values", Role.DATA, same_type_as="x"),
     ),
     attributes={
         "heads": ir.AttributeType.INT,

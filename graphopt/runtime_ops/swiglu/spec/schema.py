@@ -30,7 +30,7 @@ SCHEMA = Schema(
     name="SwiGLU",
     version=1,
     inputs=(Port("x", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),),
-    outputs=(Port("y", Role.DATA, like="x"),),
+    outputs=(Port("y", Role.DATA, same_type_as="x"),),
     attributes={},
     shapes=shapes,
     cost=cost,

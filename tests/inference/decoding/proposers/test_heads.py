@@ -51,7 +51,7 @@ def nonsense(seed: int = 0, heads: int = 3, inner: int = 8, width: int = WIDTH) 
 def exposed(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small Llama, rotated, in codes of 4 bits and caches in pages, that gives its hidden states."""
     folder = tmp_path_factory.mktemp("exposed") / "made"
-    recipe = load_recipe("rotate-int4-rtn", add=["expose_hidden"]).lowered("ort-cpu:avx512")
+    recipe = load_recipe("rotate-int4-rtn", add=["expose_hidden"]).with_lower("ort-cpu:avx512")
     recipe = recipe.setting("quantize_weights", lm_head={"format": "fp6-e2m3", "group": 32})
     optimize(llama_artifact, recipe, folder, quality_tokens=0)
     return folder

@@ -45,7 +45,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def session(exported: Path) -> Session:
     """The model and its head, rotated, in codes of 8 bits, with caches in pages."""
-    recipe = load_recipe("rotate-int4-rtn").lowered("ort-cpu:avx2")
+    recipe = load_recipe("rotate-int4-rtn").with_lower("ort-cpu:avx2")
     recipe = recipe.setting("quantize_weights", linear={"format": "int8", "group": 64})
     optimize(exported, recipe, exported.parent / "made", quality_tokens=0)
     return load(exported.parent / "made", threads=1)

@@ -111,7 +111,7 @@ def _why_unsound(region: Region, norm: Norm, n: int, regions: Regions) -> Fact |
     y = regions.run(region, x, wide=False)
     if isinstance(y, Fact):
         return y
-    error: Rows = np.abs(y.astype(np.float64) - norm.of(x))
+    error: Rows = np.abs(y.astype(np.float64) - norm.apply(x))
     if (error <= norm.bound(x, unit, len(region.nodes))).all():
         return None
     return IMPRECISE(dtype=dtype.name, off=f"{error.max():.1e}")

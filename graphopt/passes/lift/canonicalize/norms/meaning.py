@@ -50,21 +50,21 @@ class Norm:
     bias: Rows | None
     epsilon: float
 
-    def of(self, x: Rows) -> Rows:
+    def apply(self, x: Rows) -> Rows:
         """Return the norm of the rows ``x`` [rows, n], computed in float64 by the definition."""
-        deviations = self.centered(x)
+        deviations = self.center(x)
         with np.errstate(invalid="ignore"):
             unit_rows = deviations / np.sqrt((deviations**2).mean(-1, keepdims=True) + self.epsilon)
         norm: Rows = self.gain * unit_rows + (0.0 if self.bias is None else self.bias)
         return norm
 
-    def centered(self, x: Rows) -> Rows:
+    def center(self, x: Rows) -> Rows:
         """Return ``x``, less the mean of each row for a LayerNormalization."""
         rows = np.asarray(x, np.float64)
         return rows - rows.mean(-1, keepdims=True) if self.kind == "LayerNormalization" else rows
 
     def bound(self, x: Rows, unit: float, roundings: int) -> Rows:
-        """Return how far a sound computation of the norm of ``x`` in floating point may be from :meth:`of`.
+        """Return how far a sound computation of the norm of ``x`` in floating point may be from :meth:`apply`.
 
         A sum of n numbers is off by n u times the sum of their magnitudes, u the unit roundoff (Higham 2002, "Accuracy
         and Stability of Numerical Algorithms", section 4.2). So x - m is off by d = u (|x| + (n + 1) mean|x|), the root
@@ -77,7 +77,7 @@ class Norm:
             roundings: elementwise operations on the way.
         """
         n, size = x.shape[-1], np.abs(np.asarray(x, np.float64))
-        deviations = self.centered(x)
+        deviations = self.center(x)
         root = np.sqrt((deviations**2).mean(-1, keepdims=True) + self.epsilon)
         error = unit * (size + (n + 1) * size.mean(-1, keepdims=True))
         if self.kind == "RMSNormalization":
@@ -120,10 +120,10 @@ def understand(evaluate: Evaluate, n: int) -> Norm | Fact:
     constant = np.abs(y[2 * len(rows) : 2 * len(rows) + len(flat)] - bias).max() <= 1e-6 * spread
     kind: Kind = "LayerNormalization" if constant else "RMSNormalization"
     plain = Norm(kind, np.ones(n), None, 0.0)
-    ratio = plain.of(x[large])
+    ratio = plain.apply(x[large])
     gain = ((y[large] - bias) * ratio).sum(0) / (ratio**2).sum(0)
     firsts = slice(0, len(rows), len(unit))
-    epsilon = _epsilon(plain.centered(x[firsts]), y[firsts], gain, bias)
+    epsilon = _epsilon(plain.center(x[firsts]), y[firsts], gain, bias)
     norm = Norm(kind, gain, bias if bias.any() else None, epsilon)
     return _why_not(norm, x, y) or norm
 
@@ -150,7 +150,7 @@ def _epsilon(deviations: Rows, y: Rows, gain: Rows, bias: Rows) -> float:
 
 def _why_not(norm: Norm, x: Rows, y: Rows) -> Fact | None:
     """Return where ``y`` is not ``norm`` of ``x``, or ``None``."""
-    expected_rows = norm.of(x)
+    expected_rows = norm.apply(x)
     bound = norm.bound(x, _TOLERANCE / x.shape[-1], x.shape[-1])
     with np.errstate(invalid="ignore"):
         error = np.abs(y - expected_rows)

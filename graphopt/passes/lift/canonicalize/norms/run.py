@@ -34,7 +34,7 @@ class _Part:
 
     model: ir.Model
     key: Hashable
-    fed: dict[str, ir.Value]
+    constant_inputs: dict[str, ir.Value]
 
 
 class Regions:
@@ -80,7 +80,7 @@ class Regions:
         dtype = np.dtype(np.float64) if wide else (region.x.dtype or ir.DataType.FLOAT).numpy()
         shape = _shape(region.x, len(rows))
         count = math.prod(shape[:-1])
-        feeds = {name: _array(value, wide=wide) for name, value in part.fed.items()}
+        feeds = {name: _array(value, wide=wide) for name, value in part.constant_inputs.items()}
         results = []
         for start in range(0, len(rows), count):
             batch = np.resize(rows[start : start + count], (count, shape[-1]))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from graphopt.inference.session import Session
 
 
-class VerifiedProposer(ModelProposer):
+class CascadeProposer(ModelProposer):
     """Opens a model that drafts and has its own proposer."""
 
     name = "verified"
