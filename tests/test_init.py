@@ -29,7 +29,8 @@ def test_help_imports_nothing_that_takes_time() -> None:
 
 
 def test_a_session_imports_nothing_that_only_passes_need() -> None:
-    code = "import sys, graphopt.inference.session, graphopt.serving.worker; print(*sys.modules)"
+    modules = "graphopt.inference.session, graphopt.inference.generation, graphopt.serving.worker"
+    code = f"import sys, {modules}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert "onnx_ir" in loaded
     assert not {"networkx", "onnxscript", "torch", "transformers", "graphopt.passes"} & set(loaded)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -61,28 +63,83 @@ class EveryNth(Policy):
         return PAGES(stride=self.stride)
 '''
 
+# As files beside the others; commands, runs and a body in one process, as it imports for seconds.
 RUN = """
+import json
 import sys
+from pathlib import Path
+
+import numpy as np
 
 from graphopt.runtime_ops.kv_attention.spec import policies
 
-policies.__path__.append(sys.argv.pop(1))
+folder, made, commands = sys.argv[1:]
+policies.__path__.append(folder)
+
+from graphopt.cli.entry import app
+from graphopt.inference.session import load
+from graphopt.ort.session import run
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+from tests.runtime_ops.kv_cases import INPUTS, STATE, Fed, attributes_of, model_of, open_quietly, tokens_of
+
+for words in json.loads(commands):
+    app(words, standalone_mode=False)
+ids = np.random.default_rng(0).integers(0, 300, (1, 100))
+logits = {name: load(Path(made) / name).logits(ids) for name in ("all", "some", "heads", "dense")}
+
+attributes = attributes_of(policies=(4, 1), stride=2, sinks=3, recent=9, storage="int8")
+names = (*INPUTS, *STATE)
+shapes = {name: (None,) * rank for name, rank in zip(names, (3, 3, 3, 1, 1, 1, 1, 4, 4, 4, 4, 4))}
+session = open_quietly(model_of(attributes, shapes))
+body = lambda *inputs, **attributes: run(session, None, dict(zip(names, inputs)))
+tokens = tokens_of(attributes, 90, batch=2, sink_logits=True)
+expected, y = Fed(attributes, tokens, 6).calls(50, 40), Fed(attributes, tokens, 6, body).calls(50, 40)
+
+try:
+    KVAttributes(2, 0.25, policies=(2, 5))
+except ValueError as error:
+    refusal = str(error)
+
+away = {name: float(np.abs(logits[name] - logits["dense"]).max()) for name in logits}
+of_body = [float(np.abs(expected - y).max()), float(np.abs(expected).max())]
+print(json.dumps({"away": away, "body": of_body, "refusal": refusal}))
 """
 
 
+class Said(NamedTuple):
+    """What a process with two more policies printed, and what its last line says."""
+
+    printed: str
+    away: dict[str, float]
+    body: tuple[float, float]
+    refusal: str
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policies")
+def said(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Said:
+    folder, made = (tmp_path_factory.mktemp(name) for name in ("policies", "made"))
     (folder / "every_nth.py").write_text(FILE)
-    return folder
-
-
-def run(folder: Path, code: str, *arguments: object) -> str:
-    """Run code in a process that has one more policy, as if its file lay beside the others."""
-    command = [sys.executable, "-c", RUN + code, str(folder), *map(str, arguments)]
+    changes = {"every_nth": "summarized", "every-nth": "summarized", "[int] = 4": "[int] = 5", "stride": "every"}
+    summarized = functools.reduce(lambda text, change: text.replace(*change), changes.items(), FILE)
+    (folder / "summarized.py").write_text(f"{summarized}\n    def summary_floats(self, head_size):\n        return 1\n")
+    # in floats: products that round their inputs would make more of the last bits
+    common = ["-r", "rotate", "--add", "sparse_kv", "--set", "sparse_kv.page=16", "--set", "sparse_kv.recent=4"]
+    common += ["--set", "sparse_kv.sinks=1"]
+    commands = []
+    for name, options in {
+        "all": ["policy=every_nth", "stride=1"],
+        "some": ["policy=every_nth", "stride=3"],
+        "heads": ["policy=every_nth", "layers={1: [dense, every_nth]}"],
+        "dense": ["policy=retrieval", "budget=9"],
+    }.items():
+        given = [word for option in options for word in ("--set", f"sparse_kv.{option}")]
+        arguments = ["--output", str(made / name), "--quality-tokens", "0"]
+        commands.append(["optimize", str(llama_artifact), *arguments, *common, *given])
+    commands.append(["explain", str(made / "some"), "model.layers.0.self_attn.Attention"])
+    command = [sys.executable, "-c", RUN, str(folder), str(made), json.dumps(commands)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return Said(done.stdout, **json.loads(done.stdout.splitlines()[-1]))
 
 
 def test_each_file_is_a_policy() -> None:
@@ -131,83 +188,21 @@ def test_what_it_states_fits(policy: type[Policy]) -> None:
     assert policy().tokens_read(attributes, 1) == 1
 
 
-def test_pages_have_one_summary(folder: Path) -> None:
-    text = (folder / "every_nth.py").read_text()
-    other = folder.parent / "summaries"
-    other.mkdir()
-    (other / "every_nth.py").write_text(text + "\n    def summary_floats(self, head_size):\n        return 1\n")
-    code = """
-from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
-
-try:
-    KVAttributes(2, 0.25, policies=(2, 4))
-except ValueError as error:
-    print(error)
-"""
-    assert "pages have one summary, and retrieval and every_nth each need their own" in run(other, code)
+def test_pages_have_one_summary(said: Said) -> None:
+    assert "pages have one summary, and retrieval and summarized each need their own" in said.refusal
 
 
-def test_another_file_is_another_policy(llama_artifact: Path, folder: Path, tmp_path: Path) -> None:
+def test_another_file_is_another_policy(said: Said) -> None:
     """From the command line, with its option; the kernels do not know it, so the model runs by bodies."""
-    # commands and runs in one process, which imports once
-    code = """
-import json
-from pathlib import Path
-
-import numpy as np
-
-from graphopt.cli.entry import app
-from graphopt.inference.session import load
-
-start, commands = sys.argv[1:]
-for words in json.loads(commands):
-    app(words, standalone_mode=False)
-ids = np.random.default_rng(0).integers(0, 300, (1, 100))
-logits = {name: load(Path(start) / name).logits(ids) for name in ("all", "some", "heads", "dense")}
-print(json.dumps({name: float(np.abs(logits[name] - logits["dense"]).max()) for name in logits}))
-"""
-    # in floats: products that round their inputs would make more of the last bits
-    common = ["-r", "rotate", "--add", "sparse_kv", "--set", "sparse_kv.page=16", "--set", "sparse_kv.recent=4"]
-    common += ["--set", "sparse_kv.sinks=1"]
-    recipes = []
-    for name, options in {
-        "all": ["policy=every_nth", "stride=1"],
-        "some": ["policy=every_nth", "stride=3"],
-        "heads": ["policy=every_nth", "layers={1: [dense, every_nth]}"],
-        "dense": ["policy=retrieval", "budget=9"],
-    }.items():
-        given = [word for option in options for word in ("--set", f"sparse_kv.{option}")]
-        arguments = ["--output", str(tmp_path / name), "--quality-tokens", "0"]
-        recipes.append(["optimize", str(llama_artifact), *arguments, *common, *given])
-    explain = ["explain", str(tmp_path / "some"), "model.layers.0.self_attn.Attention"]
-    shown = run(folder, code, tmp_path, json.dumps([*recipes, explain]))
-    assert "one page of 3" in shown, shown
-    away = json.loads(shown.splitlines()[-1])
+    assert "one page of 3" in said.printed, said.printed
     # sums of float32 in another order, of logits of up to 4
-    assert away["all"] < 1e-4
-    assert away["some"] > 1e-2
-    assert away["heads"] > 0
+    assert said.away["all"] < 1e-4
+    assert said.away["some"] > 1e-2
+    assert said.away["heads"] > 0
 
 
-def test_a_body_with_another_policy_is_its_reference(folder: Path) -> None:
-    code = """
-import json
-
-import numpy as np
-
-from graphopt.ort.session import run
-from tests.runtime_ops.kv_cases import INPUTS, STATE, Fed, attributes_of, model_of, open_quietly, tokens_of
-
-attributes = attributes_of(policies=(4, 1), stride=2, sinks=3, recent=9, storage="int8")
-names = (*INPUTS, *STATE)
-shapes = {name: (None,) * rank for name, rank in zip(names, (3, 3, 3, 1, 1, 1, 1, 4, 4, 4, 4, 4))}
-session = open_quietly(model_of(attributes, shapes))
-body = lambda *inputs, **attributes: run(session, None, dict(zip(names, inputs)))
-tokens = tokens_of(attributes, 90, batch=2, sink_logits=True)
-expected, y = Fed(attributes, tokens, 6).calls(50, 40), Fed(attributes, tokens, 6, body).calls(50, 40)
-print(json.dumps([float(np.abs(expected - y).max()), float(np.abs(expected).max())]))
-"""
-    error, largest = json.loads(run(folder, code))
+def test_a_body_with_another_policy_is_its_reference(said: Said) -> None:
+    error, largest = said.body
     # a kernel's bound for these is 3e-5; weights and values are of the size of 1
     assert error < 3e-5 < largest
 
