@@ -111,7 +111,7 @@ class _Levels:
 class _Search(ctypes.Structure):
     """``SearchWork`` of ``cpu/round.h``."""
 
-    _fields_ = [("round", _Work), ("trials", ctypes.c_size_t), ("chosen", ctypes.c_void_p)]
+    _fields_ = [("round", _Work), ("trials", ctypes.c_size_t), ("best_trials", ctypes.c_void_p)]
 
 
 class _Trellis(ctypes.Structure):

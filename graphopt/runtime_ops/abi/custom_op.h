@@ -31,11 +31,11 @@ OrtCustomOp custom_op() {
   };
   op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return kDefaultMemory; };
-  op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** made) {
+  op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** result) {
     std::unique_ptr<Kernel> kernel(new (std::nothrow) Kernel);
     if (!kernel) return CreateStatus::call(api, kFail, "no memory for a kernel of ai.graphopt");
     OrtStatus* failure = kernel->prepare(api, info, Type);
-    *made = failure ? nullptr : kernel.release();
+    *result = failure ? nullptr : kernel.release();
     return failure;
   };
   op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {

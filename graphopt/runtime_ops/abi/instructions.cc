@@ -23,9 +23,9 @@ namespace {
   return getauxval(entry) & bit;
 #elif defined(__APPLE__)
   (void)entry, (void)bit;
-  int found = 0;
-  size_t size = sizeof found;
-  return !sysctlbyname(name, &found, &size, nullptr, 0) && found;
+  int is_present = 0;
+  size_t size = sizeof is_present;
+  return !sysctlbyname(name, &is_present, &size, nullptr, 0) && is_present;
 #else
   (void)entry, (void)bit, (void)name;
   return false;
@@ -97,7 +97,7 @@ const char* name_of(Instructions instructions) {
 
 }  // namespace
 
-bool choose_instructions(Instructions* chosen) {
+bool choose_instructions(Instructions* instructions) {
 #if defined(__aarch64__)
   constexpr Instructions kFastestFirst[] = {Instructions::kI8mm, Instructions::kDotprod, Instructions::kNeon,
                                             Instructions::kScalar};
@@ -109,7 +109,7 @@ bool choose_instructions(Instructions* chosen) {
   for (const Instructions candidate : kFastestFirst) {
     const bool is_named = !name || !*name || !std::strcmp(name, name_of(candidate));
     if (is_named && has(candidate)) {
-      *chosen = candidate;
+      *instructions = candidate;
       return true;
     }
   }
@@ -120,6 +120,6 @@ bool choose_instructions(Instructions* chosen) {
 
 // What graphopt/runtime_ops/instructions.py calls: the name of the chosen set, or null where there is none.
 extern "C" __attribute__((visibility("default"))) const char* graphopt_instructions() {
-  graphopt::Instructions chosen;
-  return graphopt::choose_instructions(&chosen) ? graphopt::name_of(chosen) : nullptr;
+  graphopt::Instructions instructions;
+  return graphopt::choose_instructions(&instructions) ? graphopt::name_of(instructions) : nullptr;
 }

@@ -36,7 +36,7 @@ enum class Instructions { kScalar, kAvx2, kAvxVnni, kAvx512 };
 
 // The fastest set that this machine supports, or the one that GRAPHOPT_OPS_ISA names.
 // Returns false where that is unknown, or unsupported by this machine or this build.
-bool choose_instructions(Instructions* chosen);
+bool choose_instructions(Instructions* instructions);
 
 constexpr char kWrongInstructions[] =
 #if defined(__aarch64__)

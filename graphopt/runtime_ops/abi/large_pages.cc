@@ -31,11 +31,11 @@ struct LargeCopy::Block {
   static Block* make(size_t bytes) {
     const size_t size = round_up(bytes, kPage), mapped_size = size + kPage;
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* mapped = mmap(nullptr, mapped_size, PROT_READ | PROT_WRITE, flags, -1, 0);
-    if (mapped == MAP_FAILED) return nullptr;
-    Block* block = new (std::nothrow) Block{static_cast<char*>(mapped), mapped_size, size};
+    void* mapping = mmap(nullptr, mapped_size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (mapping == MAP_FAILED) return nullptr;
+    Block* block = new (std::nothrow) Block{static_cast<char*>(mapping), mapped_size, size};
     if (!block || madvise(block->begin(), size, MADV_HUGEPAGE)) {
-      munmap(mapped, mapped_size);
+      munmap(mapping, mapped_size);
       delete block;
       return nullptr;
     }

@@ -14,7 +14,7 @@ class Pool {
   Pool() = default;
   Pool(const Pool&) = delete;
   ~Pool() {
-    for (std::atomic<Piece*>& left : left_) std::free(left.load());
+    for (std::atomic<Piece*>& slot : left_) std::free(slot.load());
   }
 
  private:
@@ -44,8 +44,8 @@ class Pool {
   static constexpr size_t kPieces = 16;  // pieces beyond that many are freed
 
   Piece* take(size_t bytes) {
-    for (std::atomic<Piece*>& left : left_) {
-      Piece* const piece = left.load(std::memory_order_relaxed) ? left.exchange(nullptr) : nullptr;
+    for (std::atomic<Piece*>& slot : left_) {
+      Piece* const piece = slot.load(std::memory_order_relaxed) ? slot.exchange(nullptr) : nullptr;
       if (piece && piece->bytes >= bytes) return piece;
       std::free(piece);  // sizes grow with a cache, so a piece that is too small will not fit later either
     }
@@ -57,9 +57,9 @@ class Pool {
   }
 
   void give_back(Piece* piece) {
-    for (std::atomic<Piece*>& left : left_) {
-      Piece* none = nullptr;
-      if (left.compare_exchange_strong(none, piece)) return;
+    for (std::atomic<Piece*>& slot : left_) {
+      Piece* empty = nullptr;
+      if (slot.compare_exchange_strong(empty, piece)) return;
     }
     std::free(piece);
   }

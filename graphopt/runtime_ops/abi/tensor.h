@@ -19,15 +19,18 @@ namespace graphopt {
 // is not part of a whole character becomes a question mark.
 inline void make_utf8(char* text) {
   constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
-  for (auto* at = reinterpret_cast<unsigned char*>(text); *at;) {
-    const int more = *at < 0x80 ? 0 : *at >> 5 == 6 ? 1 : *at >> 4 == 14 ? 2 : *at >> 3 == 30 ? 3 : -1;
-    uint32_t character = more <= 0 ? *at : *at & (0x3fu >> more);
-    int have = 0;
-    for (; have < more && at[have + 1] >> 6 == 2; ++have) character = character << 6 | (at[have + 1] & 0x3f);
-    if (more == have && character >= kLeast[more] && character >> 11 != 0x1b && character <= 0x10ffff) {
-      at += more + 1;
+  for (auto* byte = reinterpret_cast<unsigned char*>(text); *byte;) {
+    // bytes behind the first one
+    const int length = *byte < 0x80 ? 0 : *byte >> 5 == 6 ? 1 : *byte >> 4 == 14 ? 2 : *byte >> 3 == 30 ? 3 : -1;
+    uint32_t character = length <= 0 ? *byte : *byte & (0x3fu >> length);
+    int count = 0;
+    for (; count < length && byte[count + 1] >> 6 == 2; ++count) {
+      character = character << 6 | (byte[count + 1] & 0x3f);
+    }
+    if (length == count && character >= kLeast[length] && character >> 11 != 0x1b && character <= 0x10ffff) {
+      byte += length + 1;
     } else {
-      *at++ = '?';
+      *byte++ = '?';
     }
   }
 }
@@ -59,8 +62,8 @@ struct Node {
   const OrtApi* api = nullptr;
   char name[256] = "?";  // a longer name is truncated
 
-  OrtStatus* read(const OrtApi* given, const OrtKernelInfo* info) {
-    api = given;
+  OrtStatus* read(const OrtApi* ort_api, const OrtKernelInfo* info) {
+    api = ort_api;
     size_t size = 0;
     GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetNodeName::call(api, info, nullptr, &size));
     std::unique_ptr<char[]> whole(new (std::nothrow) char[size + 1]);
@@ -79,8 +82,8 @@ struct Node {
   }
   OrtStatus* read_attribute(const OrtKernelInfo* info, const char* attribute, char* text, size_t size) const {
     constexpr const char* kType = "a short string";
-    OrtStatus* read = KernelInfoGetAttributeString::call(api, info, attribute, text, &size);
-    GRAPHOPT_RETURN_IF_ERROR(missing(read, attribute, kType));
+    OrtStatus* const status = KernelInfoGetAttributeString::call(api, info, attribute, text, &size);
+    GRAPHOPT_RETURN_IF_ERROR(missing(status, attribute, kType));
     // a string may contain a 0
     if (std::strlen(text) + 1 == size) return nullptr;
     return error("its attribute %s must be there, and be %s", attribute, kType);
@@ -88,10 +91,10 @@ struct Node {
   // The same for an optional attribute: `value` is unchanged where it is absent.
   template <typename Value>
   OrtStatus* read_optional(const OrtKernelInfo* info, const char* attribute, Value* value) const {
-    Value given{};
-    OrtStatus* const failure = read(info, attribute, &given);
+    Value attribute_value{};
+    OrtStatus* const failure = read(info, attribute, &attribute_value);
     if (!failure) {
-      *value = given;
+      *value = attribute_value;
       return nullptr;
     }
     return present(failure, attribute);
@@ -122,18 +125,18 @@ struct Node {
   }
 
   OrtStatus* find_constant(const OrtKernelInfo* info, size_t index, bool* is_constant) const {
-    int given = 0;
+    int is_initializer = 0;
     const OrtValue* value = nullptr;
-    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, index, &given, &value));
-    *is_constant = given;
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, index, &is_initializer, &value));
+    *is_constant = is_initializer;
     return nullptr;
   }
   // A constant input, which lives as long as the session.
   OrtStatus* read_constant(const OrtKernelInfo* info, size_t index, const char* input, Tensor* tensor) const {
-    int given = 0;
+    int is_initializer = 0;
     const OrtValue* value = nullptr;
-    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, index, &given, &value));
-    if (!given) return error("%s must be an initializer of the graph", input);
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, index, &is_initializer, &value));
+    if (!is_initializer) return error("%s must be an initializer of the graph", input);
     return read_numbers(value, input, tensor);
   }
 
@@ -163,12 +166,12 @@ struct Node {
   }
 
   __attribute__((format(printf, 2, 3))) OrtStatus* error(const char* format, ...) const {
-    char what[512], message[1024];
+    char detail[512], message[1024];
     va_list arguments;
     va_start(arguments, format);
-    std::vsnprintf(what, sizeof what, format, arguments);
+    std::vsnprintf(detail, sizeof detail, format, arguments);
     va_end(arguments);
-    std::snprintf(message, sizeof message, "ai.graphopt node '%s': %s", name, what);
+    std::snprintf(message, sizeof message, "ai.graphopt node '%s': %s", name, detail);
     make_utf8(message);
     return CreateStatus::call(api, kInvalidArgument, message);
   }

@@ -3,12 +3,12 @@
 #include "cuda/launch.h"
 
 #if defined(__CUDACC__)
-using graphopt::said;
+using graphopt::error_text;
 
 const char* graphopt_cuda_allocate(void** memory, size_t bytes) {
-  const char* failure = said(cudaMalloc(memory, bytes));
-  if (!failure) failure = said(cudaMemset(*memory, 0, bytes));
-  return failure ? failure : said(cudaStreamSynchronize(nullptr));
+  const char* failure = error_text(cudaMalloc(memory, bytes));
+  if (!failure) failure = error_text(cudaMemset(*memory, 0, bytes));
+  return failure ? failure : error_text(cudaStreamSynchronize(nullptr));
 }
 
 void graphopt_cuda_free(void* memory) { cudaFree(memory); }
@@ -19,14 +19,14 @@ const char* graphopt_cuda_copy(void* to, size_t to_pitch, const void* from, size
   for (size_t row = 0; row < rows; ++row) {
     void* const target = static_cast<char*>(to) + row * to_pitch;
     const void* const source = static_cast<const char*>(from) + row * from_pitch;
-    if (const char* failure = said(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault))) return failure;
+    if (const char* failure = error_text(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDefault))) return failure;
   }
-  return said(cudaStreamSynchronize(nullptr));
+  return error_text(cudaStreamSynchronize(nullptr));
 }
 
 const char* graphopt_cuda_memory_left(size_t* bytes) {
   size_t all;
-  return said(cudaMemGetInfo(bytes, &all));
+  return error_text(cudaMemGetInfo(bytes, &all));
 }
 #else
 #include <stdlib.h>

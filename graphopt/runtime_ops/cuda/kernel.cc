@@ -18,9 +18,9 @@ OrtStatus* DeviceMemory::allocate(const OrtKernelInfo* info, size_t bytes) {
 
 OrtStatus* DeviceMemory::copy_of(const Node& node, const OrtKernelInfo* info, const void* host, size_t bytes) {
   GRAPHOPT_RETURN_IF_ERROR(allocate(info, bytes));
-  GRAPHOPT_RETURN_IF_SAID(node, copy_to_device(data_, host, bytes, nullptr));
+  GRAPHOPT_RETURN_IF_MESSAGE(node, copy_to_device(data_, host, bytes, nullptr));
   // A kernel's own stream does not wait for this one.
-  GRAPHOPT_RETURN_IF_SAID(node, wait_for(nullptr));
+  GRAPHOPT_RETURN_IF_MESSAGE(node, wait_for(nullptr));
   return nullptr;
 }
 

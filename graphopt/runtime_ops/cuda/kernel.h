@@ -31,8 +31,8 @@ OrtCustomOp cuda_op() {
 }
 
 // Passes on an error of the C interface or of a copy, with the node's name.
-#define GRAPHOPT_RETURN_IF_SAID(node, expression) \
-  if (const char* said = (expression)) return (node).error("%s", said)
+#define GRAPHOPT_RETURN_IF_MESSAGE(node, expression) \
+  if (const char* message = (expression)) return (node).error("%s", message)
 
 // Device memory that lives as long as a kernel.
 class DeviceMemory {

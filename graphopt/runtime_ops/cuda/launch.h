@@ -7,7 +7,7 @@ namespace graphopt {
 
 #if defined(__CUDACC__)
 // CUDA's last error or null; clears it.
-inline const char* said(cudaError_t status) {
+inline const char* error_text(cudaError_t status) {
   if (status == cudaSuccess) return nullptr;
   cudaGetLastError();
   return cudaGetErrorString(status);
@@ -78,15 +78,15 @@ const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, siz
     void* values[] = {&arguments};
     status = cudaLaunchKernelExC(&config, function, values);
   }
-  return said(status);
+  return error_text(status);
 #else
   (void)stream, (void)early;
   struct Call {
     void (*kernel)(Arguments);
     const Arguments& arguments;
   } const call{kernel, arguments};
-  const auto body = [](const void* given) {
-    const Call& self = *static_cast<const Call*>(given);
+  const auto body = [](const void* argument) {
+    const Call& self = *static_cast<const Call*>(argument);
     self.kernel(self.arguments);
   };
   return host::run(body, &call, grid, threads, shared_bytes);

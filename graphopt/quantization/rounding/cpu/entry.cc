@@ -15,16 +15,16 @@ using graphopt::TrellisWork;
 using graphopt::TrialWork;
 
 extern "C" __attribute__((visibility("default"))) int graphopt_round_groups(const RoundWork* work) {
-  Instructions chosen;
-  if (!graphopt::choose_instructions(&chosen)) return 0;
-  GRAPHOPT_OF(chosen, graphopt::kRound)(*work);
+  Instructions instructions;
+  if (!graphopt::choose_instructions(&instructions)) return 0;
+  GRAPHOPT_OF(instructions, graphopt::kRound)(*work);
   return 1;
 }
 
 extern "C" __attribute__((visibility("default"))) int graphopt_search_groups(const SearchWork* work) {
-  Instructions chosen;
-  if (!graphopt::choose_instructions(&chosen)) return 0;
-  GRAPHOPT_OF(chosen, graphopt::kSearch)(*work);
+  Instructions instructions;
+  if (!graphopt::choose_instructions(&instructions)) return 0;
+  GRAPHOPT_OF(instructions, graphopt::kSearch)(*work);
   return 1;
 }
 
@@ -46,35 +46,35 @@ bool with_scratch(size_t bytes, const Call& call) {
 
 // Also 0 where there is no memory for the search.
 extern "C" __attribute__((visibility("default"))) int graphopt_search_trellis(const TrellisWork* work) {
-  Instructions chosen;
-  if (!graphopt::choose_instructions(&chosen)) return 0;
+  Instructions instructions;
+  if (!graphopt::choose_instructions(&instructions)) return 0;
   return with_scratch(graphopt::trellis_scratch(work->bits, work->window), [&](void* scratch) {
-    TrellisWork aligned = *work;
-    aligned.scratch = scratch;
-    GRAPHOPT_OF(chosen, graphopt::kTrellis)(aligned);
+    TrellisWork aligned_work = *work;
+    aligned_work.scratch = scratch;
+    GRAPHOPT_OF(instructions, graphopt::kTrellis)(aligned_work);
   });
 }
 
 extern "C" __attribute__((visibility("default"))) int graphopt_try_scales(const TrialWork* work) {
-  Instructions chosen;
-  if (!graphopt::choose_instructions(&chosen)) return 0;
+  Instructions instructions;
+  if (!graphopt::choose_instructions(&instructions)) return 0;
   const size_t bytes = graphopt::trial_scratch(work->search.columns) + kAlignment +
                        graphopt::trellis_scratch(work->search.bits, work->search.window);
   return with_scratch(bytes, [&](void* scratch) {
-    TrialWork aligned = *work;
-    aligned.search.scratch = scratch;
-    GRAPHOPT_OF(chosen, graphopt::kTrial)(aligned);
+    TrialWork aligned_work = *work;
+    aligned_work.search.scratch = scratch;
+    GRAPHOPT_OF(instructions, graphopt::kTrial)(aligned_work);
   });
 }
 
 extern "C" __attribute__((visibility("default"))) int graphopt_feed_back(const FeedbackWork* work) {
-  Instructions chosen;
-  if (!graphopt::choose_instructions(&chosen)) return 0;
+  Instructions instructions;
+  if (!graphopt::choose_instructions(&instructions)) return 0;
   const size_t bytes = graphopt::feedback_scratch(work->search.columns) + kAlignment +
                        graphopt::trellis_scratch(work->search.bits, work->search.window);
   return with_scratch(bytes, [&](void* scratch) {
-    FeedbackWork aligned = *work;
-    aligned.search.scratch = scratch;
-    GRAPHOPT_OF(chosen, graphopt::kFeedback)(aligned);
+    FeedbackWork aligned_work = *work;
+    aligned_work.search.scratch = scratch;
+    GRAPHOPT_OF(instructions, graphopt::kFeedback)(aligned_work);
   });
 }

@@ -12,23 +12,23 @@ namespace {
 
 constexpr size_t kColumns = 128;  // that go through together: a strip of a group stays in the first cache
 
-double clamped(double x, double low, double high) { return x < low ? low : x > high ? high : x; }
+double clamp(double x, double low, double high) { return x < low ? low : x > high ? high : x; }
 
 // The place of the value nearest to x. Where there are cells, each holds one halfway point at most; two are looked at,
 // since where x lies is rounded.
 size_t index_of(const RoundWork& work, const double* halfway, double x) {
   size_t index = 0;
   if (work.cells) {
-    const double cell = clamped((x - work.origin) * work.per_unit, 0.0, static_cast<double>(work.cells + 3));
+    const double cell = clamp((x - work.origin) * work.per_unit, 0.0, static_cast<double>(work.cells + 3));
     index = static_cast<size_t>(work.first[static_cast<size_t>(cell)]);
     index += halfway[index] < x;
     index += halfway[index] < x;
   } else {
-    for (size_t left = work.entries - 1; left > 0;) {
-      const size_t half = left / 2;
-      const bool above = halfway[index + half] < x;
-      index += above ? half + 1 : 0;
-      left = above ? left - half - 1 : half;
+    for (size_t entries = work.entries - 1; entries > 0;) {
+      const size_t half = entries / 2;
+      const bool is_above = halfway[index + half] < x;
+      index += is_above ? half + 1 : 0;
+      entries = is_above ? entries - half - 1 : half;
     }
   }
   return index + (work.ties[index] == x);
@@ -43,7 +43,8 @@ struct Strip {
 
 // Rounds a strip: sums becomes the error of each column, rounded_codes its codes; either may be null.
 template <bool kCounting>
-void round_strip(const RoundWork& work, const double* halfway, const Strip& strip, double* sums, uint8_t* rounded_codes) {
+void round_strip(const RoundWork& work, const double* halfway, const Strip& strip, double* sums,
+                 uint8_t* rounded_codes) {
   const size_t width = strip.width;
   const double *scales = strip.scales, *shifts = strip.shifts;
   const double low = work.values[0], high = static_cast<double>(work.entries - 1);
@@ -58,7 +59,7 @@ void round_strip(const RoundWork& work, const double* halfway, const Strip& stri
     }
     if (kCounting) {
       for (size_t c = 0; c < width; ++c) {
-        number[c] = clamped(std::nearbyint(number[c] - low), 0.0, high);
+        number[c] = clamp(std::nearbyint(number[c] - low), 0.0, high);
         value[c] = number[c] + low;
       }
       if (rounded_codes) {
@@ -109,7 +110,7 @@ bool sum_errors(const RoundWork& work, const Strip& strip, double* sums) {
       number = number - low;
       const double nearest = std::nearbyint(number);
       uncertain |= std::fabs(number - nearest) < near ? int64_t{0} : int64_t{1};
-      double value = clamped(nearest, 0.0, high) + low;
+      double value = clamp(nearest, 0.0, high) + low;
       if (kShift) value = value - shift[c];
       const double error = value * scale[c] - weights[c];
       total[c] += weight_of_row * (error * error);
@@ -127,8 +128,8 @@ void for_strips(const RoundWork& work, const Visit& visit) {
   halfway[work.entries - 1] = INFINITY;
   for (size_t group = 0; group < work.groups; ++group) {
     for (size_t begin = 0; begin < work.columns; begin += kColumns) {
-      const size_t left = work.columns - begin;
-      visit(halfway, group, begin, left < kColumns ? left : kColumns);
+      const size_t remaining_columns = work.columns - begin;
+      visit(halfway, group, begin, remaining_columns < kColumns ? remaining_columns : kColumns);
     }
   }
 }
@@ -145,25 +146,25 @@ void round_groups(const RoundWork& work) {
 void search_groups(const SearchWork& search) {
   const RoundWork& work = search.round;
   const auto kernel = work.counting ? round_strip<true> : round_strip<false>;
-  const auto summed = !work.counting ? nullptr : work.shifts ? sum_errors<true> : sum_errors<false>;
+  const auto sum_kernel = !work.counting ? nullptr : work.shifts ? sum_errors<true> : sum_errors<false>;
   for_strips(work, [&](const double* halfway, size_t group, size_t begin, size_t width) {
     const size_t at = group * work.columns + begin, next = work.groups * work.columns;
-    double least[kColumns], sums[kColumns], scales[kColumns], shifts[kColumns];
-    uint32_t* chosen = search.chosen + at;
+    double least_errors[kColumns], sums[kColumns], scales[kColumns], shifts[kColumns];
+    uint32_t* best_trials = search.best_trials + at;
     for (size_t trial = 0; trial < search.trials; ++trial) {
       const size_t offset = trial * next + at;
       const Strip strip{group, begin, width, work.scales + offset, work.shifts ? work.shifts + offset : nullptr};
-      double* trial_sums = trial ? sums : least;
-      if (!summed || !summed(work, strip, trial_sums)) kernel(work, halfway, strip, trial_sums, nullptr);
+      double* trial_sums = trial ? sums : least_errors;
+      if (!sum_kernel || !sum_kernel(work, strip, trial_sums)) kernel(work, halfway, strip, trial_sums, nullptr);
       for (size_t c = 0; c < width; ++c) {
-        const bool better = !trial || sums[c] < least[c];
-        if (trial && better) least[c] = sums[c];
-        if (better) chosen[c] = static_cast<uint32_t>(trial);
+        const bool better = !trial || sums[c] < least_errors[c];
+        if (trial && better) least_errors[c] = sums[c];
+        if (better) best_trials[c] = static_cast<uint32_t>(trial);
       }
     }
     for (size_t c = 0; c < width; ++c) {
-      scales[c] = work.scales[chosen[c] * next + at + c];
-      shifts[c] = work.shifts ? work.shifts[chosen[c] * next + at + c] : 0;
+      scales[c] = work.scales[best_trials[c] * next + at + c];
+      shifts[c] = work.shifts ? work.shifts[best_trials[c] * next + at + c] : 0;
     }
     const Strip strip{group, begin, width, scales, work.shifts ? shifts : nullptr};
     kernel(work, halfway, strip, nullptr, work.rounded_codes);

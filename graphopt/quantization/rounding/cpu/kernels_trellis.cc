@@ -62,7 +62,7 @@ struct Batch {
   Integers *codes, *before;           // [width], [width + 1]: the code of a column, and the state before it
   Floats* costs;                      // [width + 1][states], behind each column; the first is never read
   Floats *slopes, *offsets, *squares;  // [2^field]
-  Floats* known;                      // [states], costs before a column, for the best of them 0
+  Floats* costs_before;               // [states], costs before a column, for the best of them 0
 };
 
 // What costs are made of, c (u - h - t)^2 = q^2 / 4c + q t + c t^2, each rounded to an integer: q, its square with the
@@ -70,10 +70,10 @@ struct Batch {
 GRAPHOPT_FORCE_INLINE void make_terms(const Batch& batch, const Floats& unit, const Floats& count, size_t bits,
                                       size_t field) {
   const float scale = static_cast<float>(size_t{1} << bits);
-  const Floats twice = count + count, number = unit * twice;
+  const Floats double_count = count + count, number = unit * double_count;
   const Floats inverse = by_parts<Floats>([&](size_t i) { return 0.25f / count.part[i]; });
   for (size_t entry = 0; entry < size_t{1} << field; ++entry) {
-    const Floats slope = round_to_even(times(twice, batch.head[entry]) - number);
+    const Floats slope = round_to_even(times(double_count, batch.head[entry]) - number);
     const Floats offset = round_to_even(slope * slope * inverse);
     batch.slopes[entry] = times(slope, scale);
     batch.offsets[entry] = plus(times(offset, scale), static_cast<float>(entry >> (field - bits)));
@@ -87,50 +87,51 @@ template <size_t kBits, size_t kField>
 void advance(const Batch& batch, size_t turn, const Integers* ends) {
   const size_t bits = kBits ? kBits : batch.bits, field = kBits ? kField : batch.field;
   const size_t states = size_t{1} << (2 * field - bits), choices = size_t{1} << bits, lows = states >> bits;
-  const size_t together = choices < kTogether ? choices : kTogether;
+  const size_t step = choices < kTogether ? choices : kTogether;
   for (size_t state = 0; state < states; ++state) {
     for (size_t lane = 0; lane < kLanes; ++lane) {
       const bool starts = !ends || reinterpret_cast<const int32_t*>(ends)[lane] == static_cast<int32_t>(state);
-      reinterpret_cast<float*>(batch.known + state)[lane] = starts ? 0.0f : batch.worst;
+      reinterpret_cast<float*>(batch.costs_before + state)[lane] = starts ? 0.0f : batch.worst;
     }
   }
   Floats* next = batch.costs + states;
   for (size_t column = 0; column < batch.width; ++column, next += states) {
-    const size_t at = column + turn < batch.width ? column + turn : column + turn - batch.width;
-    make_terms(batch, batch.units[at], batch.counts[at], bits, field);
+    const size_t turned_column = column + turn < batch.width ? column + turn : column + turn - batch.width;
+    make_terms(batch, batch.units[turned_column], batch.counts[turned_column], bits, field);
     // the window's first half is the first bits of the state before it
     for (size_t state = 0; state < states; ++state) {
-      batch.known[state] = batch.known[state] + batch.offsets[state >> (field - bits)];
+      batch.costs_before[state] = batch.costs_before[state] + batch.offsets[state >> (field - bits)];
     }
     Floats best = all_lanes(__builtin_inff());
     for (size_t low = 0; low < lows; ++low) {
-      for (size_t first = 0; first < choices; first += together) {
-        const size_t behind = low << bits | first;
-        const float* tail = batch.tail + (behind & ((size_t{1} << field) - 1));
-        const Floats* squares = batch.squares + (behind & ((size_t{1} << field) - 1));
+      for (size_t first = 0; first < choices; first += step) {
+        const size_t next_state = low << bits | first;
+        const float* tail = batch.tail + (next_state & ((size_t{1} << field) - 1));
+        const Floats* squares = batch.squares + (next_state & ((size_t{1} << field) - 1));
 #pragma GCC unroll 2
         for (size_t part = 0; part < kParts; ++part) {
-          Floats::Part least[kTogether];
+          Floats::Part least_costs[kTogether];
           const auto path = [&](size_t choice, size_t i) {
             const size_t state = choice * lows + low;
-            return add_product(batch.known[state].part[part], batch.slopes[state >> (field - bits)].part[part], tail[i]);
+            const Floats& slope = batch.slopes[state >> (field - bits)];
+            return add_product(batch.costs_before[state].part[part], slope.part[part], tail[i]);
           };
 #pragma GCC unroll 4
           for (size_t i = 0; i < kTogether; ++i) {
-            if (i < together) least[i] = path(0, i);
+            if (i < step) least_costs[i] = path(0, i);
           }
           for (size_t choice = 1; choice < choices; ++choice) {
 #pragma GCC unroll 4
             for (size_t i = 0; i < kTogether; ++i) {
-              if (i < together) least[i] = minimum(path(choice, i), least[i]);
+              if (i < step) least_costs[i] = minimum(path(choice, i), least_costs[i]);
             }
           }
 #pragma GCC unroll 4
           for (size_t i = 0; i < kTogether; ++i) {
-            if (i < together) {
-              least[i] = least[i] + squares[i].part[part];
-              next[behind + i].part[part] = least[i];
-              best.part[part] = minimum(least[i], best.part[part]);
+            if (i < step) {
+              least_costs[i] = least_costs[i] + squares[i].part[part];
+              next[next_state + i].part[part] = least_costs[i];
+              best.part[part] = minimum(least_costs[i], best.part[part]);
             }
           }
         }
@@ -138,7 +139,7 @@ void advance(const Batch& batch, size_t turn, const Integers* ends) {
     }
     best = without_code(best, bits);
     for (size_t state = 0; state < states; ++state) {
-      batch.known[state] = least_of(without_code(next[state], bits) - best, all_lanes(batch.worst));
+      batch.costs_before[state] = least_of(without_code(next[state], bits) - best, all_lanes(batch.worst));
     }
   }
 }
@@ -149,10 +150,10 @@ void go_back(const Batch& batch, const Integers* ends, size_t stop) {
   if (ends) {
     state = *ends;
   } else {
-    Floats least = batch.known[0];
-    for (size_t other = 1; other < batch.states; ++other) {
-      state = choose(batch.known[other], least, all_lanes(static_cast<int32_t>(other)), state);
-      least = least_of(batch.known[other], least);
+    Floats least_cost = batch.costs_before[0];
+    for (size_t candidate = 1; candidate < batch.states; ++candidate) {
+      state = choose(batch.costs_before[candidate], least_cost, all_lanes(static_cast<int32_t>(candidate)), state);
+      least_cost = least_of(batch.costs_before[candidate], least_cost);
     }
   }
   batch.before[batch.width] = state;
@@ -160,14 +161,14 @@ void go_back(const Batch& batch, const Integers* ends, size_t stop) {
   for (size_t lane = 0; lane < kLanes; ++lane) {
     reinterpret_cast<int32_t*>(&lanes)[lane] = static_cast<int32_t>(lane);
   }
-  const int bits = static_cast<int>(batch.bits), rest = static_cast<int>(batch.choices) - 1;
+  const int bits = static_cast<int>(batch.bits), mask = static_cast<int>(batch.choices) - 1;
   for (size_t column = batch.width; column-- > stop;) {
     const float* costs = reinterpret_cast<const float*>(batch.costs + (column + 1) * batch.states);
-    const Integers places =
+    const Integers indices =
         by_parts<Integers>([&](size_t i) { return state.part[i] * int32_t{kLanes} + lanes.part[i]; });
-    const Floats cost = gather(costs, places);
+    const Floats cost = gather(costs, indices);
     const Integers code =
-        by_parts<Integers>([&](size_t i) { return __builtin_convertvector(cost.part[i], Integers::Part) & rest; });
+        by_parts<Integers>([&](size_t i) { return __builtin_convertvector(cost.part[i], Integers::Part) & mask; });
     batch.codes[column] = code;
     state = by_parts<Integers>(
         [&](size_t i) { return (code.part[i] * static_cast<int32_t>(batch.states) + state.part[i]) >> bits; });
@@ -214,9 +215,9 @@ void close_exactly(const Batch& batch, Integers* best) {
             [&](size_t p) { return (stream.part[p] << static_cast<int>(batch.bits)) | code.part[p]; });
       }
       stream = by_parts<Integers>([&](size_t p) { return stream.part[p] >> static_cast<int>(stream_bits - window); });
-      const int field = static_cast<int>(batch.field), rest = (1 << batch.field) - 1;
+      const int field = static_cast<int>(batch.field), mask = (1 << batch.field) - 1;
       const Integers upper = by_parts<Integers>([&](size_t p) { return stream.part[p] >> field; });
-      const Integers lower = by_parts<Integers>([&](size_t p) { return stream.part[p] & rest; });
+      const Integers lower = by_parts<Integers>([&](size_t p) { return stream.part[p] & mask; });
       const Floats difference = gather(batch.head, upper) + gather(batch.tail, lower) - batch.units[column];
       error = error + batch.counts[column] * (difference * difference);
     }
@@ -225,23 +226,23 @@ void close_exactly(const Batch& batch, Integers* best) {
   }
 }
 
-// Where a tile lies: its first weight, the scale of that, and the importance of its row.
-struct Place {
+// Where a tile begins: its first weight, the scale of that, and the importance of its row.
+struct TileStart {
   size_t weight, scale;
   double importance;
 };
 
 // Puts a tile into a lane: its numbers in steps, and what their squared errors cost.
-void load(const TrellisWork& work, const Place& place, size_t width, size_t lane, const Batch& batch) {
+void load(const TrellisWork& work, const TileStart& tile, size_t width, size_t lane, const Batch& batch) {
   float units[kTile] = {};
   double counts[kTile] = {}, largest = 0;
-  const double* scales = work.scales + place.scale;
+  const double* scales = work.scales + tile.scale;
   if (work.units) {
-    for (size_t i = 0; i < width; ++i) units[i] = work.units[place.weight + i];
+    for (size_t i = 0; i < width; ++i) units[i] = work.units[tile.weight + i];
   } else {
-    for (size_t i = 0; i < width; ++i) units[i] = static_cast<float>(work.numbers[place.weight + i] / scales[i]);
+    for (size_t i = 0; i < width; ++i) units[i] = static_cast<float>(work.numbers[tile.weight + i] / scales[i]);
   }
-  for (size_t i = 0; i < width; ++i) counts[i] = place.importance * scales[i] * scales[i];
+  for (size_t i = 0; i < width; ++i) counts[i] = tile.importance * scales[i] * scales[i];
   for (size_t i = 0; i < width; ++i) largest = counts[i] > largest ? counts[i] : largest;
   const double inverse = 1.0 / largest;
   const float farthest = batch.farthest, steps = static_cast<float>(work.steps), costs = static_cast<float>(work.costs);
@@ -254,14 +255,16 @@ void load(const TrellisWork& work, const Place& place, size_t width, size_t lane
 }
 
 // Searches up to 16 tiles, and writes codes, or what free paths mean.
-void search_tiles(const TrellisWork& work, const Batch& batch, const Place* places, size_t tiles, Integers* best) {
+void search_tiles(const TrellisWork& work, const Batch& batch, const TileStart* tile_starts, size_t tiles,
+                  Integers* best) {
   const size_t width = batch.width, half = width / 2;
-  for (size_t lane = 0; lane < kLanes; ++lane) load(work, places[lane < tiles ? lane : 0], width, lane, batch);
+  for (size_t lane = 0; lane < kLanes; ++lane) load(work, tile_starts[lane < tiles ? lane : 0], width, lane, batch);
   if (!work.units) {
     (width < kTile ? close_exactly : close)(batch, best);
     for (size_t lane = 0; lane < tiles; ++lane) {
       for (size_t i = 0; i < width; ++i) {
-        work.codes[places[lane].weight + i] = static_cast<uint8_t>(reinterpret_cast<const int32_t*>(best + i)[lane]);
+        const int32_t code = reinterpret_cast<const int32_t*>(best + i)[lane];
+        work.codes[tile_starts[lane].weight + i] = static_cast<uint8_t>(code);
       }
     }
     return;
@@ -272,7 +275,7 @@ void search_tiles(const TrellisWork& work, const Batch& batch, const Place* plac
       return batch.codes[i].part[p] * static_cast<int32_t>(batch.states) + batch.before[i + 1].part[p];
     }));
     for (size_t lane = 0; lane < tiles; ++lane) {
-      work.units[places[lane].weight + (i + half) % width] = reinterpret_cast<const float*>(&values)[lane];
+      work.units[tile_starts[lane].weight + (i + half) % width] = reinterpret_cast<const float*>(&values)[lane];
     }
   }
 }
@@ -297,25 +300,25 @@ void search_trellis(const TrellisWork& work) {
   batch.slopes = reinterpret_cast<Floats*>(best + kTile);
   batch.offsets = batch.slopes + entries;
   batch.squares = batch.offsets + entries;
-  batch.known = batch.squares + entries;
-  batch.costs = batch.known + batch.states;
+  batch.costs_before = batch.squares + entries;
+  batch.costs = batch.costs_before + batch.states;
   const size_t whole = work.columns / kTile * kTile;
   for (int narrow = 0; narrow < 2; ++narrow) {
     const size_t begin = narrow ? whole : 0, end = narrow ? work.columns : whole;
     batch.width = narrow ? end - begin : kTile;
-    Place places[kLanes];
+    TileStart tile_starts[kLanes];
     size_t tiles = 0;
     for (size_t row = 0; begin < end && row < work.groups * work.size; ++row) {
       const size_t group = row / work.size;
       for (size_t column = begin; column < end; column += kTile) {
-        places[tiles++] = {row * work.columns + column, group * work.columns + column,
+        tile_starts[tiles++] = {row * work.columns + column, group * work.columns + column,
                            work.importance ? work.importance[row] : 1.0};
         if (tiles < kLanes) continue;
-        search_tiles(work, batch, places, tiles, best);
+        search_tiles(work, batch, tile_starts, tiles, best);
         tiles = 0;
       }
     }
-    if (tiles) search_tiles(work, batch, places, tiles, best);
+    if (tiles) search_tiles(work, batch, tile_starts, tiles, best);
   }
 }
 
@@ -335,22 +338,24 @@ void decode(const TrellisWork& work, const uint8_t* codes, const double* scales,
 }
 
 // The scratch of a search behind bytes that come first.
-void* behind(void* scratch, size_t bytes) { return static_cast<char*>(scratch) + (bytes + kLine - 1) / kLine * kLine; }
+void* scratch_behind(void* scratch, size_t bytes) {
+  return static_cast<char*>(scratch) + (bytes + kLine - 1) / kLine * kLine;
+}
 
 void try_scales(const TrialWork& work) {
   const size_t columns = work.search.columns;
   TrellisWork rows = work.search;
-  rows.scratch = behind(work.search.scratch, trial_scratch(columns));
+  rows.scratch = scratch_behind(work.search.scratch, trial_scratch(columns));
   rows.units = static_cast<float*>(work.search.scratch);
   rows.numbers = rows.importance = nullptr;
   rows.codes = nullptr;
   rows.groups = 1;
   for (size_t group = 0; group < work.search.groups; ++group) {
-    const size_t place = group * columns, size = work.search.size;
-    const float* steps = work.steps + place;
-    float *errors = work.errors + place, *products = work.products + place, *squares = work.squares + place;
+    const size_t offset = group * columns, size = work.search.size;
+    const float* steps = work.steps + offset;
+    float *errors = work.errors + offset, *products = work.products + offset, *squares = work.squares + offset;
     for (size_t i = 0; i < columns; ++i) errors[i] = products[i] = squares[i] = 0;
-    rows.scales = work.search.scales + place;
+    rows.scales = work.search.scales + offset;
     for (size_t begin = 0; begin < size; begin += kTrialRows) {
       rows.size = size - begin < kTrialRows ? size - begin : kTrialRows;
       const float* numbers = work.numbers + (group * size + begin) * columns;
@@ -377,7 +382,7 @@ void feed_back(const FeedbackWork& work) {
   const size_t columns = work.search.columns;
   TrellisWork row = work.search;
   double* goal = static_cast<double*>(work.search.scratch);
-  row.scratch = behind(work.search.scratch, feedback_scratch(columns));
+  row.scratch = scratch_behind(work.search.scratch, feedback_scratch(columns));
   row.groups = row.size = 1;
   row.units = nullptr;
   row.importance = nullptr;
@@ -403,13 +408,13 @@ void feed_back(const FeedbackWork& work) {
         goal[begin + i] = work.targets[number * columns + begin + i] + sums[i];
       }
     }
-    const size_t place = static_cast<size_t>(work.order[number]);
-    row.scales = work.scales + place / work.group * work.scale_columns;
-    row.codes = work.codes + place * work.code_columns;
+    const size_t position = static_cast<size_t>(work.order[number]);
+    row.scales = work.scales + position / work.group * work.scale_columns;
+    row.codes = work.codes + position * work.code_columns;
     search_trellis(row);
     decode(row, row.codes, row.scales, goal);
     double* errors = work.errors + number * columns;
-    for (size_t i = 0; i < columns; ++i) errors[i] = work.matrix[place * columns + i] - goal[i];
+    for (size_t i = 0; i < columns; ++i) errors[i] = work.matrix[position * columns + i] - goal[i];
   }
 }
 

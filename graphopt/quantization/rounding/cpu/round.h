@@ -21,7 +21,7 @@ struct RoundWork {
   double origin, per_unit;   // number x lies in cell (x - origin) * per_unit
   uint8_t counting;          // the values are consecutive integers, and ties go to the even one
   double* errors;            // [groups, columns]; or null
-  uint8_t* rounded_codes;          // [groups, size, columns]; or null
+  uint8_t* rounded_codes;    // [groups, size, columns]; or null
 };
 
 // Several scales for each group and column: RoundWork's scales and shifts are [trials, groups, columns] then. Of those
@@ -29,7 +29,7 @@ struct RoundWork {
 struct SearchWork {
   RoundWork round;
   size_t trials;
-  uint32_t* chosen;  // [groups, columns]
+  uint32_t* best_trials;  // [groups, columns]
 };
 
 using RoundKernel = void (*)(const RoundWork&);

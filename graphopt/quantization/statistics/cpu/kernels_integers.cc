@@ -204,15 +204,15 @@ GRAPHOPT_FORCE_INLINE void write_products(const IntegerProductsWork& work, size_
   const float* scales = work.right_scales + column;
   for (size_t i = 0; i < height; ++i, totals += kPanel) {
     const double scale = static_cast<double>(work.left_scales[row + i]);
-    const size_t place = (row + i) * work.stride + column;
+    const size_t offset = (row + i) * work.stride + column;
     // a loop for each, which compilers turn into vectors
     if (work.sums) {
-      double* sums = work.sums + place;
+      double* sums = work.sums + offset;
       for (size_t j = 0; j < width; ++j) {
         sums[j] += scale * static_cast<double>(scales[j]) * static_cast<double>(totals[j]);
       }
     } else {
-      float* products = work.products + place;
+      float* products = work.products + offset;
       for (size_t j = 0; j < width; ++j) {
         products[j] = static_cast<float>(scale * static_cast<double>(scales[j]) * static_cast<double>(totals[j]));
       }
@@ -233,7 +233,8 @@ void multiply(const IntegerProductsWork& work) {
       }
       for (size_t i = 0; i < kPanel * kPanel; ++i) totals[i] = 0;
       for (size_t segment = 0; segment < work.pairs; segment += kIntegerSegment) {
-        const size_t rest = work.pairs - segment, count = rest < kIntegerSegment ? rest : kIntegerSegment;
+        const size_t remaining_pairs = work.pairs - segment;
+        const size_t count = remaining_pairs < kIntegerSegment ? remaining_pairs : kIntegerSegment;
         multiply_segment(left + 2 * segment * kPanel, right + 2 * segment * kPanel, count, tile);
         for (size_t i = 0; i < kPanel * kPanel; ++i) totals[i] += static_cast<double>(tile[i]);
       }

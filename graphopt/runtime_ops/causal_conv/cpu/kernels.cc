@@ -49,8 +49,8 @@ void convolve_some(const Convolution& call, const float* const* rows, size_t at,
 }
 
 void run(const Convolution& call, size_t row, size_t first, float* scratch) {
-  const size_t left = call.channels - first, taps = call.taps;
-  const size_t count = left < kConvolutionChannels ? left : kConvolutionChannels;
+  const size_t remaining_channels = call.channels - first, taps = call.taps;
+  const size_t count = remaining_channels < kConvolutionChannels ? remaining_channels : kConvolutionChannels;
   float *const weight = scratch, *const bias = weight + taps * kConvolutionChannels, *const tail = bias + kConvolutionChannels;
   const auto** const rows = reinterpret_cast<const float**>(scratch + 2 * taps * kConvolutionChannels);
   const float* const state = call.state + (row * call.channels + first) * (taps - 1);
@@ -60,8 +60,8 @@ void run(const Convolution& call, size_t row, size_t first, float* scratch) {
     bias[c] = call.bias ? call.bias[first + c] : 0;
   }
   // a row of the state begins at its first column, as one of x does
-  size_t known = 0;
-  for (; known + 1 < taps; ++known) rows[known] = tail + known * kConvolutionChannels;
+  size_t row_count = 0;
+  for (; row_count + 1 < taps; ++row_count) rows[row_count] = tail + row_count * kConvolutionChannels;
   for (size_t t = 0; t < call.tokens; ++t) {
     const size_t token = row * call.tokens + t;
     float* const y = call.y + token * call.channels + first;
@@ -69,15 +69,15 @@ void run(const Convolution& call, size_t row, size_t first, float* scratch) {
       for (size_t c = 0; c < count; ++c) y[c] = 0;
       continue;
     }
-    rows[known++] = call.x + token * call.channels + first;
-    const float* const* const now = rows + known - taps;
+    rows[row_count++] = call.x + token * call.channels + first;
+    const float* const* const window = rows + row_count - taps;
     size_t c = 0;
-    for (; c + 4 * kColumns <= count; c += 4 * kColumns) convolve<4>(call, now, c, weight + c, bias + c, y + c);
-    for (; c + kColumns <= count; c += kColumns) convolve<1>(call, now, c, weight + c, bias + c, y + c);
-    if (c < count) convolve_some(call, now, c, count - c, weight + c, bias + c, y + c);
+    for (; c + 4 * kColumns <= count; c += 4 * kColumns) convolve<4>(call, window, c, weight + c, bias + c, y + c);
+    for (; c + kColumns <= count; c += kColumns) convolve<1>(call, window, c, weight + c, bias + c, y + c);
+    if (c < count) convolve_some(call, window, c, count - c, weight + c, bias + c, y + c);
   }
   float* const new_state = call.new_state + (row * call.channels + first) * (taps - 1);
-  const float* const* const last = rows + known - (taps - 1);
+  const float* const* const last = rows + row_count - (taps - 1);
   for (size_t c = 0; c < count; ++c) {
     for (size_t tap = 0; tap + 1 < taps; ++tap) new_state[c * (taps - 1) + tap] = last[tap][c];
   }

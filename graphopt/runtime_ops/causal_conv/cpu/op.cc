@@ -106,14 +106,14 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   Convolution call{};
   GRAPHOPT_RETURN_IF_ERROR(inputs.read(node, context));
   GRAPHOPT_RETURN_IF_ERROR(inputs.check(node, &call));
-  void* written[2];
+  void* outputs[2];
   for (size_t index = 0; index < 2; ++index) {
-    const Tensor& like = inputs.tensors[index ? kState : kX];
+    const Tensor& input = inputs.tensors[index ? kState : kX];
     OrtValue* output = nullptr;
     GRAPHOPT_RETURN_IF_ERROR(
-        KernelContextGetOutput::call(node.api, context, index, like.shape.get(), like.rank, &output));
+        KernelContextGetOutput::call(node.api, context, index, input.shape.get(), input.rank, &output));
     if (!output) return node.error("all its outputs must have names, output %zu has none", index);
-    GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(node.api, output, &written[index]));
+    GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(node.api, output, &outputs[index]));
   }
   const bool is_half = inputs.tensors[kX].type == kFloat16;
   const size_t of_y = inputs.counts[kX], of_state = inputs.counts[kState];
@@ -133,13 +133,13 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   }
   if (!inputs.counts[kBias]) call.bias = nullptr;
   call.mask = inputs.dim(kMask, 1) ? static_cast<const int64_t*>(inputs.tensors[kMask].data) : nullptr;
-  call.y = is_half ? wide : static_cast<float*>(written[0]);
-  call.new_state = is_half ? wide + of_y : static_cast<float*>(written[1]);
+  call.y = is_half ? wide : static_cast<float*>(outputs[0]);
+  call.new_state = is_half ? wide + of_y : static_cast<float*>(outputs[1]);
   call.silu = silu;
   GRAPHOPT_RETURN_IF_ERROR(run(context, call));
   if (!is_half) return nullptr;
-  narrow(call.y, of_y, static_cast<Half*>(written[0]));
-  narrow(call.new_state, of_state, static_cast<Half*>(written[1]));
+  narrow(call.y, of_y, static_cast<Half*>(outputs[0]));
+  narrow(call.new_state, of_state, static_cast<Half*>(outputs[1]));
   return nullptr;
 }
 

@@ -180,7 +180,8 @@ struct Call {
   int write_column(size_t column, const Numbers& numbers, float* to) const {
     const size_t tile = column / 16, lane = column % 16;
     const uint8_t* const codes = weights.codes + tile * weights.tile_bytes();
-    const size_t left = weights.columns - 16 * tile, width = left < 16 ? left : 16;
+    const size_t remaining_columns = weights.columns - 16 * tile;
+    const size_t width = remaining_columns < 16 ? remaining_columns : 16;
     const Column<Numbers> source{numbers, codes, lane, width};
     return source.write(weights, kernel->table, planes, to);
   }

@@ -25,9 +25,9 @@ template <typename V>
 void core_product(const uint8_t* codes, size_t order, const V* in, V* out, Prefetcher& prefetcher) {
   constexpr size_t kBlock = 10, W = kStrip / sizeof(V);
   V sums[kBlock][16][W];
-  const size_t all = groups(order);
-  for (size_t first = 0; first < all; first += kBlock) {
-    const size_t count = all - first < kBlock ? all - first : kBlock;
+  const size_t group_count = groups(order);
+  for (size_t first = 0; first < group_count; first += kBlock) {
+    const size_t count = group_count - first < kBlock ? group_count - first : kBlock;
     for (size_t g = 0; g < count; ++g) {
       const V* const row = in + (first + g) * kGroup * W;
       for (size_t w = 0; w < W; ++w) {
@@ -37,14 +37,14 @@ void core_product(const uint8_t* codes, size_t order, const V* in, V* out, Prefe
         for (size_t code = 0; code < 16; ++code) sums[g][code][w] = low[code % 4] + high[code / 4];
       }
     }
-    const auto outputs = [&](size_t k, auto together) {
-      constexpr size_t K = decltype(together)::value;
+    const auto outputs = [&](size_t k, auto output_count) {
+      constexpr size_t K = decltype(output_count)::value;
       V sum[K][W] = {};
       if (first) __builtin_memcpy(sum, out + k * W, sizeof sum);
       for (size_t j = 0; j < K; ++j) prefetcher.fetch_line();
       for (size_t g = 0; g < count; ++g) {
         for (size_t j = 0; j < K; ++j) {
-          const V* const from = sums[g][codes[(k + j) * all + first + g]];
+          const V* const from = sums[g][codes[(k + j) * group_count + first + g]];
           for (size_t w = 0; w < W; ++w) sum[j][w] += from[w];
         }
       }

@@ -117,8 +117,8 @@ void paley_lines(PaleyStrip<q, V>* strips, T* y, V* even, Prefetcher& prefetcher
     for (size_t s = 0; s < kStrips; ++s) {
       T* const to = y + s * L - ends;
       if (s) {
-        const StreamShiftedRows<V, T> shifted{to, stride, ends, rows_of_strip[s - 1], free, &prefetcher};
-        paley_product<q>(strips[s], even, shifted);
+        const StreamShiftedRows<V, T> store{to, stride, ends, rows_of_strip[s - 1], free, &prefetcher};
+        paley_product<q>(strips[s], even, store);
       } else {
         paley_product<q>(strips[s], even, StoreRows<V, T>{reinterpret_cast<T*>(free), L, &prefetcher});
       }
@@ -207,7 +207,7 @@ void transform(const HadamardWork& work) {
     const size_t bytes = size * sizeof(T);
     multiply(run, size, order, work.left, core_scratch, prefetcher);
     if constexpr (sizeof(Stored) != sizeof(T)) {
-      for (size_t j = 0; j < size; ++j) y[j] = stored<Stored>(run[j]);
+      for (size_t j = 0; j < size; ++j) y[j] = round_to<Stored>(run[j]);
     } else if (work.streaming) {
       stream(y, run, bytes);
     } else {

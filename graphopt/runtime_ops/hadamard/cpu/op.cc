@@ -40,12 +40,12 @@ struct Kernel {
     }
     const HadamardKernels* const kernels = &GRAPHOPT_OF(instructions, kHadamard);
     run = type == kFloat ? kernels->float32 : type == kDouble ? kernels->float64 : kernels->float16;
-    for (Input which : {kLeft, kRight}) {
+    for (Input factor : {kLeft, kRight}) {
       int is_given = 0;
       const OrtValue* value = nullptr;
-      GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, which, &is_given, &value));
-      if (is_given) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, value, kNames[which], &constant[which]));
-      is_constant[which] = is_given;
+      GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, factor, &is_given, &value));
+      if (is_given) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, value, kNames[factor], &constant[factor]));
+      is_constant[factor] = is_given;
     }
     return nullptr;
   }
@@ -79,17 +79,17 @@ struct Call {
 OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   const OrtApi* api = node.api;
   const OrtValue* values[3];
-  for (Input which : {kX, kLeft, kRight}) {
-    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, which, &values[which]));
+  for (Input input : {kX, kLeft, kRight}) {
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, input, &values[input]));
   }
   Tensor x, y;
   GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(values[kX], "x", &x));
   OwnedFactor call_factors[3];
   const Factor* factors[3];
-  for (Input which : {kLeft, kRight}) {
-    factors[which] = is_constant[which] ? &constant[which] : &call_factors[which];
-    if (is_constant[which]) continue;
-    GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, values[which], kNames[which], &call_factors[which]));
+  for (Input factor : {kLeft, kRight}) {
+    factors[factor] = is_constant[factor] ? &constant[factor] : &call_factors[factor];
+    if (is_constant[factor]) continue;
+    GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, values[factor], kNames[factor], &call_factors[factor]));
   }
   const Factor &left = *factors[kLeft], &right = *factors[kRight];
   size_t runs = 0;

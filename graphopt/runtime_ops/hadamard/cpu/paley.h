@@ -24,23 +24,23 @@ struct PaleyHalf {
   constexpr PaleyHalf() {
     for (size_t k = 0; k < n; ++k) {
       for (size_t j = 0; j < n; ++j) {
-        const int near = kCharacter<q>.of[(k + q - j) % q], mirrored = kCharacter<q>.of[(k + j + 2) % q];
-        entry[k][j] = static_cast<int8_t>(k == j ? 0 : (odd ? near - mirrored : near + mirrored) / 2);
+        const int column = kCharacter<q>.of[(k + q - j) % q], mirror_column = kCharacter<q>.of[(k + j + 2) % q];
+        entry[k][j] = static_cast<int8_t>(k == j ? 0 : (odd ? column - mirror_column : column + mirror_column) / 2);
       }
     }
     // The partner of each input that is still alone is the one with which it leaves most outputs as they are.
-    bool taken[n] = {};
-    for (size_t at = 0; at < n; at += 2) {
+    bool has_partner[n] = {};
+    for (size_t pair = 0; pair < n; pair += 2) {
       size_t first = 0, second = 0, fewest = n + 1;
-      while (taken[first]) ++first;
+      while (has_partner[first]) ++first;
       for (size_t j = first + 1; j < n; ++j) {
-        size_t changed = 0;
-        for (size_t k = 0; k < n; ++k) changed += entry[k][first] || entry[k][j];
-        if (!taken[j] && changed < fewest) fewest = changed, second = j;
+        size_t changes = 0;
+        for (size_t k = 0; k < n; ++k) changes += entry[k][first] || entry[k][j];
+        if (!has_partner[j] && changes < fewest) fewest = changes, second = j;
       }
-      taken[first] = taken[second] = true;
-      paired[at] = first;
-      paired[at + 1] = second;
+      has_partner[first] = has_partner[second] = true;
+      paired[pair] = first;
+      paired[pair + 1] = second;
     }
   }
 };
@@ -156,27 +156,27 @@ void paley_rows(const PaleyStrip<q, V>& strip, V* even, V one, StoreRow store_ro
 // Fills strips that lie side by side: `row(i, v)` reads row i of the core, a vector for each.
 template <size_t q, size_t strips, typename V, typename Row>
 [[gnu::always_inline]] inline void paley_read(PaleyStrip<q, V>* strip, Row row) {
-  const auto alone = [&](size_t i, V PaleyStrip<q, V>::*where) {
+  const auto read_one = [&](size_t i, V PaleyStrip<q, V>::*where) {
     V v[strips];
     row(i, v);
     for (size_t s = 0; s < strips; ++s) strip[s].*where = v[s];
   };
-  alone(0, &PaleyStrip<q, V>::upper_border);
-  alone(1, &PaleyStrip<q, V>::lower_border);
-  alone(2, &PaleyStrip<q, V>::upper_zero);
-  alone(3, &PaleyStrip<q, V>::lower_zero);
-  const auto mirrored = [&](size_t i, size_t j, V (PaleyStrip<q, V>::*where)[2][(q - 1) / 2]) {
-    V v[strips], other[strips];
+  read_one(0, &PaleyStrip<q, V>::upper_border);
+  read_one(1, &PaleyStrip<q, V>::lower_border);
+  read_one(2, &PaleyStrip<q, V>::upper_zero);
+  read_one(3, &PaleyStrip<q, V>::lower_zero);
+  const auto read_pair = [&](size_t i, size_t j, V (PaleyStrip<q, V>::*where)[2][(q - 1) / 2]) {
+    V v[strips], partner[strips];
     row(i, v);
-    row(2 * q + 4 + i % 2 * 2 - i, other);
+    row(2 * q + 4 + i % 2 * 2 - i, partner);
     for (size_t s = 0; s < strips; ++s) {
-      (strip[s].*where)[0][j] = v[s] + other[s];
-      (strip[s].*where)[1][j] = v[s] - other[s];
+      (strip[s].*where)[0][j] = v[s] + partner[s];
+      (strip[s].*where)[1][j] = v[s] - partner[s];
     }
   };
   for (size_t j = 0; j < (q - 1) / 2; ++j) {
-    mirrored(4 + 2 * j, j, &PaleyStrip<q, V>::upper);
-    mirrored(5 + 2 * j, j, &PaleyStrip<q, V>::lower);
+    read_pair(4 + 2 * j, j, &PaleyStrip<q, V>::upper);
+    read_pair(5 + 2 * j, j, &PaleyStrip<q, V>::lower);
   }
 }
 

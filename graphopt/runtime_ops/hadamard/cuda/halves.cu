@@ -115,12 +115,12 @@ GRAPHOPT_DEVICE void load(const HadamardHalves& call, const Block& block, unsign
   const auto* from = static_cast<const T*>(call.x) + static_cast<size_t>(block.first_run) * numbers + first;
   T* to_run = input + in_shared(first);
   for (unsigned run = 0; run < block.runs; ++run) {
-    const T* at = from;
+    const T* source = from;
     T* to = to_run;
     for (unsigned i = first; i < padded; i += step) {
-      copy_async16(to, at, i < numbers);
+      copy_async16(to, source, i < numbers);
       to += in_shared(step);
-      at += step;
+      source += step;
     }
     from += numbers;
     to_run += in_shared(padded);

@@ -41,19 +41,19 @@ GRAPHOPT_DEVICE void store_number(void* y, int type, size_t index, float value) 
   else static_cast<BFloat16*>(y)[index] = bfloat16_of(value);
 }
 
-// Where the block's tile is.
-struct Place {
+// Which numbers the block's tile holds.
+struct TileRange {
   size_t first;    // number of x
   unsigned count;  // numbers of the tile
 };
-GRAPHOPT_DEVICE Place place(const HadamardPass& pass) {
+GRAPHOPT_DEVICE TileRange tile_range(const HadamardPass& pass) {
   const size_t index = block_index().x;
   if (pass.rows > 1) {
     const size_t run = index / pass.tiles_of_run, column = index % pass.tiles_of_run * pass.width;
     return {run * pass.pitch * pass.rows + column, pass.rows * pass.width};
   }
-  const size_t first = index * pass.width, left = pass.numbers - first;
-  return {first, left < pass.width ? static_cast<unsigned>(left) : pass.width};
+  const size_t first = index * pass.width, remaining = pass.numbers - first;
+  return {first, remaining < pass.width ? static_cast<unsigned>(remaining) : pass.width};
 }
 GRAPHOPT_DEVICE size_t number_at(const HadamardPass& pass, size_t first, unsigned index) {
   return pass.rows > 1 ? first + index / pass.width * pass.pitch + index % pass.width : first + index;
@@ -61,7 +61,7 @@ GRAPHOPT_DEVICE size_t number_at(const HadamardPass& pass, size_t first, unsigne
 
 // 16 bytes are Size neighbours, of which 2^load_log are transformed.
 template <int Size>
-GRAPHOPT_DEVICE void load_neighbours(const HadamardPass& pass, const Place& tile, float* shared) {
+GRAPHOPT_DEVICE void load_neighbours(const HadamardPass& pass, const TileRange& tile, float* shared) {
   for (unsigned index = thread_index().x * Size; index < tile.count; index += kHadamardThreads * Size) {
     const size_t from = number_at(pass, tile.first, index);
     float v[Size];
@@ -106,7 +106,7 @@ GRAPHOPT_DEVICE void load_neighbours(const HadamardPass& pass, const Place& tile
 
 // Size numbers a stride apart, for each column; written back, or to y.
 template <int Size, bool Leaves>
-GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, unsigned stride, float* shared) {
+GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const TileRange& tile, unsigned stride, float* shared) {
   for (unsigned item = thread_index().x; item < tile.count / Size; item += kHadamardThreads) {
     const unsigned base = item / stride * (stride * Size) + item % stride;
     float v[Size];
@@ -121,7 +121,7 @@ GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, un
   }
 }
 template <bool Leaves>
-GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, const HadamardStage& stage,
+GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const TileRange& tile, const HadamardStage& stage,
                                  float* shared) {
   if (stage.order == 32) butterflies<32, Leaves>(pass, tile, stage.stride, shared);
   else if (stage.order == 16) butterflies<16, Leaves>(pass, tile, stage.stride, shared);
@@ -142,7 +142,7 @@ GRAPHOPT_DEVICE uint32_t cut(float& a, float& b) {
 // Vectors of `order` numbers a stride apart, times the core, in place. A warp does eight at a time: it has read all of
 // their numbers when it writes the first sum.
 template <int Tiles>
-GRAPHOPT_DEVICE void core(const Place& tile, const HadamardStage& stage, bool all_parts, float* shared) {
+GRAPHOPT_DEVICE void core(const TileRange& tile, const HadamardStage& stage, bool all_parts, float* shared) {
   constexpr int kColumns = 8;
   const unsigned order = static_cast<unsigned>(stage.order), stride = stage.stride, vectors = tile.count / order;
   const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
@@ -150,15 +150,15 @@ GRAPHOPT_DEVICE void core(const Place& tile, const HadamardStage& stage, bool al
   for (unsigned first = static_cast<unsigned>(warp()) * kColumns; first < vectors;
        first += kHadamardThreads / kWarp * kColumns) {
     uint32_t high[Tiles][2], middle[Tiles][2], low[Tiles][2];
-    const bool mine = first + g < vectors;
+    const bool is_inside = first + g < vectors;
     const unsigned from = start(first + g);
     GRAPHOPT_UNROLL
     for (int k = 0; k < Tiles; ++k) {
       GRAPHOPT_UNROLL
       for (int i = 0; i < 2; ++i) {
         const unsigned row = 16 * k + 8 * i + 2 * t;
-        float a = mine && row < order ? shared[at(from + row * stride)] : 0;
-        float b = mine && row + 1 < order ? shared[at(from + (row + 1) * stride)] : 0;
+        float a = is_inside && row < order ? shared[at(from + row * stride)] : 0;
+        float b = is_inside && row + 1 < order ? shared[at(from + (row + 1) * stride)] : 0;
         high[k][i] = cut(a, b);
         middle[k][i] = cut(a, b);
         low[k][i] = cut(a, b);
@@ -199,7 +199,7 @@ GRAPHOPT_DEVICE void core(const Place& tile, const HadamardStage& stage, bool al
 template <int Tiles>
 GRAPHOPT_KERNEL(kHadamardThreads, Tiles > 10 ? 1 : 2) void hadamard(HadamardPass pass) {
   auto* const shared = reinterpret_cast<float*>(shared_memory());
-  const Place tile = place(pass);
+  const TileRange tile = tile_range(pass);
   if (pass.type_x == GRAPHOPT_FLOAT32) load_neighbours<4>(pass, tile, shared);
   else load_neighbours<8>(pass, tile, shared);
   sync_block();
@@ -237,7 +237,7 @@ const char* graphopt_cuda_hadamard(const GraphoptHadamard* call, void* stream) {
                                                  : hadamard<0>;
     if (pass.tiles() > 0x7fffffff) return "Hadamard takes at most 2^31 - 1 tiles";
     const Index3 grid{static_cast<unsigned>(pass.tiles()), 1, 1};
-    const char* const failure = launch(kernel, grid, kHadamardThreads, 4 * padded(pass.tile()), stream, pass);
+    const char* const failure = launch(kernel, grid, kHadamardThreads, 4 * padded_index(pass.tile()), stream, pass);
     if (failure) return failure;
   }
   return nullptr;

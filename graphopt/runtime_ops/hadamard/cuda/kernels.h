@@ -18,7 +18,7 @@ constexpr int kMaxCore = 256;  // of a part of one
 constexpr int kMaxLog = 5;  // butterflies of up to 2^5 numbers, in registers
 
 // One word in 33 is empty, so that lanes that read along a stride of a power of two do not conflict in a bank.
-constexpr size_t padded(size_t index) { return index + index / 32; }
+constexpr size_t padded_index(size_t index) { return index + index / 32; }
 // The largest tile of floats for which shared memory suffices on every GPU from sm_80 on.
 constexpr size_t kMaxTile = 40448;
 

@@ -26,17 +26,17 @@ struct Kernel {
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
     GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
-    for (Input which : {kLeft, kRight}) {
-      int given = 0;
+    for (Input factor : {kLeft, kRight}) {
+      int is_initializer = 0;
       const OrtValue* value = nullptr;
-      GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, which, &given, &value));
-      is_constant[which] = given;
-      if (!given) continue;
-      PackedFactor& packed = constant[which];
-      GRAPHOPT_RETURN_IF_ERROR(packed.read(node, value, kNames[which]));
-      if (!packed.bytes) continue;
-      GRAPHOPT_RETURN_IF_ERROR(signs[which].copy_of(node, info, packed.signs.get(), packed.bytes));
-      packed.factor.signs = signs[which].data();
+      GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, factor, &is_initializer, &value));
+      is_constant[factor] = is_initializer;
+      if (!is_initializer) continue;
+      PackedFactor& matrix = constant[factor];
+      GRAPHOPT_RETURN_IF_ERROR(matrix.read(node, value, kNames[factor]));
+      if (!matrix.bytes) continue;
+      GRAPHOPT_RETURN_IF_ERROR(signs[factor].copy_of(node, info, matrix.signs.get(), matrix.bytes));
+      matrix.factor.signs = signs[factor].data();
     }
     return nullptr;
   }
@@ -44,21 +44,23 @@ struct Kernel {
   OrtStatus* compute(OrtKernelContext* context) const {
     const OrtApi* api = node.api;
     const OrtValue* values[3];
-    for (Input which : {kX, kLeft, kRight}) {
-      GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, which, &values[which]));
+    for (Input input : {kX, kLeft, kRight}) {
+      GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, input, &values[input]));
     }
     Tensor x, y;
     GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(values[kX], "x", &x));
-    PackedFactor given[3];
+    PackedFactor call_factors[3];
     GraphoptHadamard call = {};
     GraphoptFactor* const factors[3] = {nullptr, &call.left, &call.right};
     size_t orders[3] = {}, sign_bytes = 0;
-    for (Input which : {kLeft, kRight}) {
-      if (!is_constant[which]) GRAPHOPT_RETURN_IF_ERROR(given[which].read(node, values[which], kNames[which]));
-      const PackedFactor& packed = is_constant[which] ? constant[which] : given[which];
-      *factors[which] = packed.factor;
-      orders[which] = packed.order();
-      sign_bytes += given[which].bytes;
+    for (Input factor : {kLeft, kRight}) {
+      if (!is_constant[factor]) {
+        GRAPHOPT_RETURN_IF_ERROR(call_factors[factor].read(node, values[factor], kNames[factor]));
+      }
+      const PackedFactor& matrix = is_constant[factor] ? constant[factor] : call_factors[factor];
+      *factors[factor] = matrix.factor;
+      orders[factor] = matrix.order();
+      sign_bytes += call_factors[factor].bytes;
     }
     size_t runs = 0;
     GRAPHOPT_RETURN_IF_ERROR(count_runs(node, x, orders[kLeft], orders[kRight], &runs));
@@ -73,15 +75,15 @@ struct Kernel {
     DeviceCall device;
     GRAPHOPT_RETURN_IF_ERROR(device.begin(context, values[kX], sign_bytes + graphopt_cuda_hadamard_scratch(&call)));
     auto* scratch = static_cast<char*>(device.scratch());
-    for (Input which : {kLeft, kRight}) {
-      const PackedFactor& packed = given[which];
-      if (!packed.bytes) continue;
-      GRAPHOPT_RETURN_IF_SAID(node, copy_to_device(scratch, packed.signs.get(), packed.bytes, device.stream()));
-      factors[which]->signs = scratch;
-      scratch += packed.bytes;  // a multiple of 512
+    for (Input factor : {kLeft, kRight}) {
+      const PackedFactor& matrix = call_factors[factor];
+      if (!matrix.bytes) continue;
+      GRAPHOPT_RETURN_IF_MESSAGE(node, copy_to_device(scratch, matrix.signs.get(), matrix.bytes, device.stream()));
+      factors[factor]->signs = scratch;
+      scratch += matrix.bytes;  // a multiple of 512
     }
     call.scratch = scratch;
-    GRAPHOPT_RETURN_IF_SAID(node, graphopt_cuda_hadamard(&call, device.stream()));
+    GRAPHOPT_RETURN_IF_MESSAGE(node, graphopt_cuda_hadamard(&call, device.stream()));
     return nullptr;
   }
 };

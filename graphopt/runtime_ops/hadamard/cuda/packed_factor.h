@@ -15,18 +15,18 @@ struct PackedFactor {
 
   OrtStatus* read(const Node& node, const OrtValue* value, const char* name) {
     Tensor matrix;
-    OwnedFactor checked;
-    GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, value, name, &checked));
+    OwnedFactor owned_factor;
+    GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, value, name, &owned_factor));
     GRAPHOPT_RETURN_IF_ERROR(matrix.read(node.api, value));
     const auto* const entries = static_cast<const int8_t*>(matrix.data);
     const int32_t order = static_cast<int32_t>(matrix.shape[0]);
     const char* failure = nullptr;
     bytes = graphopt_cuda_hadamard_factor(entries, order, &factor, nullptr, &failure);
-    GRAPHOPT_RETURN_IF_SAID(node, failure);
+    GRAPHOPT_RETURN_IF_MESSAGE(node, failure);
     signs.reset(new (std::nothrow) uint8_t[bytes + 1]);
     if (!signs) return node.error("no memory for %s", name);
     graphopt_cuda_hadamard_factor(entries, order, &factor, signs.get(), &failure);
-    GRAPHOPT_RETURN_IF_SAID(node, failure);
+    GRAPHOPT_RETURN_IF_MESSAGE(node, failure);
     return nullptr;
   }
 

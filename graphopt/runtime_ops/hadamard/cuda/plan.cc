@@ -26,11 +26,11 @@ struct Stages {
 
   void butterflies(int log, unsigned stride) {
     const int count = (log + kMaxLog - 1) / kMaxLog;
-    for (int left = count; left > 0; --left) {
-      const int here = (log + left - 1) / left;
-      pass->stage[pass->stages++] = {nullptr, 1 << here, stride};
-      stride <<= here;
-      log -= here;
+    for (int stages_left = count; stages_left > 0; --stages_left) {
+      const int stage_log = (log + stages_left - 1) / stages_left;
+      pass->stage[pass->stages++] = {nullptr, 1 << stage_log, stride};
+      stride <<= stage_log;
+      log -= stage_log;
     }
   }
 
@@ -158,40 +158,40 @@ const char* HadamardPlan::make(const GraphoptHadamard& call) {
   const int sign = call.left.sign * call.right.sign;
   const float scale = static_cast<float>(sign / std::sqrt(static_cast<double>(order)));
   const int neighbours = call.type == GRAPHOPT_FLOAT32 ? 2 : 3;
-  HadamardPass both = {};
-  both.x = call.x;
-  both.y = call.y;
-  both.type_x = both.type_y = call.type;
-  both.scale = scale;
-  both.numbers = numbers;
-  both.rows = 1;
-  const auto aligned = [](const HadamardPass& pass) {
+  HadamardPass joint_pass = {};
+  joint_pass.x = call.x;
+  joint_pass.y = call.y;
+  joint_pass.type_x = joint_pass.type_y = call.type;
+  joint_pass.scale = scale;
+  joint_pass.numbers = numbers;
+  joint_pass.rows = 1;
+  const auto is_aligned = [](const HadamardPass& pass) {
     const size_t bytes = static_cast<size_t>(bytes_of(pass.type_x));
     const bool starts = reinterpret_cast<uintptr_t>(pass.x) % 16 == 0;
     return starts && pass.width * bytes % 16 == 0 && pass.pitch * bytes % 16 == 0;
   };
   if (order <= kMaxTile) {
-    both.width = static_cast<unsigned>(order < kRunsTile ? kRunsTile / order * order : order);
-    Stages stages{&both};
+    joint_pass.width = static_cast<unsigned>(order < kRunsTile ? kRunsTile / order * order : order);
+    Stages stages{&joint_pass};
     stages.add(call.left, stages.add(call.right, 1, neighbours), neighbours);
     stages.finish();
-    both.aligned = aligned(both);
-    pass[0] = both;
+    joint_pass.aligned = is_aligned(joint_pass);
+    pass[0] = joint_pass;
     passes = 1;
     return nullptr;
   }
   if (left > kMaxTile || right > kMaxTile) return "a Hadamard matrix is of an order beyond 40448";
   scratch = numbers * sizeof(float);
   passes = 2;
-  HadamardPass& rows = pass[0] = both;
+  HadamardPass& rows = pass[0] = joint_pass;
   rows.y = call.scratch;
   rows.type_y = GRAPHOPT_FLOAT32;
   rows.width = static_cast<unsigned>(right < kRunsTile ? kRunsTile / right * right : right);
   Stages of_rows{&rows};
   of_rows.add(call.right, 1, neighbours);
   of_rows.finish();
-  rows.aligned = aligned(rows);
-  HadamardPass& columns = pass[1] = both;
+  rows.aligned = is_aligned(rows);
+  HadamardPass& columns = pass[1] = joint_pass;
   columns.x = call.scratch;
   columns.type_x = GRAPHOPT_FLOAT32;
   columns.scale = 1;
@@ -205,7 +205,7 @@ const char* HadamardPlan::make(const GraphoptHadamard& call) {
   Stages of_columns{&columns};
   of_columns.add(call.left, columns.width, 0);
   of_columns.finish();
-  columns.aligned = aligned(columns);
+  columns.aligned = is_aligned(columns);
   return nullptr;
 }
 
@@ -232,14 +232,14 @@ size_t graphopt_cuda_hadamard_factor(const int8_t* matrix, int32_t order, Grapho
   const Core core{matrix, n, parts.inner, factor->core, 1};
   factor->sign = core.order > 1 ? 1 : matrix[0];
   std::memset(factor->parts, 0, sizeof factor->parts);
-  Core found[GRAPHOPT_CORE_PARTS];
-  const int count = core.order > 1 ? take_apart(core, found) : 0;
+  Core cores[GRAPHOPT_CORE_PARTS];
+  const int count = core.order > 1 ? take_apart(core, cores) : 0;
   size_t bytes = 0;
   for (int i = 0; i < count; ++i) {
-    factor->parts[i] = found[i].order;
+    factor->parts[i] = cores[i].order;
     auto* const words = reinterpret_cast<uint32_t*>(static_cast<char*>(signs) + bytes);
-    if (signs && found[i].order <= kMaxCore) found[i].pack(words);
-    bytes += hadamard_signs(found[i].order);
+    if (signs && cores[i].order <= kMaxCore) cores[i].pack(words);
+    bytes += hadamard_signs(cores[i].order);
   }
   return bytes;
 }

@@ -71,9 +71,9 @@ bool is_paley(const View& m) {
 // The prime for which it is, or 0.
 template <size_t... q>
 size_t paley_prime(const View& m, std::index_sequence<q...>) {
-  size_t found = 0;
-  ((found = is_paley<q>(m) ? q : found), ...);
-  return found;
+  size_t prime = 0;
+  ((prime = is_paley<q>(m) ? q : prime), ...);
+  return prime;
 }
 
 }  // namespace

@@ -55,11 +55,11 @@ struct Kernel : KVTypes<Activations> {
     for (size_t index = 1; index <= kStates; ++index) {
       const Given& from = inputs.of_output(index);
       if (from.empty() || from.data == written[index]) continue;
-      GRAPHOPT_RETURN_IF_SAID(node, copy_on_device(written[index], from.data, from.bytes(), device.stream()));
+      GRAPHOPT_RETURN_IF_MESSAGE(node, copy_on_device(written[index], from.data, from.bytes(), device.stream()));
     }
     GraphoptKVAttention with_scratch = call;
     with_scratch.scratch = device.scratch();
-    GRAPHOPT_RETURN_IF_SAID(node, graphopt_cuda_kv_attention(&with_scratch, device.stream()));
+    GRAPHOPT_RETURN_IF_MESSAGE(node, graphopt_cuda_kv_attention(&with_scratch, device.stream()));
     return nullptr;
   }
 

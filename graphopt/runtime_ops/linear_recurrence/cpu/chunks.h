@@ -42,12 +42,12 @@ class Chunks {
   }
 
   void run() {
-    size_t left = 0;
-    for (size_t i = 0; i < call_.tokens; ++i) left += is_read(i);
+    size_t remaining_tokens = 0;
+    for (size_t i = 0; i < call_.tokens; ++i) remaining_tokens += is_read(i);
     const size_t heads = end_head_ - first_head_, at = (row_ * call_.heads + first_head_) * K_ * V_;
     const float* const before = call_.before + at;
     float* const state = call_.state + at;
-    if (!left && before != state) __builtin_memmove(state, before, heads * K_ * V_ * sizeof(float));
+    if (!remaining_tokens && before != state) __builtin_memmove(state, before, heads * K_ * V_ * sizeof(float));
     is_first_ = true;
     for (size_t i = 0; i < call_.tokens; ++i) {
       const size_t token = row_ * call_.tokens + i;
@@ -56,10 +56,10 @@ class Chunks {
         continue;
       }
       tokens_[count_++] = token;
-      if (count_ < kChunk && count_ < left) continue;
-      is_last_ = count_ == left;
+      if (count_ < kChunk && count_ < remaining_tokens) continue;
+      is_last_ = count_ == remaining_tokens;
       for (size_t head = first_head_; head < end_head_; ++head) run_chunk(head);
-      left -= count_, count_ = 0, is_first_ = false;
+      remaining_tokens -= count_, count_ = 0, is_first_ = false;
     }
   }
 
@@ -160,13 +160,13 @@ class Chunks {
   }
 
   // Rows, channel by channel.
-  void turn(const float* rows, size_t count, float* turned) {
+  void turn(const float* rows, size_t count, float* columns) {
     for (size_t first = 0; first < count; first += kColumns) {
       for (size_t k = 0; k < Kp_; k += kColumns) {
         alignas(64) float block[kColumns * kColumns];
         transpose_block(rows + first * Kp_ + k, Kp_, block);
         for (size_t c = 0; c < kColumns; ++c) {
-          store_line(turned + (k + c) * kTurned + first, load_line<Floats>(block + c * kColumns));
+          store_line(columns + (k + c) * kTurned + first, load_line<Floats>(block + c * kColumns));
         }
       }
     }
@@ -174,13 +174,13 @@ class Chunks {
 
   // products_: of keys with keys, and behind them of queries with keys; heads that share a key share these.
   void multiply_keys() {
-    const auto multiply = [&](size_t of, float* products) {
+    const auto multiply = [&](size_t first_row, float* products) {
       by_tiles(count_, [&](auto size, size_t first) __attribute__((always_inline)) {
         Floats sums[size][1];
         for_lines(sums, first, [&](size_t i, size_t, size_t) __attribute__((always_inline)) {
           sums[i][0] = all_lanes(0.f);
         });
-        add_product(turned_ + of + first, 1, kTurned, turned_, kTurned, K_, sums);
+        add_product(turned_ + first_row + first, 1, kTurned, turned_, kTurned, K_, sums);
         for_lines(sums, first, [&](size_t i, size_t row, size_t) __attribute__((always_inline)) {
           store_line(products + row * kChunk, sums[i][0]);
         });
@@ -194,36 +194,36 @@ class Chunks {
   // of a token decay alike: products of keys and queries with keys, times the factors between them.
   void relate_tokens() {
     for (size_t i = 0; i < count_; ++i) {
-      const Floats between = load_line<Floats>(between_ + i * kChunk);
+      const Floats factors = load_line<Floats>(between_ + i * kChunk);
       const float *const of_keys = products_ + i * kChunk, *const of_queries = of_keys + kChunk * kChunk;
-      if (call_.delta) store_pairs(pairs_, i, load_line<Floats>(of_keys) * between, true);
-      store_pairs(pairs_ + kChunk * kChunk, i, load_line<Floats>(of_queries) * between, false);
+      if (call_.delta) store_pairs(pairs_, i, load_line<Floats>(of_keys) * factors, true);
+      store_pairs(pairs_ + kChunk * kChunk, i, load_line<Floats>(of_queries) * factors, false);
     }
   }
 
   void store_pairs(float* pairs, size_t row, const Floats& line, bool is_key) const {
     const int end = static_cast<int>(is_key ? row : row + 1);
-    const Floats wanted = is_key ? line * -betas_[row] : line;
-    store_line(pairs + row * kChunk, choose(lanes_between(0, 0, end), wanted, all_lanes(0.f)));
+    const Floats signed_line = is_key ? line * -betas_[row] : line;
+    store_line(pairs + row * kChunk, choose(lanes_between(0, 0, end), signed_line, all_lanes(0.f)));
   }
 
   // Where channels decay apart, pair by pair.
   void relate_channels() {
     for (size_t i = 0; i < count_; ++i) {
       const float *const key = numbers_ + i * Kp_, *const query = key + count_ * Kp_;
-      float *const now = line_, *const of_query = line_ + Kp_;  // key and query, times the factors from token j on
+      float *const of_key = line_, *const of_query = line_ + Kp_;  // key and query, times the factors from token j on
       for (size_t k = 0; k < Kp_; k += kColumns) {
-        store_line(now + k, load_line<Floats>(key + k)), store_line(of_query + k, load_line<Floats>(query + k));
+        store_line(of_key + k, load_line<Floats>(key + k)), store_line(of_query + k, load_line<Floats>(query + k));
       }
       float of_keys[kChunk] = {}, of_queries[kChunk] = {};
       for (size_t j = i + 1; j-- > 0;) {
         Floats a = all_lanes(0.f), b = a;
         for (size_t k = 0; k < Kp_; k += kColumns) {
-          const Floats other = load_line<Floats>(numbers_ + j * Kp_ + k);
+          const Floats numbers = load_line<Floats>(numbers_ + j * Kp_ + k);
           const Floats factor = load_line<Floats>(factors_ + j * Kp_ + k);
-          const Floats of_a = load_line<Floats>(now + k), of_b = load_line<Floats>(of_query + k);
-          a = fused(of_a, other, a), b = fused(of_b, other, b);
-          store_line(now + k, of_a * factor), store_line(of_query + k, of_b * factor);
+          const Floats of_a = load_line<Floats>(of_key + k), of_b = load_line<Floats>(of_query + k);
+          a = fused(of_a, numbers, a), b = fused(of_b, numbers, b);
+          store_line(of_key + k, of_a * factor), store_line(of_query + k, of_b * factor);
         }
         of_keys[j] = sum_of(a), of_queries[j] = sum_of(b);
       }
@@ -247,22 +247,22 @@ class Chunks {
     constexpr size_t kDepth = 32;
     const bool is_last = row_ + 1 == call_.rows && head_ + 1 == call_.heads;
     if (!is_last) ahead_ = {before_ + K_ * V_, state_ + K_ * V_, kColumns, K_ * V_ / kColumns};
-    const size_t skipped = call_.delta ? 0 : count_;
+    const size_t first_query = call_.delta ? 0 : count_;
     for (size_t k = 0; k < K_; k += kDepth) {
       by_panels([&](auto lines, size_t v) __attribute__((always_inline)) {
-        by_tiles(2 * count_ - skipped, [&](auto size, size_t first) __attribute__((always_inline)) {
+        by_tiles(2 * count_ - first_query, [&](auto size, size_t first) __attribute__((always_inline)) {
           ahead_.fetch();
-          const auto at = [&](size_t row, size_t j) __attribute__((always_inline)) {
-            return read_ + (skipped + row) * V_ + v + j * kColumns;
+          const auto sums_at = [&](size_t row, size_t j) __attribute__((always_inline)) {
+            return read_ + (first_query + row) * V_ + v + j * kColumns;
           };
           Floats sums[decltype(size)::value][decltype(lines)::value];
           for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
-            sums[i][j] = k ? load_line<Floats>(at(row, j)) : all_lanes(0.f);
+            sums[i][j] = k ? load_line<Floats>(sums_at(row, j)) : all_lanes(0.f);
           });
           const size_t depth = K_ - k < kDepth ? K_ - k : kDepth;
-          add_product(turned_ + k * kTurned + skipped + first, 1, kTurned, before_ + k * V_ + v, V_, depth, sums);
+          add_product(turned_ + k * kTurned + first_query + first, 1, kTurned, before_ + k * V_ + v, V_, depth, sums);
           for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
-            store_line(at(row, j), sums[i][j]);
+            store_line(sums_at(row, j), sums[i][j]);
           });
         });
       });
@@ -289,7 +289,7 @@ class Chunks {
   template <size_t Lines, bool IsOnly>
   void run_panel(size_t v) {
     constexpr size_t kRow = Lines * kColumns;
-    float *const panel = panels_ + v * K_, *const written = written_u_ + (IsOnly ? v * kChunk : 0);
+    float *const panel = panels_ + v * K_, *const new_values = written_u_ + (IsOnly ? v * kChunk : 0);
     const size_t width = V_ - v;
     const auto of_line = [&](size_t j) { return width - j * kColumns; };  // numbers that are left
     if (is_first_ && !IsOnly) {
@@ -302,14 +302,14 @@ class Chunks {
       keys.fetch(), values.fetch();
     };
     // rows of keys or of queries times the state, and what becomes of them
-    const auto multiply_state = [&](size_t of, const auto& end) __attribute__((always_inline)) {
+    const auto multiply_state = [&](size_t first_of_part, const auto& end) __attribute__((always_inline)) {
       by_tiles(count_, [&](auto size, size_t first) __attribute__((always_inline)) {
         fetch();
         Floats sums[size][Lines];
         for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
-          sums[i][j] = IsOnly ? load_line<Floats>(read_ + (of + row) * V_ + v + j * kColumns) : all_lanes(0.f);
+          sums[i][j] = IsOnly ? load_line<Floats>(read_ + (first_of_part + row) * V_ + v + j * kColumns) : all_lanes(0.f);
         });
-        if (!IsOnly) add_product(turned_ + of + first, 1, kTurned, panel, kRow, K_, sums);
+        if (!IsOnly) add_product(turned_ + first_of_part + first, 1, kTurned, panel, kRow, K_, sums);
         for_lines(sums, first, [&](size_t i, size_t row, size_t j) __attribute__((always_inline)) {
           sums[i][j] = sums[i][j] * prefixes_[row];
         });
@@ -323,7 +323,7 @@ class Chunks {
       return lines + i * kRow + j * kColumns;
     };
     const auto store_u = [&](size_t i, size_t j, const Floats& line) __attribute__((always_inline)) {
-      store_line(line_of(u_, i, j), line), store_line(line_of(written, i, j), line * suffixes_[i]);
+      store_line(line_of(u_, i, j), line), store_line(line_of(new_values, i, j), line * suffixes_[i]);
     };
     if (call_.delta) {
       multiply_state(0, [&](size_t first, auto& sums) __attribute__((always_inline)) {
@@ -352,7 +352,7 @@ class Chunks {
         for_lines(sums, first, [&](size_t i, size_t k, size_t j) __attribute__((always_inline)) {
           sums[i][j] = load_line<Floats>(panel + k * kRow + j * kColumns) * whole_[k];
         });
-        add_product(written_ + first * kTurned, kTurned, 1, written, kRow, count_, sums);
+        add_product(written_ + first * kTurned, kTurned, 1, new_values, kRow, count_, sums);
         for_lines(sums, first, [&](size_t i, size_t k, size_t j) __attribute__((always_inline)) {
           to(k, j, sums[i][j]);
         });

@@ -93,7 +93,8 @@ void run_tokens(const Recurrence& call, size_t row, size_t head, float* factors)
 }
 
 void run(const Recurrence& call, size_t row, size_t head, float* scratch) {
-  const size_t left = call.heads - head, together = heads_together(call), heads = left < together ? left : together;
+  const size_t remaining_heads = call.heads - head, together = heads_together(call);
+  const size_t heads = remaining_heads < together ? remaining_heads : together;
   if (call.width >= kColumns) {
     if (call.tokens <= kFewTokens) run_tokens(call, row, head, scratch);
     else Chunks(call, row, head, heads, scratch).run();

@@ -118,19 +118,19 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   Recurrence call{};
   GRAPHOPT_RETURN_IF_ERROR(inputs.read(node, context));
   GRAPHOPT_RETURN_IF_ERROR(inputs.check(node, &call));
-  void* written[2];
+  void* outputs[2];
   for (size_t index = 0; index < 2; ++index) {
-    const Tensor& like = inputs.tensors[index ? kState : kValue];
+    const Tensor& input = inputs.tensors[index ? kState : kValue];
     OrtValue* output = nullptr;
     GRAPHOPT_RETURN_IF_ERROR(
-        KernelContextGetOutput::call(node.api, context, index, like.shape.get(), like.rank, &output));
+        KernelContextGetOutput::call(node.api, context, index, input.shape.get(), input.rank, &output));
     if (!output) return node.error("all its outputs must have names, output %zu has none", index);
-    GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(node.api, output, &written[index]));
+    GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(node.api, output, &outputs[index]));
   }
   const size_t states = inputs.counts[kState];
   call.before = static_cast<const float*>(inputs.tensors[kState].data);
   if (!inputs.counts[kValue]) {
-    if (states && written[1] != call.before) std::memcpy(written[1], call.before, states * sizeof(float));
+    if (states && outputs[1] != call.before) std::memcpy(outputs[1], call.before, states * sizeof(float));
     return nullptr;
   }
   const bool is_half = inputs.tensors[kQuery].type == kFloat16;
@@ -149,11 +149,11 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   }
   if (!inputs.dim(kBeta, 3)) call.beta = nullptr;
   call.mask = inputs.dim(kMask, 1) ? static_cast<const int64_t*>(inputs.tensors[kMask].data) : nullptr;
-  call.output = is_half ? wide : static_cast<float*>(written[0]);
-  call.state = static_cast<float*>(written[1]);
+  call.output = is_half ? wide : static_cast<float*>(outputs[0]);
+  call.state = static_cast<float*>(outputs[1]);
   call.delta = delta, call.scale = scale;
   GRAPHOPT_RETURN_IF_ERROR(run(context, call));
-  if (is_half) narrow(call.output, inputs.counts[kValue], static_cast<Half*>(written[0]));
+  if (is_half) narrow(call.output, inputs.counts[kValue], static_cast<Half*>(outputs[0]));
   return nullptr;
 }
 

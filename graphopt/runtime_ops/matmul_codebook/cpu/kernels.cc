@@ -148,11 +148,11 @@ struct Tile {
     for (; row < end; row += Size) {
       uint32_t codes[kLanes];
       read_codes(row / Size, codes);
-      float some[Size] = {};
+      float values[Size] = {};
       const float* x = call.x + row;
       if (row + Size > call.rows) {
-        for (size_t i = 0; row + i < call.rows; ++i) some[i] = x[i];
-        x = some;
+        for (size_t i = 0; row + i < call.rows; ++i) values[i] = x[i];
+        x = values;
       }
       const Numbers numbers = load<Numbers>(x);
       for (size_t lane = 0; lane < kLanes; ++lane) {
@@ -209,7 +209,8 @@ struct Tile {
   void multiply_many(float* panel, float* sums) const {
     for (size_t i = 0; i < call.batch * kLanes; ++i) sums[i] = 0;
     for (size_t row = 0; row < call.rows; row += kCodebookRows) {
-      const size_t left = call.rows - row, count = left < kCodebookRows ? left : kCodebookRows;
+      const size_t remaining_rows = call.rows - row;
+      const size_t count = remaining_rows < kCodebookRows ? remaining_rows : kCodebookRows;
       decode(row, row + count, panel);
       size_t m = 0;
       for (; m + 4 <= call.batch; m += 4) {

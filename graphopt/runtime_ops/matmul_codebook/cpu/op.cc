@@ -90,10 +90,10 @@ OrtStatus* Kernel::check(const Tensor* tensors, const size_t* counts, CodebookPr
     return node.error("an entry of books must have 1, 2, 4, 8 or 16 numbers, and has %zu", size);
   }
   if (shifts != 1 && shifts != 2) return node.error("shifts must be [1] or [2], and has %zu numbers", shifts);
-  const auto of = [](int64_t value) { return static_cast<size_t>(value); };
+  const auto as_size = [](int64_t value) { return static_cast<size_t>(value); };
   const auto bits_of = [](int64_t value) { return static_cast<unsigned>(value); };
-  call->rows = of(sizes.rows), call->columns = of(sizes.columns), call->size = size;
-  call->group = of(sizes.group), call->span = of(sizes.span), call->of_rows = sizes.axis == 1;
+  call->rows = as_size(sizes.rows), call->columns = as_size(sizes.columns), call->size = size;
+  call->group = as_size(sizes.group), call->span = as_size(sizes.span), call->of_rows = sizes.axis == 1;
   call->index_bits = bits_of(sizes.index_bits), call->second_bits = bits_of(sizes.second_bits);
   call->sign_bits = bits_of(sizes.sign_bits), call->level_bits = bits_of(sizes.level_bits);
   call->shift_bits = static_cast<unsigned>(shifts - 1);
@@ -149,10 +149,10 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   Tensor& x = tensors[kX];
   x.shape[x.rank - 1] = static_cast<int64_t>(call.columns);
   OrtValue* output = nullptr;
-  void* written = nullptr;
+  void* y = nullptr;
   GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(node.api, context, 0, x.shape.get(), x.rank, &output));
   if (!output) return node.error("its output must have a name");
-  GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(node.api, output, &written));
+  GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(node.api, output, &y));
   if (!call.batch) return nullptr;
   const bool is_half = x.type == kFloat16, has_half_scales = tensors[kScales].type == kFloat16;
   const size_t outputs = call.batch * call.columns;
@@ -162,19 +162,19 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   float* wide = reinterpret_cast<float*>(loan.memory);
   const auto floats_of = [&](Input input, bool half) {
     if (!half) return static_cast<const float*>(tensors[input].data);
-    const float* const widened = wide;
+    const float* const float_x = wide;
     widen(static_cast<const Half*>(tensors[input].data), counts[input], wide);
     wide += counts[input];
-    return widened;
+    return float_x;
   };
   call.x = floats_of(kX, is_half), call.scales = floats_of(kScales, has_half_scales);
   call.level_table = floats_of(kLevelTable, false), call.books = floats_of(kBooks, false);
   call.shifts = floats_of(kShifts, false);
   call.codes = static_cast<const uint8_t*>(tensors[kCodes].data);
   call.levels = static_cast<const uint8_t*>(tensors[kLevels].data);
-  call.y = is_half ? wide : static_cast<float*>(written);
+  call.y = is_half ? wide : static_cast<float*>(y);
   GRAPHOPT_RETURN_IF_ERROR(run(context, call));
-  if (is_half) narrow(call.y, outputs, static_cast<Half*>(written));
+  if (is_half) narrow(call.y, outputs, static_cast<Half*>(y));
   return nullptr;
 }
 

@@ -59,8 +59,8 @@ struct Kernel : ProductTypes {
   OrtStatus* compute(OrtKernelContext* context) const {
     // [[-1]] is a Hadamard matrix of order 1 too
     const auto &left = rotation.left, &right = rotation.right;
-    const bool none = left.order() * right.order() == 1 && !left.codes && !right.codes;
-    return product.run(context, rounded, none ? nullptr : &rotation);
+    const bool is_identity = left.order() * right.order() == 1 && !left.codes && !right.codes;
+    return product.run(context, rounded, is_identity ? nullptr : &rotation);
   }
 };
 

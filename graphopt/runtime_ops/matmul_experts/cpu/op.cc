@@ -92,18 +92,18 @@ struct Call {
       no_memory = true;
       return;
     }
-    auto* const gathered = reinterpret_cast<float*>(loan.memory);
+    auto* const expert_rows = reinterpret_cast<float*>(loan.memory);
     for (size_t panel = task.first; panel < task.end; ++panel) {
       const size_t first = panel * panel_rows, left = share.rounded.rows_of_x - first;
       const size_t count = left < panel_rows ? left : panel_rows;
       for (size_t row = 0; row < count; ++row) {
         const size_t at = share.first_row + first + row, slot = order ? order[at] : at;
         const size_t from = slot / routing->slots_of_row * length;
-        float* const to = gathered + row * length;
+        float* const to = expert_rows + row * length;
         if (is_half) widen(static_cast<const Half*>(x) + from, length, to);
         if (!is_half) std::memcpy(to, static_cast<const float*>(x) + from, length * sizeof(float));
       }
-      product->kernels->round(share.weights, share.rounded, gathered, panel);
+      product->kernels->round(share.weights, share.rounded, expert_rows, panel);
     }
   }
 
@@ -227,7 +227,7 @@ struct Kernel : ExpertTypes {
     size_t round_tasks = 0, multiply_tasks = 0;
     char* memory = words.memory;
     for (Share* share = shares; share < shares + count; ++share) {
-      place(share->layout, memory, &share->rounded);
+      assign_memory(share->layout, memory, &share->rounded);
       memory += share->layout.bytes();
       share->panels_of_task = panels_of_task(share->rounded, weights);
       share->tiles_of_task = tiles_of_task(weights, share->layout.is_small_m, code_bytes);
@@ -281,9 +281,9 @@ struct Kernel : ExpertTypes {
   template <typename PartsOf>
   static void cut(const Share* shares, size_t count, const PartsOf& parts_of, size_t Share::*part, Task* task) {
     for (size_t share = 0; share < count; ++share) {
-      const size_t all = parts_of(shares[share]), step = shares[share].*part;
-      for (size_t first = 0; first < all; first += step) {
-        *task++ = {share, first, first + step < all ? first + step : all};
+      const size_t part_count = parts_of(shares[share]), step = shares[share].*part;
+      for (size_t first = 0; first < part_count; first += step) {
+        *task++ = {share, first, first + step < part_count ? first + step : part_count};
       }
     }
   }

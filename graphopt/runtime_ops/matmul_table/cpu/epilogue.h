@@ -93,8 +93,8 @@ GRAPHOPT_FORCE_INLINE Floats add_scaled(const Floats& total, Floats sum, const C
 
 // Columns of a tile that are there.
 inline size_t columns_of(const Weights& weights, size_t tile) {
-  const size_t left = weights.columns - tile * kColumns;
-  return left < kColumns ? left : kColumns;
+  const size_t remaining_columns = weights.columns - tile * kColumns;
+  return remaining_columns < kColumns ? remaining_columns : kColumns;
 }
 
 // Writes one row of x times a tile.

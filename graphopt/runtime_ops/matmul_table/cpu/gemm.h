@@ -188,28 +188,28 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
   const bool integers = std::is_same_v<typename Kind::Sum, Integers>;
   const float inverse_step = integers ? static_cast<float>(1 / weights.table.step) : 1.0f;
   Block block;
-  SegmentsOfBlock here;
+  SegmentsOfBlock parts;
   if (!Wide && !has_second) {  // the second side is multiplied all the same
     __builtin_memset(&block, 0, sizeof block);
-    __builtin_memset(static_cast<void*>(&here), 0, sizeof here);
+    __builtin_memset(static_cast<void*>(&parts), 0, sizeof parts);
   }
-  here.sides = has_second ? 2 : 1;
-  here.unit = fill.shifted ? 1.0f : fill.unit;
+  parts.sides = has_second ? 2 : 1;
+  parts.unit = fill.shifted ? 1.0f : fill.unit;
   for (Segment segment = segments.first(); segment.index < segments.count;) {
     const size_t begin = segment.unit, units = units_of_block<Kind>(segments, segment);
     fill(weights, {tile, begin, units, block.lines});
     if (has_second) fill(weights, {tile + 1, begin, units, block.lines + kLine});
-    here.count = 0;
+    parts.count = 0;
     for (; segment.index < segments.count && segment.unit < begin + units; segment = segments.after(segment)) {
-      SegmentOfBlock& of_block = here.of[here.count++];
+      SegmentOfBlock& of_block = parts.of[parts.count++];
       of_block.first_number = segment.index * rounded.padded, of_block.units = segment.units;
       of_block.words = rounded.words_of(segment.unit, segment.units, 0);
       of_block.words_of_row = segment.units * rounded.words_of_unit();
       of_block.lines = block.lines + (segment.unit - begin) * Kind::kLines * 2 * kLine;
-      for (size_t side = 0; side < here.sides; ++side) {
+      for (size_t side = 0; side < parts.sides; ++side) {
         ColumnScales of = column_scales(weights, tile + side, segments.groups, segment.group, inverse_step);
         if (fill.shifted) of = after_shift(of);
-        here.with_zero_points = of.with_zero_point, here.minimums = of.minimums;
+        parts.with_zero_points = of.with_zero_point, parts.minimums = of.minimums;
         of_block.scales[side] = of.scale, of_block.zero_points[side] = of.zero_point;
       }
     }
@@ -218,8 +218,8 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
       Floats* const totals_of_panel = totals + 2 * (panel - first_panel) * rounded.panel;
       choose_width(rounded.width(panel), [&](auto width) {
         constexpr size_t kWidth = decltype(width)::value;
-        if (here.with_zero_points) return multiply_panel<Kind, Wide, kWidth, false>(rounded, panel, here, totals_of_panel);
-        multiply_panel<Kind, Wide, kWidth, true>(rounded, panel, here, totals_of_panel);
+        if (parts.with_zero_points) return multiply_panel<Kind, Wide, kWidth, false>(rounded, panel, parts, totals_of_panel);
+        multiply_panel<Kind, Wide, kWidth, true>(rounded, panel, parts, totals_of_panel);
       }, Widths());
       if (is_last) store_panel(weights, rounded, tile, sides, panel, totals_of_panel, y);
     }

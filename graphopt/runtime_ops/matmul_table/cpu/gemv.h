@@ -58,9 +58,9 @@ void multiply_gemv(const Weights& weights, const Rounded& rounded, const Source&
       }
 #pragma GCC unroll 2
       for (size_t side = 0; side < 2; ++side) {
-        const ColumnScales rest = Shifted ? after_shift(of[side]) : of[side];
+        const ColumnScales rest_scales = Shifted ? after_shift(of[side]) : of[side];
         const Floats sum = Shifted ? sums[side] : sums[side] * unit;
-        totals[side] = add_scaled(totals[side], sum, rest, rounded.sums[segment.index]);
+        totals[side] = add_scaled(totals[side], sum, rest_scales, rounded.sums[segment.index]);
       }
     }
     for (size_t side = 0; side < 2; ++side) store_row(weights, totals[side], tiles[side], y);

@@ -62,7 +62,7 @@ int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
   choose_bits(weights.bits, [&](auto bits) {
     const uint8_t* unit = weights.codes + first_tile * weights.tile_bytes();
     Bytes most = {};
-    for (size_t left = (end_tile - first_tile) * weights.units(); left; --left, unit += weights.unit_bytes()) {
+    for (size_t units = (end_tile - first_tile) * weights.units(); units; --units, unit += weights.unit_bytes()) {
       for_each_line([&](auto j) {
         const Bytes codes = codes_of_line<decltype(bits)::value, true, decltype(j)::value>(unit);
         most = by_parts<Bytes>([&](size_t i) { return codes.part[i] > most.part[i] ? codes.part[i] : most.part[i]; });

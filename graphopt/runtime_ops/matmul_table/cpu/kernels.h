@@ -46,8 +46,8 @@ struct Rounded {
   }
   // Rows that panel `index` has room for: enough for those that are left.
   size_t width(size_t index) const {
-    const size_t left = rows() - index * panel;
-    return left < panel ? width_for(left) : panel;
+    const size_t remaining_rows = rows() - index * panel;
+    return remaining_rows < panel ? width_for(remaining_rows) : panel;
   }
   // The words of a panel in a segment of `units` units from `unit` on.
   uint32_t* words_of(size_t unit, size_t units, size_t index) const {

@@ -48,8 +48,8 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info, bool s
   GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
   if (table.is_trellis) return make_trellis(node, table, weights.bits, &weights.table);
   for (size_t expert = 0; !weights.digits && table.entries < size_t{1} << weights.bits; ++expert) {
-    const Weights one = stacked ? weights.of_expert(expert) : weights;
-    GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, kernels->largest_code(one, 0, one.tiles())));
+    const Weights matrix = stacked ? weights.of_expert(expert) : weights;
+    GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, kernels->largest_code(matrix, 0, matrix.tiles())));
     if (expert + 1 >= weights.experts) break;
   }
   weights.table.make(table.values, table.entries, weights.bits);
@@ -90,12 +90,12 @@ struct Call {
       return;
     }
     // A panel is rounded while it is near, and the next one takes its place.
-    auto* const transformed = reinterpret_cast<float*>(loan.memory);
+    auto* const float_rows = reinterpret_cast<float*>(loan.memory);
     for (size_t panel = first; panel < end; ++panel) {
       const size_t row = panel * rows_of_panel, left = self.rounded.rows_of_x - row;
       const size_t count = left < rows_of_panel ? left : rows_of_panel;
-      self.transform->run(self.x + row * weights.rows, count, transformed, loan.memory + bytes);
-      kernels.round(weights, self.rounded, transformed, panel);
+      self.transform->run(self.x + row * weights.rows, count, float_rows, loan.memory + bytes);
+      kernels.round(weights, self.rounded, float_rows, panel);
     }
   }
 
@@ -129,7 +129,7 @@ Layout lay_out(const MatMulKernels& kernels, const Weights& weights, Rounded* to
   return {is_small_m, words, round_up(rounded.padded * weights.segments() * sizeof(float))};
 }
 
-void place(const Layout& layout, char* memory, Rounded* rounded) {
+void assign_memory(const Layout& layout, char* memory, Rounded* rounded) {
   char* const numbers = memory + layout.words;
   rounded->words = reinterpret_cast<uint32_t*>(memory);
   rounded->scales = reinterpret_cast<float*>(numbers);
@@ -252,7 +252,7 @@ OrtStatus* Product::multiply(OrtKernelContext* context, const Weights& weights, 
   const Layout layout = lay_out(*kernels, weights, &rounded);
   const Pool::Loan loan(calls, layout.bytes());
   if (!loan.memory) return node.error("no memory to round %zu rows of x", rounded.rows_of_x);
-  place(layout, loan.memory, &rounded);
+  assign_memory(layout, loan.memory, &rounded);
 
   Call call{this, weights, transform, x, y, rounded, layout.is_small_m, 1, 1};
   call.panels_of_task = panels_of_task(rounded, weights);

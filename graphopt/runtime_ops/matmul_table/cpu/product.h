@@ -41,7 +41,7 @@ struct Layout {
 // Sets all of `rounded` that depends on `weights` and on how many rows of x there are, but where it lies.
 Layout lay_out(const MatMulKernels& kernels, const Weights& weights, Rounded* rounded);
 // Lets `rounded` lie at `memory`, a multiple of 64, in layout.bytes().
-void place(const Layout& layout, char* memory, Rounded* rounded);
+void assign_memory(const Layout& layout, char* memory, Rounded* rounded);
 
 // Tasks that share nothing they write run on all threads, a single one at once.
 OrtStatus* in_parallel(const OrtApi* api, OrtKernelContext* context, void (*task)(void*, size_t), size_t tasks,

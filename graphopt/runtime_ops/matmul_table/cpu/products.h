@@ -23,7 +23,7 @@ constexpr size_t sides_at_once(size_t width) { return kVectorBytes < kLine && wi
 template <typename Kind, size_t Width, size_t kSides>
 GRAPHOPT_FORCE_INLINE void multiply_lines(typename Kind::Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
                                           size_t units) {
-  for (size_t left = units * Kind::kLines; left; --left, line += 2 * kLine, word += Width) {
+  for (size_t lines = units * Kind::kLines; lines; --lines, line += 2 * kLine, word += Width) {
     Bytes values[kSides];
 #pragma GCC unroll 2
     for (size_t side = 0; side < kSides; ++side) values[side] = load_line<Bytes>(line + side * kLine);

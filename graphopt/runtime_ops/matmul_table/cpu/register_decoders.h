@@ -54,14 +54,14 @@ class FloatsOfBytes {
   float unit() const { return 1; }
 
   GRAPHOPT_FORCE_INLINE Rows operator()(const Bytes& codes) const {
-    const Bytes transposed = transpose(codes);
+    const Bytes columns = transpose(codes);
     Bytes planes[Planes];
 #pragma GCC unroll 4
     for (size_t i = 0; i < Planes; ++i) {
-      planes[i] = look_ups_[i](Signed ? masked(transposed, (1 << kLookedUp) - 1) : transposed);
+      planes[i] = look_ups_[i](Signed ? masked(columns, (1 << kLookedUp) - 1) : columns);
     }
     if constexpr (Signed) {
-      planes[Planes - 1] = either(planes[Planes - 1], masked(shift_right<Bits - 8>(transposed), 0x80));
+      planes[Planes - 1] = either(planes[Planes - 1], masked(shift_right<Bits - 8>(columns), 0x80));
     }
     return interleave(planes);
   }

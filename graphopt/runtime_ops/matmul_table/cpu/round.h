@@ -34,10 +34,10 @@ inline Scale scale_for(uint32_t largest, float clip, float levels) {
 // fractions. NaN becomes the highest level; the scale then carries the NaN or infinity.
 inline int32_t nearest(float x, float inverse, float levels) {
   constexpr float kShift = 12582912.0f;
-  float scaled = x * inverse;
-  scaled = scaled < levels ? scaled : levels;
-  scaled = scaled > -levels ? scaled : -levels;
-  return static_cast<int32_t>(bits_of<uint32_t>(scaled + kShift) - bits_of<uint32_t>(kShift));
+  float quotient = x * inverse;
+  quotient = quotient < levels ? quotient : levels;
+  quotient = quotient > -levels ? quotient : -levels;
+  return static_cast<int32_t>(bits_of<uint32_t>(quotient + kShift) - bits_of<uint32_t>(kShift));
 }
 
 // The scale of numbers and 0 with codes from the least to the largest of them.
@@ -112,8 +112,8 @@ struct PanelRow {
   }
   // Numbers of the segment that are there; the others are 0.
   size_t count(const Segment& segment) const {
-    const size_t left = weights->rows - segment.row;
-    return left < segment.units * 16 ? left : segment.units * 16;
+    const size_t remaining_rows = weights->rows - segment.row;
+    return remaining_rows < segment.units * 16 ? remaining_rows : segment.units * 16;
   }
   void put_integers(const Segment& segment, const uint32_t* integers, size_t after, float of_one, int32_t sum) const {
     if (rounded->form == Words::kPairs) {
@@ -175,13 +175,13 @@ inline void round_to_integers(PanelRow& row, const Segment& segment) {
     return row.put_integers(segment, words, 0, row.scale.scale, sum);
   }
   uint32_t rest_words[kMost / 4];
-  auto* const rest = reinterpret_cast<int8_t*>(rest_words);
-  __builtin_memset(rest + count, 0, segment.units * 16 - count);
+  auto* const rest_numbers = reinterpret_cast<int8_t*>(rest_words);
+  __builtin_memset(rest_numbers + count, 0, segment.units * 16 - count);
   int32_t rest_sum = 0;
   for (size_t i = 0; i < count; ++i) {
     const int32_t integer = nearest(from[i], inverse, levels), above = (integer + 64) >> 7;
     integers[i] = static_cast<int8_t>(above);
-    rest[i] = static_cast<int8_t>(integer - above * 128);
+    rest_numbers[i] = static_cast<int8_t>(integer - above * 128);
     sum += above;
     rest_sum += integer - above * 128;
   }

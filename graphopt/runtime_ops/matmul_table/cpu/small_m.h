@@ -64,8 +64,8 @@ GRAPHOPT_FORCE_INLINE void store_rows(const Weights& weights, const Rounded& rou
   for (size_t row = 0; row < Width; ++row) {
     if (is_int16) {
       if (row % 2 || first_row + row >= rows) continue;
-      const Floats both = totals[row] + totals[row + 1 < Width ? row + 1 : row];
-      store_row(weights, both, tile, y + (first_row + row) / 2 * weights.columns);
+      const Floats pair_sums = totals[row] + totals[row + 1 < Width ? row + 1 : row];
+      store_row(weights, pair_sums, tile, y + (first_row + row) / 2 * weights.columns);
     } else if (first_row + row < rows) {
       store_row(weights, totals[row], tile, y + (first_row + row) * weights.columns);
     }
@@ -93,7 +93,7 @@ void multiply_runs(const Weights& weights, const Rounded& rounded, const Operand
       Integers sums[1][Width][1];
 #pragma GCC unroll 12
       for (size_t row = 0; row < Width; ++row) sums[0][row][0] = {};
-      for (size_t left = One ? 1 : runs; left; --left, unit += kRunBytes, word += kUnits * kUnitLines * Width) {
+      for (size_t run = One ? 1 : runs; run; --run, unit += kRunBytes, word += kUnits * kUnitLines * Width) {
         prefetch_ahead<kRunBytes>(unit);
         operand.template multiply_units<kUnits>(sums, unit, word);
       }
@@ -145,7 +145,7 @@ void multiply_small_m(const Weights& weights, const Rounded& rounded, float* y, 
           sums[plane][row][0] = all_lanes(rounded.starts[plane][first_of_rows + row]);
         }
       }
-      for (size_t left = segment.units; left; --left, unit += kUnitBytes, word += kUnitLines * kWords * Width) {
+      for (size_t units = segment.units; units; --units, unit += kUnitBytes, word += kUnitLines * kWords * Width) {
         prefetch_ahead<kUnitBytes>(unit);
         if constexpr (Operand::kMultipliesUnits) {
           operand.multiply_unit(sums, unit, word);

@@ -205,8 +205,8 @@ void choose_trellis_product(const Table& table, const WithProduct& with_product)
 // Calls with_bits(bits), known to the compiler, for the bits that a trellis may have.
 template <typename WithBits>
 void choose_trellis_bits(int bits, const WithBits& with_bits) {
-  choose_bits(bits, [&](auto known) {
-    if constexpr (decltype(known)::value >= 2 && decltype(known)::value <= 6) with_bits(known);
+  choose_bits(bits, [&](auto bit_count) {
+    if constexpr (decltype(bit_count)::value >= 2 && decltype(bit_count)::value <= 6) with_bits(bit_count);
   });
 }
 

@@ -8,11 +8,11 @@ namespace {
 
 // A wide tile reads the operand once for twice the columns. Where wide tiles leave half of the processors idle, narrow ones
 // take half the time.
-bool is_narrow(const Product& p) { return 2 * Gemm90Place<Gemm90Wide>::count(p) <= processors(); }
+bool is_narrow(const Product& p) { return 2 * Gemm90Work<Gemm90Wide>::count(p) <= processors(); }
 
 template <typename Warp>
 const char* start(const Product& p, void* stream) {
-  const unsigned count = Gemm90Place<typename Warp::Shape>::count(p), most = processors();
+  const unsigned count = Gemm90Work<typename Warp::Shape>::count(p), most = processors();
   const Index3 grid = {count < most ? count : most, 1, 1};
   return launch_early(multiply_gemm_sm90<Warp>, grid, kGemm90Threads, Warp::Shape::kShared, stream, p);
 }

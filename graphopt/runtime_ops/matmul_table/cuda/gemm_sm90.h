@@ -72,21 +72,21 @@ struct Gemm90Stage {
 
 // What a block of threads computes at a time: row tiles go through the columns in groups, so that a wave reads little.
 template <typename Shape>
-struct Gemm90Place {
+struct Gemm90Work {
   unsigned first_row, first_tile, split, first, end;  // the latter two: blocks of K
 
   GRAPHOPT_BOTH static unsigned row_tiles(const Product& p) { return (p.rows + kGemm90Rows - 1) / kGemm90Rows; }
   GRAPHOPT_BOTH static unsigned column_tiles(const Product& p) { return (p.tiles + Shape::kTiles - 1) / Shape::kTiles; }
   GRAPHOPT_BOTH static unsigned count(const Product& p) { return row_tiles(p) * column_tiles(p) * p.splits; }
 
-  GRAPHOPT_DEVICE Gemm90Place(const Product& p, unsigned index) {
+  GRAPHOPT_DEVICE Gemm90Work(const Product& p, unsigned index) {
     const unsigned tiles = row_tiles(p) * column_tiles(p), of_group = kGemm90Group * column_tiles(p);
     split = index / tiles;
     index -= split * tiles;
     const unsigned group = index / of_group, left = row_tiles(p) - group * kGemm90Group;
-    const unsigned together = left < kGemm90Group ? left : kGemm90Group, in_group = index - group * of_group;
-    first_row = (group * kGemm90Group + in_group % together) * kGemm90Rows;
-    first_tile = in_group / together * Shape::kTiles;
+    const unsigned row_tiles_of_group = left < kGemm90Group ? left : kGemm90Group, in_group = index - group * of_group;
+    first_row = (group * kGemm90Group + in_group % row_tiles_of_group) * kGemm90Rows;
+    first_tile = in_group / row_tiles_of_group * Shape::kTiles;
     // at most 16 splits of 2^20 blocks
     first = split * p.blocks / p.splits;
     end = (split + 1) * p.blocks / p.splits;
@@ -102,15 +102,15 @@ GRAPHOPT_DEVICE void copy_gemm_sm90(const Product& p, const Gemm90Memory<Shape>&
   Gemm90Stage<Shape> stage;
   stage.advance(turn);
   const size_t step = kRowsAtOnce * p.x_pitch;
-  const unsigned count = Gemm90Place<Shape>::count(p);
+  const unsigned count = Gemm90Work<Shape>::count(p);
   for (unsigned index = block_index().x; index < count; index += block_count().x) {
-    const Gemm90Place<Shape> place(p, index);
-    const unsigned steps = Shape::kStagesOfBlock * (place.end - place.first);
-    const unsigned rows = p.rows - place.first_row < kGemm90Rows ? p.rows - place.first_row : kGemm90Rows;
-    const uint8_t* const from = p.x + size_t{place.first_row + (of_row < rows ? of_row : 0)} * p.x_pitch;
+    const Gemm90Work<Shape> work(p, index);
+    const unsigned steps = Shape::kStagesOfBlock * (work.end - work.first);
+    const unsigned rows = p.rows - work.first_row < kGemm90Rows ? p.rows - work.first_row : kGemm90Rows;
+    const uint8_t* const from = p.x + size_t{work.first_row + (of_row < rows ? of_row : 0)} * p.x_pitch;
     GRAPHOPT_NO_UNROLL
     for (; turn < steps; turn += kWarps, stage.advance(kWarps)) {
-      const unsigned at = (Shape::kStagesOfBlock * place.first + turn) * 128 + piece * 16;
+      const unsigned at = (Shape::kStagesOfBlock * work.first + turn) * 128 + piece * 16;
       const bool in_row = at < p.x_bytes;
       const uint8_t* next = from + (in_row ? at : 0);
       wait_barrier(memory.empty + stage.index, stage.parity ^ 1);
@@ -126,8 +126,8 @@ GRAPHOPT_DEVICE void copy_gemm_sm90(const Product& p, const Gemm90Memory<Shape>&
       }
       if constexpr (Shape::Kind::kBytes) {
         // four rows of a lane; there are numbers behind the last one
-        const unsigned segment = segment_of(p, (place.first + turn) * kBlockUnits).index;
-        const float* const scales = p.x_scales + size_t{segment} * p.x_scale_pitch + place.first_row;
+        const unsigned segment = segment_of(p, (work.first + turn) * kBlockUnits).index;
+        const float* const scales = p.x_scales + size_t{segment} * p.x_scale_pitch + work.first_row;
         copy_async16(memory.scales(stage.index) + lane() * 16, scales + lane() * 4, true);
       }
       commit_copies();
@@ -142,7 +142,7 @@ GRAPHOPT_DEVICE void copy_gemm_sm90(const Product& p, const Gemm90Memory<Shape>&
 template <typename OfTiles, typename Decode>
 struct Gemm90Warp {
   using Shape = OfTiles;
-  using Place = Gemm90Place<Shape>;
+  using Work = Gemm90Work<Shape>;
   static constexpr bool kTable = Decode::kTable;
   static constexpr unsigned kSubtiles = Shape::kTilesOfWarp;  // of columns
 
@@ -158,22 +158,22 @@ struct Gemm90Warp {
 
   GRAPHOPT_DEVICE Gemm90Warp(const Product& p, const Gemm90Memory<Shape>& memory) : p(p), memory(memory) {}
 
-  GRAPHOPT_DEVICE static unsigned first_tile(const Place& place) {
-    return place.first_tile + static_cast<unsigned>(warp()) * kSubtiles;
+  GRAPHOPT_DEVICE static unsigned first_tile(const Work& work) {
+    return work.first_tile + static_cast<unsigned>(warp()) * kSubtiles;
   }
   // A tile that is not there is the last one, whose sums are not used.
-  GRAPHOPT_DEVICE unsigned read_tile(const Place& place, unsigned subtile) const {
-    const unsigned tile = first_tile(place) + subtile;
+  GRAPHOPT_DEVICE unsigned read_tile(const Work& work, unsigned subtile) const {
+    const unsigned tile = first_tile(work) + subtile;
     return tile < p.tiles ? tile : p.tiles - 1;
   }
-  GRAPHOPT_DEVICE void load_scales(const Place& place, unsigned block) {
+  GRAPHOPT_DEVICE void load_scales(const Work& work, unsigned block) {
     const unsigned group = group_of_block(p, block), g = static_cast<unsigned>(lane()) / 4;
     GRAPHOPT_UNROLL
     for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
       GRAPHOPT_UNROLL
       for (unsigned half = 0; half < 2; ++half) {
         loaded[subtile][half] =
-            load_scale(p, scale_at(p, read_tile(place, subtile), group, column_of<Decode>(g, half)));
+            load_scale(p, scale_at(p, read_tile(work, subtile), group, column_of<Decode>(g, half)));
       }
     }
   }
@@ -188,17 +188,17 @@ struct Gemm90Warp {
     }
   }
   // Words and scales of the first block.
-  GRAPHOPT_DEVICE void load(const Place& place) {
+  GRAPHOPT_DEVICE void load(const Work& work) {
     static_assert(kSubtiles <= 2, "a second tile behind the first");
     const size_t of_block = block_bytes(static_cast<unsigned>(p.bits));
-    const size_t block = size_t{read_tile(place, 0)} * p.blocks + place.first;
+    const size_t block = size_t{read_tile(work, 0)} * p.blocks + work.first;
     codes = p.codes + (block * (of_block / 16) + static_cast<unsigned>(lane())) * 16;
-    of_tile = read_tile(place, kSubtiles - 1) > read_tile(place, 0) ? static_cast<unsigned>(p.blocks * of_block) : 0;
+    of_tile = read_tile(work, kSubtiles - 1) > read_tile(work, 0) ? static_cast<unsigned>(p.blocks * of_block) : 0;
     GRAPHOPT_UNROLL
     for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
       Decode::load_block(p, codes + subtile * of_tile, words[subtile]);
     }
-    load_scales(place, place.first);
+    load_scales(work, work.first);
   }
   // Decodes and scales a pair of units, and loads what takes the place of its words, from `codes`.
   template <unsigned Pair>
@@ -216,8 +216,8 @@ struct Gemm90Warp {
     }
   }
   // Goes on to the block behind, or reads the last one again, which saves a branch.
-  GRAPHOPT_DEVICE void advance(const Place& place, unsigned block) {
-    codes += block + 1 < place.end ? block_bytes(static_cast<unsigned>(p.bits)) : 0;
+  GRAPHOPT_DEVICE void advance(const Work& work, unsigned block) {
+    codes += block + 1 < work.end ? block_bytes(static_cast<unsigned>(p.bits)) : 0;
   }
   template <unsigned Pair>
   GRAPHOPT_DEVICE void multiply(unsigned stage) {
@@ -236,20 +236,20 @@ struct Gemm90Warp {
     if (lane() == 0) arrive(memory.empty + stage);
   }
   // Products of pairs of units follow one another without a gap: while those of one run, the next one is decoded.
-  GRAPHOPT_DEVICE void run(const Place& place, Gemm90Stage<Shape>& stage) {
+  GRAPHOPT_DEVICE void run(const Work& work, Gemm90Stage<Shape>& stage) {
     GRAPHOPT_UNROLL
     for (unsigned i = 0; i < kSubtiles * kGemm90Sums; ++i) sums[i / kGemm90Sums][i % kGemm90Sums] = 0;
     convert_scales();
-    advance(place, place.first);
+    advance(work, work.first);
     decode<0>();
-    load_scales(place, place.first + 1 < place.end ? place.first + 1 : place.first);
+    load_scales(work, work.first + 1 < work.end ? work.first + 1 : work.first);
     unsigned before = stage.index;
     GRAPHOPT_NO_UNROLL
-    for (unsigned block = place.first; block < place.end; ++block) {
+    for (unsigned block = work.first; block < work.end; ++block) {
       wait_barrier(memory.full + stage.index, stage.parity);
       multiply<0>(stage.index);
       wait_products<1>();  // of the pair before, whose registers are free then
-      if (block > place.first) release(before);
+      if (block > work.first) release(before);
       decode<1>();
       multiply<1>(stage.index);
       wait_products<1>();
@@ -265,8 +265,8 @@ struct Gemm90Warp {
       wait_products<1>();
       // the next block's, or what is not used
       convert_scales();
-      load_scales(place, block + 2 < place.end ? block + 2 : place.end - 1);
-      advance(place, block + 1);
+      load_scales(work, block + 2 < work.end ? block + 2 : work.end - 1);
+      advance(work, block + 1);
       decode<0>();
       before = stage.index;
       stage.advance(1);
@@ -275,19 +275,19 @@ struct Gemm90Warp {
     release(before);
   }
   // Sums to parts for another kernel, or through shared memory to rows of y.
-  GRAPHOPT_DEVICE void write(const Place& place) {
+  GRAPHOPT_DEVICE void write(const Work& work) {
     const float inverse = 1.0f / p.gain;
-    if (p.partials) return write_partials(place, inverse);
+    if (p.partials) return write_partials(work, inverse);
     float bias[kSubtiles][2];
     GRAPHOPT_UNROLL
     for (unsigned i = 0; i < 2 * kSubtiles; ++i) {
       const unsigned g = static_cast<unsigned>(lane()) / 4;
-      const unsigned column = (first_tile(place) + i / 2) * kTileColumns + column_of<Decode>(g, i % 2);
+      const unsigned column = (first_tile(work) + i / 2) * kTileColumns + column_of<Decode>(g, i % 2);
       bias[i / 2][i % 2] = p.bias && column < p.columns ? p.bias[column] : 0;
     }
     GRAPHOPT_UNROLL
     for (unsigned first = 0; first < kGemm90Rows; first += Shape::kTurnRows) {
-      if (place.first_row + first >= p.rows) return;
+      if (work.first_row + first >= p.rows) return;
       sync_warp();
       GRAPHOPT_UNROLL
       for (unsigned eights = 0; eights < Shape::kTurnRows / 8; eights += 2) {
@@ -306,18 +306,18 @@ struct Gemm90Warp {
         }
       }
       sync_warp();
-      write_rows(place, first);
+      write_rows(work, first);
     }
   }
   // A lane has 8 columns of a row at a time.
-  GRAPHOPT_DEVICE void write_rows(const Place& place, unsigned first) const {
+  GRAPHOPT_DEVICE void write_rows(const Work& work, unsigned first) const {
     constexpr unsigned kPieces = 2 * kSubtiles, kRowsAtOnce = kWarp / kPieces;
     const unsigned piece = static_cast<unsigned>(lane()) % kPieces, of_lane = static_cast<unsigned>(lane()) / kPieces;
-    const unsigned column = first_tile(place) * kTileColumns + piece * 8;
+    const unsigned column = first_tile(work) * kTileColumns + piece * 8;
     const bool whole = column + 8 <= p.columns && p.columns % 8 == 0 && reinterpret_cast<uintptr_t>(p.y) % 16 == 0;
     GRAPHOPT_UNROLL
     for (unsigned i = 0; i < Shape::kTurnRows; i += kRowsAtOnce) {
-      const unsigned row = place.first_row + first + i + of_lane;
+      const unsigned row = work.first_row + first + i + of_lane;
       if (row >= p.rows) continue;
       const char* const from = memory.turn() + (i + of_lane) * Shape::kTurnPitch;
       Word4 word;
@@ -343,15 +343,15 @@ struct Gemm90Warp {
       }
     }
   }
-  GRAPHOPT_DEVICE void write_partials(const Place& place, float inverse) const {
+  GRAPHOPT_DEVICE void write_partials(const Work& work, float inverse) const {
     const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
     GRAPHOPT_UNROLL
     for (unsigned subtile = 0; subtile < kSubtiles; ++subtile) {
       GRAPHOPT_UNROLL
       for (unsigned i = 0; i < kGemm90Sums; ++i) {
-        const unsigned column = (first_tile(place) + subtile) * kTileColumns + column_of<Decode>(g, i / 2 % 2);
-        const unsigned row = place.first_row + 8 * (i / 4) + 2 * t + i % 2;
-        if (column < p.columns && row < p.rows) put_sum(p, place.split, row, column, sums[subtile][i] * inverse);
+        const unsigned column = (first_tile(work) + subtile) * kTileColumns + column_of<Decode>(g, i / 2 % 2);
+        const unsigned row = work.first_row + 8 * (i / 4) + 2 * t + i % 2;
+        if (column < p.columns && row < p.rows) put_sum(p, work.split, row, column, sums[subtile][i] * inverse);
       }
     }
   }
@@ -361,7 +361,7 @@ struct Gemm90Warp {
 template <typename Warp>
 GRAPHOPT_KERNEL(kGemm90Threads, 1)
 void multiply_gemm_sm90(Product p) {
-  using Place = Gemm90Place<typename Warp::Shape>;
+  using Work = Gemm90Work<typename Warp::Shape>;
   const Gemm90Memory<typename Warp::Shape> memory;
   memory.make_barriers();
   if constexpr (Warp::kTable) load_table(p, memory.table);
@@ -375,17 +375,17 @@ void multiply_gemm_sm90(Product p) {
     Warp of_warp(p, memory);
     Gemm90Stage<typename Warp::Shape> stage;
     unsigned index = block_index().x;
-    const unsigned count = Place::count(p);
-    of_warp.load(Place(p, index));
+    const unsigned count = Work::count(p);
+    of_warp.load(Work(p, index));
     wait_for_previous();
     GRAPHOPT_NO_UNROLL
     while (index < count) {
-      const Place place(p, index);
-      of_warp.run(place, stage);
+      const Work work(p, index);
+      of_warp.run(work, stage);
       index += block_count().x;
       // while y is written, the first weights of the next tile come
-      if (index < count) of_warp.load(Place(p, index));
-      of_warp.write(place);
+      if (index < count) of_warp.load(Work(p, index));
+      of_warp.write(work);
     }
   }
 }

@@ -13,7 +13,7 @@ constexpr int32_t kGemm90FirstSum = 0x4b400000;
 template <typename Decode>
 struct Gemm90Bytes {
   using Shape = Gemm90ByteShape;
-  using Place = Gemm90Place<Shape>;
+  using Work = Gemm90Work<Shape>;
   static constexpr bool kTable = Decode::kTable;
 
   const Product& p;
@@ -27,30 +27,30 @@ struct Gemm90Bytes {
 
   GRAPHOPT_DEVICE Gemm90Bytes(const Product& p, const Gemm90Memory<Shape>& memory) : p(p), memory(memory) {}
 
-  GRAPHOPT_DEVICE static unsigned tile_of(const Place& place) {
-    return place.first_tile + static_cast<unsigned>(warp());
+  GRAPHOPT_DEVICE static unsigned tile_of(const Work& work) {
+    return work.first_tile + static_cast<unsigned>(warp());
   }
   // A tile that is not there is the last one, whose sums are not used.
-  GRAPHOPT_DEVICE unsigned read_tile(const Place& place) const {
-    return tile_of(place) < p.tiles ? tile_of(place) : p.tiles - 1;
+  GRAPHOPT_DEVICE unsigned read_tile(const Work& work) const {
+    return tile_of(work) < p.tiles ? tile_of(work) : p.tiles - 1;
   }
-  GRAPHOPT_DEVICE void load_scales(const Place& place, unsigned block) {
+  GRAPHOPT_DEVICE void load_scales(const Work& work, unsigned block) {
     const unsigned group = group_of_block(p, block), g = static_cast<unsigned>(lane()) / 4;
     GRAPHOPT_UNROLL
     for (unsigned half = 0; half < 2; ++half) {
-      loaded[half] = load_scale(p, scale_at(p, read_tile(place), group, column_of<Decode>(g, half)));
+      loaded[half] = load_scale(p, scale_at(p, read_tile(work), group, column_of<Decode>(g, half)));
     }
   }
   // Words and scales of the first block.
-  GRAPHOPT_DEVICE void load(const Place& place) {
-    const size_t block = size_t{read_tile(place)} * p.blocks + place.first;
+  GRAPHOPT_DEVICE void load(const Work& work) {
+    const size_t block = size_t{read_tile(work)} * p.blocks + work.first;
     codes = p.codes + (block * (block_bytes(static_cast<unsigned>(p.bits)) / 16) + static_cast<unsigned>(lane())) * 16;
     Decode::load_block(p, codes, words);
-    load_scales(place, place.first);
+    load_scales(work, work.first);
   }
   // Decodes a block, and loads the words of the next one, or again those of the last.
-  GRAPHOPT_DEVICE void decode(const Place& place, unsigned block, uint32_t (&to)[kBlockPairs][4]) {
-    codes += block + 1 < place.end ? block_bytes(static_cast<unsigned>(p.bits)) : 0;
+  GRAPHOPT_DEVICE void decode(const Work& work, unsigned block, uint32_t (&to)[kBlockPairs][4]) {
+    codes += block + 1 < work.end ? block_bytes(static_cast<unsigned>(p.bits)) : 0;
     GRAPHOPT_UNROLL
     for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
       uint32_t of_pair[Decode::kPairWords], first[2], second[2];
@@ -62,7 +62,7 @@ struct Gemm90Bytes {
       Decode::reload(p, codes, static_cast<int>(pair), words);
     }
   }
-  GRAPHOPT_DEVICE void step(const Place& place, unsigned block, Gemm90Stage<Shape>& stage,
+  GRAPHOPT_DEVICE void step(const Work& work, unsigned block, Gemm90Stage<Shape>& stage,
                             uint32_t (&now)[kBlockPairs][4], uint32_t (&next)[kBlockPairs][4]) {
     wait_barrier(memory.full + stage.index, stage.parity);
     const uint64_t b = matrix_at(memory.stage(stage.index));
@@ -73,8 +73,8 @@ struct Gemm90Bytes {
     for (unsigned pair = 0; pair < kBlockPairs; ++pair) multiply_64x128(sums, now[pair], b + pair * 2);
     commit_products();
     const float of_columns[2] = {scale_of(p, loaded[0]), scale_of(p, loaded[1])};
-    load_scales(place, block + 1 < place.end ? block + 1 : block);
-    decode(place, block + 1, next);
+    load_scales(work, block + 1 < work.end ? block + 1 : block);
+    decode(work, block + 1, next);
     wait_products(sums);
     const char* const scales = memory.scales(stage.index) + static_cast<unsigned>(lane()) % 4 * 8;
     GRAPHOPT_UNROLL
@@ -89,23 +89,23 @@ struct Gemm90Bytes {
     if (lane() == 0) arrive(memory.empty + stage.index);
     stage.advance(1);
   }
-  GRAPHOPT_DEVICE void run(const Place& place, Gemm90Stage<Shape>& stage) {
+  GRAPHOPT_DEVICE void run(const Work& work, Gemm90Stage<Shape>& stage) {
     GRAPHOPT_UNROLL
     for (int i = 0; i < 64; ++i) totals[i] = 0;
-    decode(place, place.first, even);
+    decode(work, work.first, even);
     GRAPHOPT_NO_UNROLL
-    for (unsigned block = place.first; block < place.end; block += 2) {
-      step(place, block, stage, even, odd);
-      if (block + 1 < place.end) step(place, block + 1, stage, odd, even);
+    for (unsigned block = work.first; block < work.end; block += 2) {
+      step(work, block, stage, even, odd);
+      if (block + 1 < work.end) step(work, block + 1, stage, odd, even);
     }
   }
-  GRAPHOPT_DEVICE void write(const Place& place) const {
+  GRAPHOPT_DEVICE void write(const Work& work) const {
     const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
     GRAPHOPT_UNROLL
     for (unsigned i = 0; i < 64; ++i) {
-      const unsigned column = tile_of(place) * kTileColumns + column_of<Decode>(g, i / 2 % 2);
-      const unsigned row = place.first_row + 8 * (i / 4) + 2 * t + i % 2;
-      if (column < p.columns && row < p.rows) put_sum(p, place.split, row, column, totals[i]);
+      const unsigned column = tile_of(work) * kTileColumns + column_of<Decode>(g, i / 2 % 2);
+      const unsigned row = work.first_row + 8 * (i / 4) + 2 * t + i % 2;
+      if (column < p.columns && row < p.rows) put_sum(p, work.split, row, column, totals[i]);
     }
   }
 };

@@ -94,14 +94,14 @@ Plan::Plan(const GraphoptMatMul& call) {
   p.y_type = call.x_type;
 
   rounds = operands == Operands::kInt8;
-  const int wanted = operands == Operands::kFloat32 ? GRAPHOPT_FLOAT32
+  const int operand_type = operands == Operands::kFloat32 ? GRAPHOPT_FLOAT32
                      : operands == Operands::kFloat16 ? GRAPHOPT_FLOAT16 : GRAPHOPT_BFLOAT16;
-  const size_t bytes_of_x = call.rows * bytes_of_type(wanted);
+  const size_t bytes_of_x = call.rows * bytes_of_type(operand_type);
   p.aligned = bytes_of_x % 16 == 0 && reinterpret_cast<uintptr_t>(call.x) % 16 == 0;
   const bool loads = operands == Operands::kFloat32 || p.aligned;
-  converts = !rounds && (call.x_type != wanted || !loads);
+  converts = !rounds && (call.x_type != operand_type || !loads);
   p.x = static_cast<const uint8_t*>(call.x);
-  p.x_pitch = rounds ? pitch : converts ? pitch * bytes_of_type(wanted) : bytes_of_x;
+  p.x_pitch = rounds ? pitch : converts ? pitch * bytes_of_type(operand_type) : bytes_of_x;
   p.x_bytes = static_cast<unsigned>(p.x_pitch);
   gemm_sm90 = p.rows > kSmallMRows && has_gemm_sm90(p, operands, decoder);
   if (rounds || converts) operand_at = take(p.rows * p.x_pitch);
@@ -125,13 +125,13 @@ Plan::Plan(const GraphoptMatMul& call) {
                                     : parts(p.tiles, kSmallMTiles) * parts(p.rows, kSmallMRows);
   // the smallest part of K per warp that is worth its sums
   const unsigned warps = gemm || gemm_sm90 || streamed ? 1 : floats ? kFloatWarps : kSmallMWarps;
-  const size_t most = p.blocks / (kLeastBlocks * warps);
+  const size_t most_splits = p.blocks / (kLeastBlocks * warps);
   // a second turn of blocks that are alone on a processor would double the time
-  const size_t enough = gemm_sm90  ? kBlocksWanted / 4 + 1
+  const size_t enough_blocks = gemm_sm90  ? kBlocksWanted / 4 + 1
                         : gemm     ? kBlocksWanted / 2
                         : streamed ? kStreamedEnough
                                    : kBlocksWanted;
-  while (in_grid * p.splits < enough && p.splits * 2 <= most && p.splits < kMostSplits) p.splits *= 2;
+  while (in_grid * p.splits < enough_blocks && p.splits * 2 <= most_splits && p.splits < kMostSplits) p.splits *= 2;
   if (p.splits > 1) partials_at = take(p.splits * rows * p.columns * sizeof(float));
 }
 

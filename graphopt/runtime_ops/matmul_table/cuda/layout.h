@@ -7,9 +7,9 @@
 // words are 8 bytes at 8 lane instead.
 //
 // Lane 4 g + t holds of each unit 8 codes, four rows (k = 0..3) of two columns. The rows are those that products of
-// matrices ask of a lane, see place_of_row(). The columns, `half` 0 and 1, are g and g + 8, or of a trellis, whose
+// matrices ask of a lane, see row_position(). The columns, `half` 0 and 1, are g and g + 8, or of a trellis, whose
 // weights read the columns to the right of theirs, 2 g and 2 g + 1. Which of its 8 slots a code has, and where the bits
-// of a slot are, depends on the decoder; only place_of() defines it.
+// of a slot are, depends on the decoder; only bit_position() defines it.
 #pragma once
 
 #include <cstddef>
@@ -55,21 +55,21 @@ enum class Order : int {
 };
 
 // Where a column of a tile is: `half` of the lanes 4 g + t.
-struct ColumnPlace {
+struct ColumnPosition {
   unsigned g, half;
 };
-inline ColumnPlace place_of_column(Order order, unsigned column) {
-  return order == Order::kTrellis ? ColumnPlace{column / 2, column % 2} : ColumnPlace{column % 8, column / 8};
+inline ColumnPosition column_position(Order order, unsigned column) {
+  return order == Order::kTrellis ? ColumnPosition{column / 2, column % 2} : ColumnPosition{column % 8, column / 8};
 }
 
 // Where a row of a unit is: number k of lanes t. Products of 16-bit numbers take rows 2 t and 2 t + 1, then 2 t + 8 and
 // 2 t + 9; those of bytes, and floats, rows 4 t to 4 t + 3.
-struct RowPlace {
+struct RowPosition {
   unsigned t, k;
 };
-inline RowPlace place_of_row(Operands operands, unsigned row) {
+inline RowPosition row_position(Operands operands, unsigned row) {
   const bool pairs = operands == Operands::kFloat16 || operands == Operands::kBFloat16;
-  return pairs ? RowPlace{row % 8 / 2, row / 8 * 2 + row % 2} : RowPlace{row / 4, row % 4};
+  return pairs ? RowPosition{row % 8 / 2, row / 8 * 2 + row % 2} : RowPosition{row / 4, row % 4};
 }
 
 GRAPHOPT_BOTH unsigned slot_of(Order order, unsigned half, unsigned k) {
@@ -82,13 +82,13 @@ GRAPHOPT_BOTH unsigned slot_of(Order order, unsigned half, unsigned k) {
 }
 
 // A bit among the words that a lane has of a block.
-struct Place {
+struct BitPosition {
   unsigned word, bit;
 };
 
 // Planes of 8, 4, 2 and 1 bits, as in files: a word has the 4 bits of a unit's slots, the 2 of two units', the 1 of
 // four's.
-inline Place place_in_planes(unsigned bits, unsigned unit, unsigned slot, unsigned bit) {
+inline BitPosition position_in_planes(unsigned bits, unsigned unit, unsigned slot, unsigned bit) {
   if (bits == 8) return {2 * unit + slot % 2, 8 * (slot / 2) + bit};
   const unsigned upper = 16 * (slot / 4), twos = bits & 4 ? 8 : 0, ones = twos + (bits & 2 ? 4 : 0);
   if (bit < (bits & 4)) return {unit, 4 * slot + bit};
@@ -100,7 +100,7 @@ inline Place place_in_planes(unsigned bits, unsigned unit, unsigned slot, unsign
 //
 // E3M2: a float16 has the sign at bit 15 and the rest at bits 12 to 8. Pairs 0, 2, 4 are there at once, pairs 1, 3, 5
 // eight bits below; bits 14 and 13 of the three words are pair 6, bits 6 and 5 pair 7.
-inline Place place_of_e3m2(unsigned unit, unsigned slot, unsigned bit) {
+inline BitPosition position_in_e3m2(unsigned unit, unsigned slot, unsigned bit) {
   const unsigned pair = 4 * (unit % 2) + slot % 4, first = 3 * (unit / 2), upper = 16 * (slot / 4);
   if (pair < 6) return {first + pair / 2, upper + (bit == 5 ? 15 : 8 + bit) - 8 * (pair % 2)};
   constexpr unsigned kWord[] = {2, 1, 1, 0, 0, 2}, kBit[] = {13, 13, 14, 13, 14, 14};
@@ -109,7 +109,7 @@ inline Place place_of_e3m2(unsigned unit, unsigned slot, unsigned bit) {
 
 // E2M3: the sign at bit 15 and the rest at bits 11 to 7. The rest of a pair is there at once, 5 bits below or 10 below,
 // round the end of the word; signs are in the bits that this leaves.
-inline Place place_of_e2m3(unsigned unit, unsigned slot, unsigned bit) {
+inline BitPosition position_in_e2m3(unsigned unit, unsigned slot, unsigned bit) {
   const unsigned pair = 4 * (unit % 2) + slot % 4, first = 3 * (unit / 2), upper = 16 * (slot / 4);
   if (bit < 5) return {first + pair / 3, (upper + 7 + bit + 32 - 5 * (pair % 3)) % 32};
   constexpr unsigned kWord[] = {2, 2, 2, 2, 2, 2, 0, 1}, kBit[] = {15, 14, 13, 12, 1, 0, 12, 12};
@@ -117,21 +117,21 @@ inline Place place_of_e2m3(unsigned unit, unsigned slot, unsigned bit) {
 }
 
 // A trellis of 2 bits: a word for two units, whose slots take turns.
-inline Place place_of_trellis2(unsigned unit, unsigned slot, unsigned bit) {
+inline BitPosition position_in_trellis2(unsigned unit, unsigned slot, unsigned bit) {
   return {unit / 2, 4 * slot + 2 * (unit % 2) + bit};
 }
 // Of 3 bits: the lower two likewise, and the uppermost at every second bit, of two such words in turn.
-inline Place place_of_trellis3(unsigned unit, unsigned slot, unsigned bit) {
-  if (bit < 2) return place_of_trellis2(unit, slot, bit);
+inline BitPosition position_in_trellis3(unsigned unit, unsigned slot, unsigned bit) {
+  if (bit < 2) return position_in_trellis2(unit, slot, bit);
   return {kBlockPairs + unit / 4, 4 * slot + 2 * (unit % 2) + unit / 2 % 2};
 }
 
-inline Place place_of(Decoder decoder, unsigned bits, unsigned unit, unsigned slot, unsigned bit) {
-  if (decoder == Decoder::kTrellis2) return place_of_trellis2(unit, slot, bit);
-  if (decoder == Decoder::kTrellis3) return place_of_trellis3(unit, slot, bit);
-  if (decoder == Decoder::kE3M2) return place_of_e3m2(unit, slot, bit);
-  if (decoder == Decoder::kE2M3) return place_of_e2m3(unit, slot, bit);
-  return place_in_planes(bits, unit, slot, bit);
+inline BitPosition bit_position(Decoder decoder, unsigned bits, unsigned unit, unsigned slot, unsigned bit) {
+  if (decoder == Decoder::kTrellis2) return position_in_trellis2(unit, slot, bit);
+  if (decoder == Decoder::kTrellis3) return position_in_trellis3(unit, slot, bit);
+  if (decoder == Decoder::kE3M2) return position_in_e3m2(unit, slot, bit);
+  if (decoder == Decoder::kE2M3) return position_in_e2m3(unit, slot, bit);
+  return position_in_planes(bits, unit, slot, bit);
 }
 
 // The byte of a block where a word of a lane begins.

@@ -96,8 +96,9 @@ struct Sums {
         const unsigned column = column_of<Decode>(static_cast<unsigned>(lane()) / 4, half);
         scales[n][half] = of_column(p, p.scales, tile, segment.group, column);
         if constexpr (MaySum) {
-          const bool with = p.zero_points;
-          zero_points[n][half] = with ? of_column(p, p.zero_points, tile, segment.group, column) * p.inverse_step : 0;
+          const bool has_zero_points = p.zero_points;
+          zero_points[n][half] =
+              has_zero_points ? of_column(p, p.zero_points, tile, segment.group, column) * p.inverse_step : 0;
         }
       }
       GRAPHOPT_UNROLL

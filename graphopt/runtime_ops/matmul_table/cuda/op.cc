@@ -61,14 +61,14 @@ struct Product {
     GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
     Table of_trellis;
     if (table.is_trellis) GRAPHOPT_RETURN_IF_ERROR(make_trellis(node, table, weights.bits, &of_trellis));
-    const GraphoptMatMulWeights given = {weights.rows, weights.columns, weights.bits,
+    const GraphoptMatMulWeights source = {weights.rows, weights.columns, weights.bits,
                                          static_cast<int32_t>(table.entries), table.is_trellis,
                                          weights.codes, table.values};
     const int32_t operands = graphopt_cuda_matmul_operands(call.x_type, call.activations);
-    const size_t bytes = graphopt_cuda_matmul_codec(&given, operands, &call.codec);
+    const size_t bytes = graphopt_cuda_matmul_codec(&source, operands, &call.codec);
     const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[bytes]);
     if (!memory) return node.error("no memory to pack %zu bytes of weights for a GPU", bytes);
-    GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, graphopt_cuda_matmul_pack(&given, &call.codec, memory.get())));
+    GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, graphopt_cuda_matmul_pack(&source, &call.codec, memory.get())));
     GRAPHOPT_RETURN_IF_ERROR(packed.copy_of(node, info, memory.get(), bytes));
     call.packed = packed.data();
     return nullptr;
@@ -122,7 +122,7 @@ struct TableKernel : Types {
     DeviceCall device;
     GRAPHOPT_RETURN_IF_ERROR(device.begin(context, near, graphopt_cuda_matmul_table_scratch(&call)));
     call.scratch = device.scratch();
-    GRAPHOPT_RETURN_IF_SAID(product.node, graphopt_cuda_matmul_table(&call, device.stream()));
+    GRAPHOPT_RETURN_IF_MESSAGE(product.node, graphopt_cuda_matmul_table(&call, device.stream()));
     return nullptr;
   }
 };
@@ -147,17 +147,17 @@ struct DynamicKernel : Types {
     return product.prepare(info, types);
   }
 
-  OrtStatus* read_constant(const OrtKernelInfo* info, size_t index, const char* name, PackedFactor* packed,
+  OrtStatus* read_constant(const OrtKernelInfo* info, size_t index, const char* name, PackedFactor* matrix,
                            DeviceMemory* signs, GraphoptFactor* factor) const {
     const Node& node = product.node;
-    int given = 0;
+    int is_initializer = 0;
     const OrtValue* value = nullptr;
-    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(node.api, info, index, &given, &value));
-    if (!given) return node.error("%s must be an initializer of the graph", name);
-    GRAPHOPT_RETURN_IF_ERROR(packed->read(node, value, name));
-    *factor = packed->factor;
-    if (!packed->bytes) return nullptr;
-    GRAPHOPT_RETURN_IF_ERROR(signs->copy_of(node, info, packed->signs.get(), packed->bytes));
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(node.api, info, index, &is_initializer, &value));
+    if (!is_initializer) return node.error("%s must be an initializer of the graph", name);
+    GRAPHOPT_RETURN_IF_ERROR(matrix->read(node, value, name));
+    *factor = matrix->factor;
+    if (!matrix->bytes) return nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(signs->copy_of(node, info, matrix->signs.get(), matrix->bytes));
     factor->signs = signs->data();
     return nullptr;
   }
@@ -170,7 +170,7 @@ struct DynamicKernel : Types {
     DeviceCall device;
     GRAPHOPT_RETURN_IF_ERROR(device.begin(context, near, graphopt_cuda_matmul_dynamic_scratch(&of_call)));
     of_call.product.scratch = device.scratch();
-    GRAPHOPT_RETURN_IF_SAID(product.node, graphopt_cuda_matmul_dynamic(&of_call, device.stream()));
+    GRAPHOPT_RETURN_IF_MESSAGE(product.node, graphopt_cuda_matmul_dynamic(&of_call, device.stream()));
     return nullptr;
   }
 };

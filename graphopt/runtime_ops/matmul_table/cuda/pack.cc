@@ -96,37 +96,37 @@ void choose(GraphoptMatMulCodec* codec, Decoder decoder, Order order, float step
   codec->step = step;
 }
 
-void choose_for_halves(GraphoptMatMulCodec* codec, const Analysis& of) {
-  const float of_signed = of.signed_step(), step = of_signed != 0 ? of_signed : of.unsigned_step();
-  if (step != 0 && (of.bits == 4 || of.bits == 8)) {
+void choose_for_halves(GraphoptMatMulCodec* codec, const Analysis& analysis) {
+  const float of_signed = analysis.signed_step(), step = of_signed != 0 ? of_signed : analysis.unsigned_step();
+  if (step != 0 && (analysis.bits == 4 || analysis.bits == 8)) {
     // packed as what a signed code exceeds the least one by, which is put behind the 1024 of a float16 and taken off
-    codec->flips = of_signed != 0 ? 1u << (of.bits - 1) : 0;
+    codec->flips = of_signed != 0 ? 1u << (analysis.bits - 1) : 0;
     const float bias = static_cast<float>(codec->flips);
     codec->lookup[0] = twice(-1024 - bias);
     codec->lookup[1] = twice(-64 - bias);
-    return choose(codec, of.bits == 4 ? Decoder::kInt4 : Decoder::kInt8, Order::kHalves, step);
+    return choose(codec, analysis.bits == 4 ? Decoder::kInt4 : Decoder::kInt8, Order::kHalves, step);
   }
-  if (of.bits == 6) {
+  if (analysis.bits == 6) {
     // the exponents of a float16 are biased by 15
-    const float e3m2 = multiple_of(of.values, of.entries, 6, as_floating<3, 2>);
+    const float e3m2 = multiple_of(analysis.values, analysis.entries, 6, as_floating<3, 2>);
     if (e3m2 != 0) return choose(codec, Decoder::kE3M2, Order::kHalves, std::ldexp(e3m2, 15 - 3));
-    const float e2m3 = multiple_of(of.values, of.entries, 6, as_floating<2, 3>);
+    const float e2m3 = multiple_of(analysis.values, analysis.entries, 6, as_floating<2, 3>);
     if (e2m3 != 0) return choose(codec, Decoder::kE2M3, Order::kHalves, std::ldexp(e2m3, 15 - 1));
   }
-  const bool four = of.bits == 4;
+  const bool four = analysis.bits == 4;
   choose(codec, four ? Decoder::kTable4 : Decoder::kTable, four ? Order::kNeighbours16 : Order::kHalves,
-         step_for_halves(of.values, of.entries));
+         step_for_halves(analysis.values, analysis.entries));
 }
 
-void choose_for_bytes(GraphoptMatMulCodec* codec, const Analysis& of, const Table& table) {
-  const float of_signed = of.signed_step(), of_unsigned = of.unsigned_step();
-  if (of.bits == 4 && (of_signed != 0 || of_unsigned != 0)) {
+void choose_for_bytes(GraphoptMatMulCodec* codec, const Analysis& analysis, const Table& table) {
+  const float of_signed = analysis.signed_step(), of_unsigned = analysis.unsigned_step();
+  if (analysis.bits == 4 && (of_signed != 0 || of_unsigned != 0)) {
     // a signed code as the upper half of a byte is 16 times its value: shifts and a mask
     codec->lookup[0] = of_signed != 0 ? 4 : 0;
     codec->lookup[1] = of_signed != 0 ? 0xf0f0f0f0u : 0x0f0f0f0fu;
     return choose(codec, Decoder::kInt4, Order::kBytes, of_signed != 0 ? of_signed / 16 : of_unsigned);
   }
-  if (of.bits == 8 && (of_signed != 0 || of_unsigned != 0)) {
+  if (analysis.bits == 8 && (of_signed != 0 || of_unsigned != 0)) {
     codec->flips = of_signed != 0 ? 0 : 128;
     codec->offset = of_signed != 0 ? 0 : 128;
     return choose(codec, Decoder::kInt8, Order::kBytes, of_signed != 0 ? of_signed : of_unsigned);
@@ -136,14 +136,14 @@ void choose_for_bytes(GraphoptMatMulCodec* codec, const Analysis& of, const Tabl
     codec->offset = 128;
     return choose(codec, Decoder::kWide, Order::kBytes, step);
   }
-  int least = 0, greatest = 0;
-  for (unsigned code = 0; code < of.entries; ++code) {
+  int smallest = 0, greatest = 0;
+  for (unsigned code = 0; code < analysis.entries; ++code) {
     const int integer = integer_of(table, code);
-    least = integer < least || !code ? integer : least;
+    smallest = integer < smallest || !code ? integer : smallest;
     greatest = integer > greatest || !code ? integer : greatest;
   }
-  codec->offset = least < -128 || greatest > 127 ? least + 128 : 0;
-  if (of.bits == 4) return choose(codec, Decoder::kTable4, Order::kNeighbours8, step);
+  codec->offset = smallest < -128 || greatest > 127 ? smallest + 128 : 0;
+  if (analysis.bits == 4) return choose(codec, Decoder::kTable4, Order::kNeighbours8, step);
   choose(codec, Decoder::kTable, Order::kBytes, step);
 }
 
@@ -179,8 +179,8 @@ struct TrellisTables {
 unsigned reach_of(unsigned bits) { return (2 * static_cast<unsigned>(trellis_field(static_cast<int>(bits))) - 1) / bits; }
 
 unsigned width_of_tile(size_t columns, size_t tile) {
-  const size_t left = columns - tile * kTileColumns;
-  return static_cast<unsigned>(left < kTileColumns ? left : kTileColumns);
+  const size_t remaining_columns = columns - tile * kTileColumns;
+  return static_cast<unsigned>(remaining_columns < kTileColumns ? remaining_columns : kTileColumns);
 }
 
 // Whether a decoder reads it: its last tile, a smaller circle, is continued to one of 16 columns, as far as windows read.
@@ -200,14 +200,14 @@ GraphoptMatMulCodec codec_of_table(Operands operands, unsigned bits, const float
   codec.bits = static_cast<int32_t>(bits);
   Table table;
   table.make(values, entries, static_cast<int>(bits));
-  const Analysis of = {bits, values, entries};
+  const Analysis analysis = {bits, values, entries};
   choose(&codec, Decoder::kTable, Order::kHalves, 1.0f);
-  if (operands == Operands::kFloat16) choose_for_halves(&codec, of);
-  if (operands == Operands::kInt8) choose_for_bytes(&codec, of, table);
+  if (operands == Operands::kFloat16) choose_for_halves(&codec, analysis);
+  if (operands == Operands::kInt8) choose_for_bytes(&codec, analysis, table);
   if (decoder_of(codec) != Decoder::kTable4) return codec;
   // byte k of entry i is byte i of the four words from 4 k on
   for (unsigned code = 0; code < 16; ++code) {
-    const uint32_t entry = entry_of(codec, table, of.value(code), code);
+    const uint32_t entry = entry_of(codec, table, analysis.value(code), code);
     for (unsigned k = 0; k < 2; ++k) codec.lookup[4 * k + code / 4] |= (entry >> 8 * k & 255) << 8 * (code % 4);
   }
   return codec;
@@ -249,9 +249,9 @@ GraphoptMatMulCodec choose_codec(Operands operands, const GraphoptMatMulWeights&
 float largest_value(const GraphoptMatMulWeights& weights) {
   const size_t entries = static_cast<size_t>(weights.entries);
   const auto largest = [&](const float* values) {
-    float most = 0;
-    for (size_t i = 0; i < entries; ++i) most = std::fmax(most, std::fabs(values[i]));
-    return most;
+    float largest = 0;
+    for (size_t i = 0; i < entries; ++i) largest = std::fmax(largest, std::fabs(values[i]));
+    return largest;
   };
   return largest(weights.table) + (weights.trellis ? largest(weights.table + entries) : 0);
 }
@@ -278,7 +278,7 @@ struct Field {
   unsigned slot, bit, count, word, at;
 };
 struct Fields {
-  Field all[kSlots * 8];
+  Field entries[kSlots * 8];
   unsigned count = 0;
 
   void make(const GraphoptMatMulCodec& codec, unsigned unit) {
@@ -286,12 +286,12 @@ struct Fields {
     count = 0;
     for (unsigned slot = 0; slot < kSlots; ++slot) {
       for (unsigned bit = 0; bit < bits; ++bit) {
-        const Place place = place_of(decoder_of(codec), bits, unit, slot, bit);
-        Field* const last = bit ? &all[count - 1] : nullptr;
-        if (last && last->word == place.word && last->at + last->count == place.bit) {
+        const BitPosition position = bit_position(decoder_of(codec), bits, unit, slot, bit);
+        Field* const last = bit ? &entries[count - 1] : nullptr;
+        if (last && last->word == position.word && last->at + last->count == position.bit) {
           ++last->count;
         } else {
-          all[count++] = {slot, bit, 1, place.word, place.bit};
+          entries[count++] = {slot, bit, 1, position.word, position.bit};
         }
       }
     }
@@ -353,8 +353,8 @@ unsigned largest_of_parts(size_t count, const OfPart& of_part) {
     pthread_t thread;
     bool runs;
 
-    static void* run(void* given) {
-      Part& part = *static_cast<Part*>(given);
+    static void* run(void* argument) {
+      Part& part = *static_cast<Part*>(argument);
       part.largest = (*part.of_part)(part.first, part.end);
       return nullptr;
     }
@@ -392,9 +392,9 @@ unsigned pack_codes(const GraphoptMatMulCodec& codec, const GraphoptMatMulWeight
   uint8_t positions[kSlots][kWarp];
   for (unsigned position = 0; position < 256; ++position) {
     const Order order = static_cast<Order>(codec.order);
-    const ColumnPlace place = place_of_column(order, position / 4 % 16);
-    const RowPlace of_row = place_of_row(static_cast<Operands>(codec.operands), position / 64 * 4 + position % 4);
-    positions[slot_of(order, place.half, of_row.k)][4 * place.g + of_row.t] = static_cast<uint8_t>(position);
+    const ColumnPosition of_column = column_position(order, position / 4 % 16);
+    const RowPosition of_row = row_position(static_cast<Operands>(codec.operands), position / 64 * 4 + position % 4);
+    positions[slot_of(order, of_column.half, of_row.k)][4 * of_column.g + of_row.t] = static_cast<uint8_t>(position);
   }
   const auto pack_blocks = [&](size_t first_block, size_t end) {
     unsigned largest = 0;
@@ -415,7 +415,7 @@ unsigned pack_codes(const GraphoptMatMulCodec& codec, const GraphoptMatMulWeight
           for (unsigned lane = 0; lane < kWarp; ++lane) slots[slot][lane] = of_unit[positions[slot][lane]] ^ codec.flips;
         }
         for (unsigned i = 0; i < fields[unit].count; ++i) {
-          const Field& field = fields[unit].all[i];
+          const Field& field = fields[unit].entries[i];
           const uint32_t mask = (1u << field.count) - 1;
           for (unsigned lane = 0; lane < kWarp; ++lane) {
             words[field.word][lane] |= (slots[field.slot][lane] >> field.bit & mask) << field.at;
@@ -431,9 +431,9 @@ unsigned pack_codes(const GraphoptMatMulCodec& codec, const GraphoptMatMulWeight
     return largest;
   };
   const unsigned largest = largest_of_parts(tiles * blocks, pack_blocks);
-  uint8_t* const behind = to + tiles * blocks * of_block;
+  uint8_t* const tail = to + tiles * blocks * of_block;
   if (weights.trellis && !becomes_bytes) {
-    std::memset(behind, 0, kTableWords * sizeof(uint32_t));
+    std::memset(tail, 0, kTableWords * sizeof(uint32_t));
     return largest;
   }
   const ByteTable of_bytes(becomes_bytes ? tables->table.step : 1);
@@ -444,7 +444,7 @@ unsigned pack_codes(const GraphoptMatMulCodec& codec, const GraphoptMatMulWeight
   for (unsigned i = 0; i < kTableWords; ++i) {
     const unsigned code = i % (1u << bits);
     const uint32_t entry = entry_of(codec, table, values[code < entries ? code : 0], code < entries ? code : 0);
-    std::memcpy(behind + i * sizeof entry, &entry, sizeof entry);
+    std::memcpy(tail + i * sizeof entry, &entry, sizeof entry);
   }
   return largest;
 }

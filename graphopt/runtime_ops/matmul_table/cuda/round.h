@@ -52,11 +52,11 @@ GRAPHOPT_DEVICE RowScale scale_of(uint32_t largest, const Rounding& r) {
 }
 
 GRAPHOPT_DEVICE int32_t nearest(float x, float inverse, float levels) {
-  float scaled = x * inverse;
+  float quotient = x * inverse;
   // NaN becomes the highest level; the scale carries the NaN or infinity
-  scaled = scaled < levels ? scaled : levels;
-  scaled = scaled > -levels ? scaled : -levels;
-  return round_to_int(scaled);
+  quotient = quotient < levels ? quotient : levels;
+  quotient = quotient > -levels ? quotient : -levels;
+  return round_to_int(quotient);
 }
 
 template <typename T>
@@ -115,8 +115,8 @@ void round_rows(Rounding r) {
     const size_t end = first + r.group < r.count ? first + r.group : r.count;
     const RowScale scale = scale_of(largest_of(x, first, end, static_cast<unsigned>(lane()), kWarp), r);
     // the last group fills up the row
-    const size_t filled = group + 1 < r.groups ? end : r.pitch;
-    for (size_t i = first + 4 * static_cast<unsigned>(lane()); i < filled; i += 4 * kWarp) {
+    const size_t end_of_padding = group + 1 < r.groups ? end : r.pitch;
+    for (size_t i = first + 4 * static_cast<unsigned>(lane()); i < end_of_padding; i += 4 * kWarp) {
       round_four(r, x, i, row, scale);
     }
     for (unsigned i = static_cast<unsigned>(lane()); i < r.segments_of_group; i += kWarp) {

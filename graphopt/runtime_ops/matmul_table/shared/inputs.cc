@@ -181,9 +181,9 @@ OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero
   const bool half = scales.type == kFloat16;
   if (half) weights.half_scales = static_cast<const Half*>(scales.data);
   if (!half) weights.scales = static_cast<const float*>(scales.data);
-  bool one = zero_points.rank == first + 3;
-  for (size_t axis = 0; axis < zero_points.rank; ++axis) one = one && zero_points.shape[axis] == 1;
-  const bool neutral = one && (half ? !(static_cast<const Half*>(zero_points.data)->bits & 0x7fff)
+  bool is_single = zero_points.rank == first + 3;
+  for (size_t axis = 0; axis < zero_points.rank; ++axis) is_single = is_single && zero_points.shape[axis] == 1;
+  const bool neutral = is_single && (half ? !(static_cast<const Half*>(zero_points.data)->bits & 0x7fff)
                                     : *static_cast<const float*>(zero_points.data) == 0);
   if (!neutral) {
     if (!one_for_each_group(zero_points)) {

@@ -36,7 +36,7 @@ uint16_t bfloat16(float value) {
 // then those of two neighbours that belong to the half; with any other number it is the half.
 size_t half_of(size_t index, int half, int bits) {
   if (bits != 3) return index;
-  const auto bit = [&](int place) { return index >> place & 1; };
+  const auto bit = [&](int position) { return index >> position & 1; };
   if (!half) return (index & 7) << 1 | bit(3);
   return (index & 3) << 2 | bit(2) << 1 | bit(3);
 }
@@ -126,9 +126,9 @@ bool Table::make_trellis(const float* values, size_t entries, int bits) {
 }
 
 int Table::factor_of_upper(size_t magnitudes) const {
-  int all = 0;
-  for (size_t code = magnitudes / 2; code < magnitudes; ++code) all |= integer_of(code);
-  return all ? all & -all : 1;
+  int sum = 0;
+  for (size_t code = magnitudes / 2; code < magnitudes; ++code) sum |= integer_of(code);
+  return sum ? sum & -sum : 1;
 }
 
 float Leveled::number(size_t tile, size_t group, size_t lane, int span_bits, float low) const {
@@ -150,11 +150,11 @@ void unpack_digits(const uint8_t* digits, size_t units, uint8_t* codes) {
   for (; units; --units, digits += kBytes, codes += kLine) {
     uint8_t positions[kDigits * kBytes];
     for (size_t b = 0; b < kBytes; ++b) {
-      unsigned left = digits[b];
+      unsigned byte = digits[b];
       for (size_t i = 0; i < kDigits; ++i) {
-        const unsigned third = left * 171 >> 9;  // left / 3, up to 255
-        positions[kBytes * i + b] = static_cast<uint8_t>(left - 3 * third);
-        left = third;
+        const unsigned third = byte * 171 >> 9;  // left / 3, up to 255
+        positions[kBytes * i + b] = static_cast<uint8_t>(byte - 3 * third);
+        byte = third;
       }
     }
     for (size_t b = 0; b < kLine; ++b) {
@@ -175,18 +175,18 @@ size_t Weights::segments() const {
 }
 
 Weights Weights::of_expert(size_t expert) const {
-  Weights one = *this;
+  Weights expert_weights = *this;
   const size_t numbers = expert * tiles() * groups() * 16;
-  one.experts = 0;
-  one.codes += expert * tiles() * tile_bytes();
-  if (levels.bytes) one.levels.bytes += expert * tiles() * levels.tile_bytes;
-  if (zero_levels.bytes) one.zero_levels.bytes += expert * tiles() * zero_levels.tile_bytes;
-  if (scales) one.scales += numbers;
-  if (half_scales) one.half_scales += numbers;
-  if (zero_points) one.zero_points += numbers;
-  if (half_zero_points) one.half_zero_points += numbers;
-  if (bias) one.bias += expert * columns;
-  return one;
+  expert_weights.experts = 0;
+  expert_weights.codes += expert * tiles() * tile_bytes();
+  if (levels.bytes) expert_weights.levels.bytes += expert * tiles() * levels.tile_bytes;
+  if (zero_levels.bytes) expert_weights.zero_levels.bytes += expert * tiles() * zero_levels.tile_bytes;
+  if (scales) expert_weights.scales += numbers;
+  if (half_scales) expert_weights.half_scales += numbers;
+  if (zero_points) expert_weights.zero_points += numbers;
+  if (half_zero_points) expert_weights.half_zero_points += numbers;
+  if (bias) expert_weights.bias += expert * columns;
+  return expert_weights;
 }
 
 }  // namespace graphopt

@@ -35,7 +35,8 @@ GRAPHOPT_KERNEL(kRotaryThreads, 1) void split_rotary(GraphoptSplitRotary call) {
   const bool turns = head < heads + kv_heads && place < 2 * half;
   const bool second = call.interleaved ? place % 2 : place >= half;
   const unsigned pair = call.interleaved ? place / 2 : second ? place - half : place;
-  const unsigned apart = call.interleaved ? 1 : half, other = second ? column - apart : column + apart;
+  const unsigned distance = call.interleaved ? 1 : half;
+  const unsigned partner_column = second ? column - distance : column + distance;
   T* to = static_cast<T*>(call.queries);
   unsigned first = 0, width = heads * size;
   if (head >= heads) {
@@ -48,12 +49,12 @@ GRAPHOPT_KERNEL(kRotaryThreads, 1) void split_rotary(GraphoptSplitRotary call) {
     Piece<T, Width> result = load<T, Width>(call.x, row + column);
     if (turns) {
       const auto cosines = load<T, Width>(call.cos, factor), sines = load<T, Width>(call.sin, factor);
-      const auto partners = load<T, Width>(call.x, row + other);
+      const auto partners = load<T, Width>(call.x, row + partner_column);
       GRAPHOPT_UNROLL
       for (unsigned i = 0; i < Width; ++i) {
         const float c = to_float(cosines.of[i]), s = to_float(sines.of[i]);
-        const float mine = to_float(result.of[i]), partner = to_float(partners.of[i]);
-        result.of[i] = from_float<T>(second ? partner * s + mine * c : mine * c - partner * s);
+        const float number = to_float(result.of[i]), partner = to_float(partners.of[i]);
+        result.of[i] = from_float<T>(second ? partner * s + number * c : number * c - partner * s);
       }
     }
     *reinterpret_cast<Piece<T, Width>*>(to + token * width + (column - first)) = result;

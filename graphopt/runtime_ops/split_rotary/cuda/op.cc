@@ -27,7 +27,7 @@ struct Kernel : RotaryKernel {
     call.interleaved = static_cast<int32_t>(heads.interleaved), call.type = inputs.tensors[kRotaryX].type;
     DeviceCall device;
     GRAPHOPT_RETURN_IF_ERROR(device.begin(context, inputs.values[kRotaryX], 0));
-    GRAPHOPT_RETURN_IF_SAID(node, graphopt_cuda_split_rotary(&call, device.stream()));
+    GRAPHOPT_RETURN_IF_MESSAGE(node, graphopt_cuda_split_rotary(&call, device.stream()));
     return nullptr;
   }
 };

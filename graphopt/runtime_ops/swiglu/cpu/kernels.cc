@@ -8,7 +8,7 @@
 namespace graphopt {
 namespace {
 
-inline Floats gated(const Floats& gate, const Floats& up) {
+inline Floats swiglu_of(const Floats& gate, const Floats& up) {
   // NaN propagates through both
   const Floats power = exponential(smaller(all_lanes(88.f), gate * -1.f));
   return gate * (all_lanes(1.f) / (all_lanes(1.f) + power)) * up;
@@ -18,10 +18,10 @@ template <typename T>
 inline void run_line(const T* gate, const T* up, T* y, size_t count) {
   float gates[kColumns] = {}, ups[kColumns] = {};
   for (size_t i = 0; i < count; ++i) gates[i] = number<float>(gate[i]), ups[i] = number<float>(up[i]);
-  store_line(gates, gated(load_line<Floats>(gates), load_line<Floats>(ups)));
+  store_line(gates, swiglu_of(load_line<Floats>(gates), load_line<Floats>(ups)));
   for (size_t i = 0; i < count; ++i) {
     if constexpr (sizeof(T) == sizeof(float)) y[i] = gates[i];
-    else y[i] = stored<T>(gates[i]);
+    else y[i] = round_to<T>(gates[i]);
   }
 }
 

@@ -42,7 +42,8 @@ struct Call {
   static void task(void* call, size_t index) {
     const Call& self = *static_cast<const Call*>(call);
     const size_t bytes = self.columns * self.bytes_of_number, first = index * self.rows_of_task;
-    const size_t left = self.rows - first, end = first + (left < self.rows_of_task ? left : self.rows_of_task);
+    const size_t remaining_rows = self.rows - first;
+    const size_t end = first + (remaining_rows < self.rows_of_task ? remaining_rows : self.rows_of_task);
     for (size_t row = first; row < end; ++row) {
       const char* const gate = self.x + 2 * row * bytes;
       self.run(gate, gate + bytes, self.y + row * bytes, self.columns);

@@ -9,7 +9,7 @@ namespace {
 constexpr unsigned kSwiGLUThreads = 256;
 constexpr size_t kMostRows = 65535;  // of blocks; each takes every so many rows
 
-GRAPHOPT_DEVICE float gated(float gate, float up) {
+GRAPHOPT_DEVICE float swiglu_of(float gate, float up) {
   constexpr float kMinusLog2E = -1.44269504088896341f;
   return gate * (1.f / (1.f + exp2_of(gate * kMinusLog2E))) * up;
 }
@@ -24,14 +24,14 @@ GRAPHOPT_KERNEL(kSwiGLUThreads, 1) void swiglu(GraphoptSwiGLU call) {
     const T* const gate = static_cast<const T*>(call.x) + 2 * row * columns + column;
     T* const y = static_cast<T*>(call.y) + row * columns + column;
     if constexpr (Numbers == 1) {
-      *y = from_float<T>(gated(to_float(*gate), to_float(gate[columns])));
+      *y = from_float<T>(swiglu_of(to_float(*gate), to_float(gate[columns])));
     } else {
       T gates[Numbers], ups[Numbers];
       const Word4 gate_words = load16(gate), up_words = load16(gate + columns);
       __builtin_memcpy(gates, &gate_words, sizeof gates);
       __builtin_memcpy(ups, &up_words, sizeof ups);
       GRAPHOPT_UNROLL
-      for (int i = 0; i < Numbers; ++i) gates[i] = from_float<T>(gated(to_float(gates[i]), to_float(ups[i])));
+      for (int i = 0; i < Numbers; ++i) gates[i] = from_float<T>(swiglu_of(to_float(gates[i]), to_float(ups[i])));
       Word4 words;
       __builtin_memcpy(&words, gates, sizeof words);
       store16(y, words);

@@ -34,7 +34,7 @@ struct Kernel {
     const GraphoptSwiGLU call{x.data, y.data, static_cast<int64_t>(rows), static_cast<int32_t>(columns), x.type};
     DeviceCall device;
     GRAPHOPT_RETURN_IF_ERROR(device.begin(context, value, 0));
-    GRAPHOPT_RETURN_IF_SAID(node, graphopt_cuda_swiglu(&call, device.stream()));
+    GRAPHOPT_RETURN_IF_MESSAGE(node, graphopt_cuda_swiglu(&call, device.stream()));
     return nullptr;
   }
 };

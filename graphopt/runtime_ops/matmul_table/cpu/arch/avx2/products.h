@@ -56,7 +56,7 @@ struct Int8Runs {
       for (; units >= kRunUnits; units -= kRunUnits) add_run(std::integral_constant<size_t, Run>());
       if (units) add_run(std::integral_constant<size_t, kLines>());
     } else {
-      for (size_t left = units * (kLines / Run); left; --left) add_run(std::integral_constant<size_t, Run>());
+      for (size_t run = units * (kLines / Run); run; --run) add_run(std::integral_constant<size_t, Run>());
     }
   }
 

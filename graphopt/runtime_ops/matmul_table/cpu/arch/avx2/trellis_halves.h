@@ -31,20 +31,20 @@ class TrellisHalves {
                                            const uint32_t* word) const {
     static_assert(Width == 1);
     __m256i indices[kParts][2];
-    const auto same = [](__m256i index, size_t, size_t, size_t) __attribute__((always_inline)) { return index; };
+    const auto identity = [](__m256i index, size_t, size_t, size_t) __attribute__((always_inline)) { return index; };
     if constexpr (Bits == 4) {
 #pragma GCC unroll 2
       for (size_t i = 0; i < kParts; ++i) {
         indices[i][0] = load(unit + i * kVectorBytes), indices[i][1] = load(unit + kLine + i * kVectorBytes);
       }
-      multiply_lines<0, 1, 2, 3>(sums[0][0], indices, same, word);
+      multiply_lines<0, 1, 2, 3>(sums[0][0], indices, identity, word);
     } else if constexpr (Bits == 3) {
       multiply_threes(sums[0][0], unit, word);
     } else {
       const Bytes codes = load_line<Bytes>(unit), next = rotate_columns<1>(codes, unit), right = shift_right<2>(codes);
 #pragma GCC unroll 2
       for (size_t i = 0; i < kParts; ++i) put_above(part_of(codes, i), part_of(right, i), part_of(next, i), indices[i]);
-      multiply_lines<0, 2, 1, 3>(sums[0][0], indices, same, word);
+      multiply_lines<0, 2, 1, 3>(sums[0][0], indices, identity, word);
     }
   }
 
@@ -115,9 +115,9 @@ class TrellisHalves {
       const __m256i evens = _mm256_and_si256(_mm256_xor_si256(own, next), _mm256_set1_epi8(0x55));
       put_above(low, _mm256_srli_epi16(low, 2), _mm256_xor_si256(evens, next), heads[i]);
       // 1 where the bits that stand for each other differ: bits 2 and 6, of lines 0 and 2, and of lines 1 and 3
-      const __m256i both = _mm256_xor_si256(high, i ? next_low : _mm256_srli_epi16(next_low, 1));
-      differ[i][0] = _mm256_and_si256(_mm256_slli_epi16(both, i ? 1 : 2), _mm256_set1_epi8(0x44));
-      differ[i][1] = _mm256_and_si256(i ? _mm256_srli_epi16(both, 1) : both, _mm256_set1_epi8(0x44));
+      const __m256i mixed_bits = _mm256_xor_si256(high, i ? next_low : _mm256_srli_epi16(next_low, 1));
+      differ[i][0] = _mm256_and_si256(_mm256_slli_epi16(mixed_bits, i ? 1 : 2), _mm256_set1_epi8(0x44));
+      differ[i][1] = _mm256_and_si256(i ? _mm256_srli_epi16(mixed_bits, 1) : mixed_bits, _mm256_set1_epi8(0x44));
     }
     const auto of_tail = [&](__m256i index, size_t i, size_t pair, size_t upper) __attribute__((always_inline)) {
       // a shuffle does not look at bits 4 to 6

@@ -17,7 +17,7 @@ struct Int8Matrices {
     if constexpr (Width == 1) return multiply_lines<Int8<false>, 1, kSides>(sums, line, word, units);
     constexpr size_t kTwos = Width / 2;
     int32x4_t products[Width][kSides][kParts] = {};  // of rows 2 i and 2 i + 1: even parts of columns, then odd ones
-    for (size_t left = units * kLines / 2; left; --left, line += 4 * kLine, word += 2 * Width) {
+    for (size_t pair_count = units * kLines / 2; pair_count; --pair_count, line += 4 * kLine, word += 2 * Width) {
       int8x16_t x[kTwos];
 #pragma GCC unroll 3
       for (size_t i = 0; i < kTwos; ++i) {
