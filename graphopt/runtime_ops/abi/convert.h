@@ -34,7 +34,7 @@ inline T number(Half half) {
 
 // Rounds to the nearest float16, ties to even.
 template <typename Stored>
-inline Half round_to(float value) {
+inline Half stored(float value) {
   const uint32_t bits = bits_of<uint32_t>(value), sign = bits >> 31 << 15, magnitude = bits & 0x7fffffff;
   // Normal numbers: half of the last place that stays is added, a little less where that place is even already.
   const uint32_t normal = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
@@ -50,7 +50,7 @@ inline void widen(const Half* from, size_t count, float* to) {
   for (size_t i = 0; i < count; ++i) to[i] = number<float>(from[i]);
 }
 inline void narrow(const float* from, size_t count, Half* to) {
-  for (size_t i = 0; i < count; ++i) to[i] = round_to<Half>(from[i]);
+  for (size_t i = 0; i < count; ++i) to[i] = stored<Half>(from[i]);
 }
 
 }  // namespace

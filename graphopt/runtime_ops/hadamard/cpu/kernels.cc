@@ -207,7 +207,7 @@ void transform(const HadamardWork& work) {
     const size_t bytes = size * sizeof(T);
     multiply(run, size, order, work.left, core_scratch, prefetcher);
     if constexpr (sizeof(Stored) != sizeof(T)) {
-      for (size_t j = 0; j < size; ++j) y[j] = round_to<Stored>(run[j]);
+      for (size_t j = 0; j < size; ++j) y[j] = stored<Stored>(run[j]);
     } else if (work.streaming) {
       stream(y, run, bytes);
     } else {

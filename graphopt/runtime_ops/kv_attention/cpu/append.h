@@ -196,7 +196,7 @@ inline void summarize(const Layout& layout, const float* key, size_t count_befor
 }
 
 inline void put_one(float x, float* to) { *to = x; }
-inline void put_one(float x, Half* to) { *to = round_to<Half>(x); }
+inline void put_one(float x, Half* to) { *to = stored<Half>(x); }
 
 inline void put(const float* token, float* to, size_t size) { __builtin_memcpy(to, token, size * sizeof(float)); }
 template <typename Stored>

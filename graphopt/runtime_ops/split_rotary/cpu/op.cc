@@ -16,7 +16,7 @@ constexpr size_t kTask = 16384;
 template <typename T>
 T rounded(float value) {
   if constexpr (sizeof(T) == sizeof(float)) return value;
-  else return round_to<T>(value);
+  else return stored<T>(value);
 }
 
 // A call, cut into tasks of some tokens each; tasks share nothing.

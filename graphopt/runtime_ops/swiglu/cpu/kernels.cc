@@ -21,7 +21,7 @@ inline void run_line(const T* gate, const T* up, T* y, size_t count) {
   store_line(gates, swiglu_of(load_line<Floats>(gates), load_line<Floats>(ups)));
   for (size_t i = 0; i < count; ++i) {
     if constexpr (sizeof(T) == sizeof(float)) y[i] = gates[i];
-    else y[i] = round_to<T>(gates[i]);
+    else y[i] = stored<T>(gates[i]);
   }
 }
 
