@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.structure.paged_caches import layers_of
@@ -25,14 +26,16 @@ from graphopt.compile.compilation import Compilation
 from graphopt.compile.search.jsonl import Lines
 from graphopt.compile.search.program import solve
 from graphopt.errors import InputError
-from graphopt.ort.session import run
-from graphopt.passes.cache.quantize_kv import QuantizeKV
+from graphopt.graph.weights.data_file import save_model
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.session import Session
+from graphopt.passes.cache.quantize_kv import PAGE, QuantizeKV
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.figures import Comparison, Floats, log_probabilities
 from graphopt.quality.texts import held_out_texts
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS
-from graphopt.tasks import task_of
+from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.util.progress import Progress, silent
 from graphopt.verification.steps import run_passes
 
@@ -224,7 +227,7 @@ class _Caches:
         self._held_out = [
             ids for text in held_out_texts() for ids in windows_of_text(tokenizer, text, window, texts.windows)
         ]
-        self._first = step.context_tokens
+        self._first, self._page = step.context_tokens, step.page or PAGE
         longest = min(max(map(len, part)) for part in (self._texts, self._held_out))
         if longest <= self._first + 1:
             raise InputError(
@@ -287,13 +290,20 @@ class _Caches:
     def _logits(self, storages: Mapping[int, str | Pair], texts: Sequence[IntArray]) -> Iterator[Array]:
         """Yield logits of each text behind the tokens that pages of floats hold, [tokens, vocabulary].
 
-        A text is read at once. What its first tokens read is rounded then, too, so that little text says much.
+        A text is read page by page, so that a token reads those right before it in floats, as it would be generated.
         """
-        model = self._model(storages)
-        feeds = task_of(model.graph).text_feeds
-        with self._compilation.context.runner.open_model(model) as session:
+        model, manifest = self._model(storages), self._compilation.source.manifest
+        with self._compilation.run_folder() as folder:
+            file = folder / "model.onnx"
+            save_model(model, file, "model.data", in_place=True)
+            inference = self._compilation.context.runner.open(file, in_place=True)
+            session = Session(file, inference, Interface.of_session(inference), manifest, None)
             for ids in texts:
-                yield run(session, ["logits"], feeds(model.graph, ids[None, :-1]))[0][0, self._first :]
+                decoder, rows = Decoder(session, 1, room=len(ids)), []
+                for begin in range(0, len(ids) - 1, self._page):
+                    logits = decoder.step(ids[None, begin : min(begin + self._page, len(ids) - 1)])
+                    rows.append(np.array(logits[0], np.float32))
+                yield np.concatenate(rows)[self._first :]
 
     def _model(self, storages: Mapping[int, str | Pair]) -> ir.Model:
         """Return the model with caches stored so; layers that are not named are as the recipe has them."""

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context
     from graphopt.quantization.statistics import InputStatistics
 
-_PAGE = 64
+PAGE = 64
+"""Tokens of a page, where neither the recipe nor the graph says another number."""
 _CLIPS = {"int2": 0.9}
 _WITH_FACTORS = ("int3", "int2")
 
@@ -190,7 +191,7 @@ class QuantizeKV(Pass):
     @property
     def context_tokens(self) -> int:
         """See :class:`Pass`: enough that a page was rounded."""
-        return (self.sink_pages + self.recent_pages + 2) * (self.page or _PAGE)
+        return (self.sink_pages + self.recent_pages + 2) * (self.page or PAGE)
 
     def storages(self, number: int) -> tuple[str, str]:
         """Return the storages of keys and of values of a layer."""
@@ -211,7 +212,7 @@ class QuantizeKV(Pass):
         Raises:
             InputError: options do not fit one another, the pages or the target; or the model may not be run on a text.
         """
-        page_attention(model, context, self.page or _PAGE)
+        page_attention(model, context, self.page or PAGE)
         self._check(context.target)
         self._check_layers(model.graph)
         layers = {node: self._new_layer(node, context) for node in kv_nodes(model.graph)}
