@@ -53,7 +53,7 @@ class OtherLoad:
 def quiet(share: float) -> str:
     """Return a sentence on the share of the cores' time that other processes took, with a warning if it is over 5%."""
     sentence = f"other processes took {share:.0%} of the cores' time"
-    return sentence if share <= 0.05 else f"[bold]{sentence}: not to be quoted[/bold]"
+    return sentence if share <= 0.05 else f"{sentence}: NOT TO BE QUOTED"
 
 
 def _processor_seconds() -> tuple[float, float, float]:
