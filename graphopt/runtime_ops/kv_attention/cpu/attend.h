@@ -3,7 +3,7 @@
 
 #include <new>
 
-#include "kv_attention/cpu/asked.h"
+#include "kv_attention/cpu/sampled_scores.h"
 #include "kv_attention/cpu/scratch.h"
 #include "kv_attention/cpu/decode_keys.h"
 #include "kv_attention/cpu/kernels.h"
@@ -18,7 +18,7 @@ constexpr size_t kStepColumns = 16;
 
 struct Reader : Lookahead {
   const Partial partial;
-  const AskedScores* asked = nullptr;  // where scores alone are made
+  const SampledScores* samples = nullptr;  // where scores alone are made
   AttendScratch buffers;
   size_t rows;
   bool step;  // few tokens behind a prompt, each of which must have the bits that it has alone
@@ -90,13 +90,13 @@ struct Reader : Lookahead {
 
   // Takes the scores of a page where they alone are made; returns whether that is so.
   bool takes_scores(int64_t logical, size_t lines) const {
-    for (size_t i = 0; asked && i < columns; ++i) {
+    for (size_t i = 0; samples && i < columns; ++i) {
       const Visible others = seen_besides(layout, position(i), logical);
       for (size_t r = i * layout.group; r < (i + 1) * layout.group; ++r) {
-        asked->add(layout, logical, r, buffers.seen[i], others, lines, buffers.scores + r * layout.page);
+        samples->add(layout, logical, r, buffers.seen[i], others, lines, buffers.scores + r * layout.page);
       }
     }
-    return asked;
+    return samples;
   }
 
   // Calls sum(row, rows, seen) for rows that see the same.

@@ -28,7 +28,7 @@ inline void read_codes(const Reader& reader, int64_t logical, bool alike, const 
   const size_t size = reader.layout.size, page = reader.layout.page, lines = page / kColumns;
   decode_keys<Bits>(keys, ahead, scales, size, page, reader.buffers.keys);
   with_codes(reader.layout.value_storage, [&](auto holds) {
-    if (reader.asked) return;
+    if (reader.samples) return;
     decode_values<bits_of(holds)>(values, ahead, scales + 2 * size, size, page, reader.buffers.values);
   });
   const float* const factors = reader.layout.token_factors ? scales + reader.layout.factors_at() : nullptr;

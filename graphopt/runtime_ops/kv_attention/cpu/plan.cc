@@ -81,7 +81,7 @@ size_t list_floats(const Attention& call, const Queries& queries) {
   const Candidates all = scored_pages(call, queries);
   const auto count = static_cast<size_t>(all.end - all.first);
   if (!chooses_in_blocks(call.policies[queries.head])) return list_floats(layout, count);
-  return (3 * layout.asked() * layout.group + 1) * score_floats(count);
+  return (3 * layout.sampled_queries() * layout.group + 1) * score_floats(count);
 }
 
 Plan::Plan(const Attention& call) {

@@ -139,13 +139,13 @@ struct Lister {
 GRAPHOPT_KERNEL(kMostListThreads, 4)
 void list_pages(SelectRun run) {
   const Layout& layout = run.call.layout;
-  const Asked asked(run, static_cast<int>(block_index().x));
-  if (!asked.used) return;
-  const Candidates candidates(layout, asked.position);
-  const int64_t count = candidates.end - candidates.first, all = layout.page_of(asked.position) + 1;
-  const int64_t fixed = layout.fixed_pages(), from = asked.position - layout.recent + 1;
+  const SelectTask task(run, static_cast<int>(block_index().x));
+  if (!task.used) return;
+  const Candidates candidates(layout, task.position);
+  const int64_t count = candidates.end - candidates.first, all = layout.page_of(task.position) + 1;
+  const int64_t fixed = layout.fixed_pages(), from = task.position - layout.recent + 1;
   const int64_t recent = from > 0 ? layout.page_of(from) : 0;
-  float* const scores = run.scores + asked.list * static_cast<size_t>(run.stride);
+  float* const scores = run.scores + task.list * static_cast<size_t>(run.stride);
   float* const weights = scores + score_floats(static_cast<size_t>(count));
   const Lister lister{layout, scores, weights, count, BlockSum(shared_memory())};
   int32_t budget = static_cast<int32_t>(layout.budget < count ? layout.budget : count);
@@ -158,7 +158,7 @@ void list_pages(SelectRun run) {
   // how many of those that are equal to it are chosen
   int32_t equal = choosing ? budget - lister.ranked(least + 1) : 0;
 
-  int32_t* const entries = run.entries + asked.list * static_cast<size_t>(run.longest);
+  int32_t* const entries = run.entries + task.list * static_cast<size_t>(run.longest);
   int32_t listed = 0;
   const int threads = static_cast<int>(thread_count()), warps = threads / kWarp;
   int32_t* const of_warps = reinterpret_cast<int32_t*>(shared_memory());
@@ -190,7 +190,7 @@ void list_pages(SelectRun run) {
     if (whole || part) entries[listed + before] = static_cast<int32_t>(2 * page + whole);
     listed += chosen;
   }
-  if (thread_index().x == 0) run.counts[asked.list] = listed;
+  if (thread_index().x == 0) run.counts[task.list] = listed;
 }
 
 }  // namespace

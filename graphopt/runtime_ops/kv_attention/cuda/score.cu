@@ -43,19 +43,19 @@ void score_pages(SelectRun run) {
   const CudaCall& call = run.call;
   const Layout& layout = call.layout;
   const int64_t blocks = block_count().x / static_cast<unsigned>(run.end - run.first);
-  const Asked asked(run, static_cast<int>(block_index().x / blocks));
-  if (!asked.used) return;
-  const Candidates candidates(layout, asked.position);
+  const SelectTask task(run, static_cast<int>(block_index().x / blocks));
+  if (!task.used) return;
+  const Candidates candidates(layout, task.position);
   const int64_t begin = candidates.first + static_cast<int64_t>(block_index().x % blocks) * kScoredPages;
   const int64_t end = begin + kScoredPages < candidates.end ? begin + kScoredPages : candidates.end;
   if (begin >= end) return;
 
   float* const queries = reinterpret_cast<float*>(shared_memory());
   float *const sums = queries + kHeadsTogether * layout.size, *const used = sums + layout.size;
-  const size_t at = call.queries_at(asked.row, asked.head, asked.position);
+  const size_t at = call.queries_at(task.row, task.head, task.position);
   if (layout.channels) choose_channels(call, at, sums, used);
-  const float* const summaries = call.head_state(asked.row, asked.head).summaries;
-  float* const scores = run.scores + asked.list * static_cast<size_t>(run.stride);
+  const float* const summaries = call.head_state(task.row, task.head).summaries;
+  float* const scores = run.scores + task.list * static_cast<size_t>(run.stride);
   const int size = static_cast<int>(layout.size);
   for (size_t head = 0; head < layout.group; head += kHeadsTogether) {
     const int heads = static_cast<int>(layout.group - head < kHeadsTogether ? layout.group - head : kHeadsTogether);

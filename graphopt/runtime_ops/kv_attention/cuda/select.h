@@ -34,13 +34,13 @@ struct SelectRun {
 };
 
 // What a block scores or lists: x counts new tokens, y is the head among those that retrieve, z the row.
-struct Asked {
+struct SelectTask {
   int row, head;
   int64_t position;
   size_t list;
   bool used;
 
-  GRAPHOPT_DEVICE Asked(const SelectRun& run, int token) {
+  GRAPHOPT_DEVICE SelectTask(const SelectRun& run, int token) {
     row = static_cast<int>(block_index().z), head = run.heads[block_index().y];
     used = token < run.tokens(row);
     position = run.call.past[row] + run.first + token;

@@ -47,7 +47,7 @@ struct Layout : PolicyParameters {
   }
   GRAPHOPT_INLINE bool integers() const { return levels > 0; }
   // Queries that a block asks, of those that choose pages in blocks.
-  GRAPHOPT_INLINE size_t asked() const { return static_cast<size_t>(query_block / query_stride); }
+  GRAPHOPT_INLINE size_t sampled_queries() const { return static_cast<size_t>(query_block / query_stride); }
   GRAPHOPT_INLINE bool scales_tokens() const { return storage > Storage::kCount; }
   GRAPHOPT_INLINE size_t query_heads() const { return kv_heads * group; }
   // Whether a token is one row, of which values are a part: a latent that all query heads share.

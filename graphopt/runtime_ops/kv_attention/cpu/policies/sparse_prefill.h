@@ -2,7 +2,7 @@
 // out.
 #pragma once
 
-#include "kv_attention/cpu/asked.h"
+#include "kv_attention/cpu/sampled_scores.h"
 #include "kv_attention/cpu/attend.h"
 #include "kv_attention/cpu/left_out.h"
 #include "kv_attention/shared/select.h"
@@ -11,15 +11,15 @@ namespace graphopt {
 namespace {
 
 inline size_t score_scratch(SparsePrefill, const Attention& call, const Queries&) {
-  const size_t rows = call.layout.asked() * call.layout.group;
+  const size_t rows = call.layout.sampled_queries() * call.layout.group;
   return attend_scratch(call.layout, rows) + Partial::floats(rows, call.layout.value_channels()) * sizeof(float);
 }
 
 inline void score(SparsePrefill, const Attention& call, const Queries& queries, int64_t first, int64_t end,
                   float* scores, void* scratch) {
   const Layout& layout = call.layout;
-  const size_t count = layout.asked(), rows = count * layout.group;
-  Member members[kMostAsked];
+  const size_t count = layout.sampled_queries(), rows = count * layout.group;
+  Member members[kMostSamples];
   for (size_t i = 0; i < count; ++i) {
     const size_t column = queries.first_column + (i + 1) * static_cast<size_t>(layout.query_stride) - 1;
     members[i] = {static_cast<uint32_t>(queries.row), static_cast<uint32_t>(column)};
@@ -29,25 +29,25 @@ inline void score(SparsePrefill, const Attention& call, const Queries& queries, 
   asking.list = nullptr, asking.whole = true, asking.sinks = 0, asking.begin = first;
   asking.pages = static_cast<size_t>(end - first);
   const Candidates seen = pages_seen(call, queries);
-  const AskedScores asked(scores, rows, static_cast<size_t>(seen.end - seen.first), seen.first);
-  asked.clear(first, end);
+  const SampledScores samples(scores, rows, static_cast<size_t>(seen.end - seen.first), seen.first);
+  samples.clear(first, end);
   float* const partial = reinterpret_cast<float*>(static_cast<char*>(scratch) + attend_scratch(layout, rows));
   Reader reader(call, asking, scratch, Partial(partial, rows, layout.value_channels()));
-  reader.asked = &asked;
+  reader.samples = &samples;
   read_pages(call, &reader, 1, 0, asking.pages);
 }
 
-// Weights of pages, over all queries that are asked: of what each reads only if the page is not left out.
+// Weights of pages, over all sampled queries: of what each reads only if the page is not left out.
 inline size_t list(SparsePrefill, const Attention& call, const Queries& queries, float* scores, PageEntry* entries) {
   const Layout& layout = call.layout;
   const Candidates seen = pages_seen(call, queries);
-  const size_t count = static_cast<size_t>(seen.end - seen.first), rows = layout.asked() * layout.group;
-  const AskedScores asked(scores, rows, count, seen.first);
-  float* const weights = scores + asked.floats();
+  const size_t count = static_cast<size_t>(seen.end - seen.first), rows = layout.sampled_queries() * layout.group;
+  const SampledScores samples(scores, rows, count, seen.first);
+  float* const weights = scores + samples.floats();
   for (size_t i = 0; i < count; i += kColumns) store_line(weights + i, all_lanes(0.f));
   for (size_t r = 0; r < rows; ++r) {
     const float* const logit = call.sink_logits ? call.sink_logits + queries.head * layout.group + r % layout.group : nullptr;
-    asked.add_shares(r, logit, weights);
+    samples.add_shares(r, logit, weights);
   }
   const float limit = (1 - layout.prefill_mass) * static_cast<float>(rows);
   const LeftOut pages(weights, count, limit);

@@ -1,4 +1,4 @@
-// What queries that are asked attend to in full: of each page the largest score, the sum of the exponentials of what is
+// What sampled queries attend to in full: of each page the largest score, the sum of the exponentials of what is
 // less by, and the part of it that a query reads only if the page is not left out.
 #pragma once
 
@@ -11,12 +11,12 @@ namespace graphopt {
 namespace {
 
 // [largest, all, others][rows][pages], pages in whole lines.
-class AskedScores {
+class SampledScores {
  public:
-  AskedScores(float* scores, size_t rows, size_t pages, int64_t first)
+  SampledScores(float* scores, size_t rows, size_t pages, int64_t first)
       : scores_(scores), rows_(rows), pages_(pages), stride_(score_floats(pages)), first_(first) {}
   size_t floats() const { return 3 * rows_ * stride_; }
-  // With a window some pages are seen by none of the queries that are asked.
+  // With a window some pages are seen by none of the sampled queries.
   void clear(int64_t first, int64_t end) const {
     for (size_t row = 0; row < rows_; ++row) {
       for (int64_t page = first; page < end; ++page) {
