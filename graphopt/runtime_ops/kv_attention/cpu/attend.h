@@ -3,11 +3,11 @@
 
 #include <new>
 
-#include "kv_attention/cpu/sampled_scores.h"
-#include "kv_attention/cpu/scratch.h"
 #include "kv_attention/cpu/decode_keys.h"
 #include "kv_attention/cpu/kernels.h"
 #include "kv_attention/cpu/lookahead.h"
+#include "kv_attention/cpu/sampled_scores.h"
+#include "kv_attention/cpu/scratch.h"
 #include "kv_attention/cpu/softmax.h"
 #include GRAPHOPT_ARCH_HEADER(kv_attention/cpu/arch, codes.h)
 

@@ -18,14 +18,14 @@ __attribute__((noinline)) void multiply_codes(const Factors<Rows>& factors, cons
                                               size_t count, Floats (&products)[Rows][Lines]) {
   using Of = Planes<Bits>;
   const size_t units = count / Of::kCodes, to_line = units * Of::kBytes;
-  Ahead::Run asked = ahead.run;
+  Ahead::Run next_run = ahead.run;
   CodeSums<Bits, Rows, Lines> sums;
   for (size_t unit = 0; unit < units; ++unit, codes += Of::kBytes) {
 #pragma GCC unroll 6
-    for (size_t i = 0; i < Lines * Of::kLines; ++i) ahead.ask(&asked);
+    for (size_t i = 0; i < Lines * Of::kLines; ++i) ahead.ask(&next_run);
     sums.add(factors, codes, to_line, unit);
   }
-  ahead.run = asked;
+  ahead.run = next_run;
 #pragma GCC unroll 8
   for (size_t r = 0; r < Rows; ++r) {
 #pragma GCC unroll 2
