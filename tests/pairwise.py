@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
@@ -14,9 +15,15 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """
     every = [frozenset(combinations(enumerate(places), 2)) for places in product(*(range(len(axis)) for axis in axes))]
     missing, chosen = frozenset().union(*every), []
+    # what a tuple adds only becomes less, so most need not be counted again
+    heap = [(-len(pairs), number) for number, pairs in enumerate(every)]
     while missing:
-        best = max(every, key=lambda pairs: len(pairs & missing))
-        missing -= best
-        places = dict(place for pair in best for place in pair)
+        most, number = heapq.heappop(heap)
+        added = len(every[number] & missing)
+        if added < -most:
+            heapq.heappush(heap, (-added, number))
+            continue
+        missing -= every[number]
+        places = dict(place for pair in every[number] for place in pair)
         chosen.append(tuple(axis[places[index]] for index, axis in enumerate(axes)))
     return chosen
