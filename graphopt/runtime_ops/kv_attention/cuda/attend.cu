@@ -14,22 +14,23 @@ namespace {
 constexpr unsigned kAttendThreads = kAttendWarps * kWarp;
 static_assert(kAttendWarps == kQueries, "when it is done each warp writes one query");
 
-GRAPHOPT_DEVICE size_t list_of(const AttendRun& run, const Place& place, const TileQueries& queries) {
-  return static_cast<size_t>(place.row * run.plan.heads_of(static_cast<int>(place.policy)) + place.of_policy) *
+GRAPHOPT_DEVICE size_t list_of(const AttendRun& run, const QueryTile& query_tile, const TileQueries& queries) {
+  const int heads = run.plan.heads_of(static_cast<int>(query_tile.policy));
+  return static_cast<size_t>(query_tile.row * heads + query_tile.of_policy) *
              static_cast<size_t>(run.plan.end - run.plan.first) +
-         static_cast<size_t>(queries.first - run.call.past[place.row] - run.plan.first);
+         static_cast<size_t>(queries.first - run.call.past[query_tile.row] - run.plan.first);
 }
 
-GRAPHOPT_DEVICE Reading reading_of(const AttendRun& run, const Place& place, const TileQueries& queries) {
+GRAPHOPT_DEVICE Reading reading_of(const AttendRun& run, const QueryTile& query_tile, const TileQueries& queries) {
   const CudaCall& call = run.call;
-  const size_t row = call.first_row + static_cast<size_t>(place.row);
-  const size_t head = row * call.layout.kv_heads + static_cast<size_t>(place.head);
+  const size_t row = call.first_row + static_cast<size_t>(query_tile.row);
+  const size_t head = row * call.layout.kv_heads + static_cast<size_t>(query_tile.head);
   const int32_t* list = nullptr;
-  if (makes_lists(place.policy)) {
-    list = run.lists.entries + list_of(run, place, queries) * static_cast<size_t>(run.lists.longest);
+  if (makes_lists(query_tile.policy)) {
+    list = run.lists.entries + list_of(run, query_tile, queries) * static_cast<size_t>(run.lists.longest);
   }
-  return {PageRange(call.layout, place.policy, queries.first, queries.last), list, queries.first, queries.last,
-          call.newest_page(place.row), static_cast<uint32_t>(head), reads_all(place.policy), false};
+  return {PageRange(call.layout, query_tile.policy, queries.first, queries.last), list, queries.first, queries.last,
+          call.newest_page(query_tile.row), static_cast<uint32_t>(head), reads_all(query_tile.policy), false};
 }
 
 // Whether one of a block's pages may be in a slot: they are in order, but for those of a list.
@@ -137,17 +138,17 @@ void attend(AttendRun run) {
   // the last parts first, as the newest pages of storages of codes take longer
   const int32_t tiles = segment.tiles * plan.heads_of(segment.policy), of_segment = unit - segment.first_unit;
   const int32_t part = segment.parts - 1 - of_segment / tiles, which = of_segment % tiles * segment.parts + part;
-  const Place place(plan, segment, which);
+  const QueryTile query_tile(plan, segment, which);
   const Shared<Pages> shared(call);
   const SharedQueries all(shared_memory(), layout);
   const int index = warp(), size = static_cast<int>(layout.size);
-  const TileQueries one(run, place, index);  // that this warp loads, and in the end writes
-  const TileQueries queries(run, place, lane() % kQueries);
+  const TileQueries one(run, query_tile, index);  // that this warp loads, and in the end writes
+  const TileQueries queries(run, query_tile, lane() % kQueries);
   const WarpScratch buffers = shared.buffers(all, warp());
-  if (lane() == 0) *buffers.reading = reading_of(run, place, queries);
+  if (lane() == 0) *buffers.reading = reading_of(run, query_tile, queries);
   sync_warp();
   wait_for_previous();  // that appends tokens, or makes lists
-  const int64_t pages = makes_lists(place.policy) ? run.lists.counts[list_of(run, place, queries)]
+  const int64_t pages = makes_lists(query_tile.policy) ? run.lists.counts[list_of(run, query_tile, queries)]
                                                            : static_cast<int64_t>(buffers.reading->range.pages);
   const int64_t end = static_cast<int64_t>(part + 1) * plan.share;
   Walk walk;
@@ -181,7 +182,7 @@ void attend(AttendRun run) {
     }
   }
   if (segment.parts == 1) {
-    return write_row(call, place.row, place.head, one.position, one.head, largest * kLn2, sum, values);
+    return write_row(call, query_tile.row, query_tile.head, one.position, one.head, largest * kLn2, sum, values);
   }
   const PartialResult result(run.partials, layout, static_cast<size_t>(segment.first_partial + which));
   GRAPHOPT_UNROLL

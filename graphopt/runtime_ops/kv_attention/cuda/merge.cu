@@ -1,7 +1,7 @@
 // Merges the parts of a query, each block those of one: weights of parts first, then all parts at once.
 #include "cuda/launch.h"
 #include "kv_attention/cuda/merge.h"
-#include "kv_attention/cuda/place.h"
+#include "kv_attention/cuda/tile_queries.h"
 #include "kv_attention/cuda/reader.h"
 
 namespace graphopt {
@@ -30,8 +30,8 @@ void merge(AttendRun run) {
   const int32_t tile = static_cast<int32_t>(block_index().x) / kTileQueries;
   const int index = static_cast<int>(block_index().x) % kTileQueries, size = static_cast<int>(call.layout.size);
   const Segment& segment = run.plan.segment[run.plan.segment_of(&Segment::first_tile, tile)];
-  const Place place(run.plan, segment, (tile - segment.first_tile) * segment.parts);
-  const TileQueries query(run, place, index);
+  const QueryTile query_tile(run.plan, segment, (tile - segment.first_tile) * segment.parts);
+  const TileQueries query(run, query_tile, index);
   wait_for_previous();
   if (!query.used) return;
   const size_t first = static_cast<size_t>(segment.first_partial) +
@@ -101,7 +101,7 @@ void merge(AttendRun run) {
       if (c < size) values[k] += buffers.values[static_cast<int>(i) * size + c];
     }
   }
-  write_row(call, place.row, place.head, query.position, query.head, largest * kLn2, sum, values);
+  write_row(call, query_tile.row, query_tile.head, query.position, query.head, largest * kLn2, sum, values);
 }
 
 }  // namespace

@@ -36,10 +36,10 @@ const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const
       for (int policy = 0; count && policy < kPolicies; ++policy) {
         if (!takes[policy] || !heads_of(policy)) continue;
         const Policy of = static_cast<Policy>(policy);
-        const int64_t queries = QueryPlace::tiles(layout, of, count);
+        const int64_t queries = TileQuery::tiles(layout, of, count);
         const int64_t shared = (queries + wide - 1) / wide;
         // the unit of the last queries reads the most, or nearly
-        const QueryPlace earliest(layout, of, count, static_cast<int>((shared - 1) * wide), 0);
+        const TileQuery earliest(layout, of, count, static_cast<int>((shared - 1) * wide), 0);
         const int64_t last = call.past[row] + first + count - 1;
         const int64_t pages = static_cast<int64_t>(
             makes_lists(of) ? longest_list(of, layout, last)

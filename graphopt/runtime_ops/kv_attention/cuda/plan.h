@@ -19,11 +19,11 @@ struct Segment {
 };
 
 // The query of a tile that lane group `index` has: of a new token, and of a head in its group.
-struct QueryPlace {
+struct TileQuery {
   int token, head;
   bool used;
 
-  GRAPHOPT_BOTH QueryPlace(const Layout& layout, Policy policy, int32_t tokens, int tile, int index) {
+  GRAPHOPT_BOTH TileQuery(const Layout& layout, Policy policy, int32_t tokens, int tile, int index) {
     const int group = static_cast<int>(layout.group);
     if (makes_lists(policy)) {  // the queries of a token choose their pages together
       const int tiles = (group + kTileQueries - 1) / kTileQueries;

@@ -12,7 +12,7 @@
 #include "cuda/launch.h"
 #include "cuda/wgmma.h"
 #include "kv_attention/cuda/merge.h"
-#include "kv_attention/cuda/place.h"
+#include "kv_attention/cuda/tile_queries.h"
 #include "kv_attention/cuda/reader.h"
 
 namespace graphopt {
@@ -50,7 +50,7 @@ struct PromptUnit {
   const AttendRun& run;
   const Segment& segment;
   int32_t part, head, first_tile;
-  Place place;
+  QueryTile query_tile;
   int64_t first, last;  // positions of the queries
   PageRange range;
   int begin, halves;  // the first page, and how many half tiles there are
@@ -61,8 +61,8 @@ struct PromptUnit {
         part(segment.parts - 1 - (unit - segment.first_unit) / units_of_part()),
         head((unit - segment.first_unit) % heads()),
         first_tile((units_of_head() - 1 - (unit - segment.first_unit) % units_of_part() / heads()) * kPromptTiles),
-        place(run.plan, segment, (head * segment.tiles + first_tile) * segment.parts + part),
-        first(query(0).first), last(last_position()), range(run.call.layout, place.policy, first, last) {
+        query_tile(run.plan, segment, (head * segment.tiles + first_tile) * segment.parts + part),
+        first(query(0).first), last(last_position()), range(run.call.layout, query_tile.policy, first, last) {
     const int64_t pages = static_cast<int64_t>(range.pages), end = static_cast<int64_t>(part + 1) * run.plan.share;
     begin = part * run.plan.share;
     const int64_t count = (part + 1 == segment.parts || end > pages ? pages : end) - begin;
@@ -80,7 +80,7 @@ struct PromptUnit {
   GRAPHOPT_DEVICE int tiles() const { return (halves + 1) / 2; }
   // Tokens that a query reads, a bit for each.
   GRAPHOPT_DEVICE uint64_t seen_by(int64_t position, const HalfTile& half) const {
-    return bits_of(visible(run.call.layout, position, half.page, reads_all(place.policy)), half.offset, kHalf);
+    return bits_of(visible(run.call.layout, position, half.page, reads_all(query_tile.policy)), half.offset, kHalf);
   }
   GRAPHOPT_DEVICE HalfTile half_tile(int index) const {
     if (index >= halves) return {-1, 0, 0, 0};
@@ -89,7 +89,7 @@ struct PromptUnit {
     HalfTile half = {range.page(static_cast<size_t>(begin + page)), 0, offset, 1};
     half.token = place_of(layout, head_of_rows(), half.page) * layout.page + static_cast<size_t>(offset);
     const int64_t end = half.page * static_cast<int64_t>(layout.page) + offset + kHalf;
-    if (!reads_all(place.policy) || layout.window || end > first + 1) {
+    if (!reads_all(query_tile.policy) || layout.window || end > first + 1) {
       // if the first and the last query read all of it, all between them do
       half.all = seen_by(first, half) == ~uint64_t{0} && seen_by(last, half) == ~uint64_t{0};
     }
@@ -97,11 +97,11 @@ struct PromptUnit {
   }
   GRAPHOPT_DEVICE uint32_t head_of_rows() const {
     const CudaCall& call = run.call;
-    const size_t row = call.first_row + static_cast<size_t>(place.row);
-    return static_cast<uint32_t>(row * call.layout.kv_heads + static_cast<size_t>(place.head));
+    const size_t row = call.first_row + static_cast<size_t>(query_tile.row);
+    return static_cast<uint32_t>(row * call.layout.kv_heads + static_cast<size_t>(query_tile.head));
   }
   GRAPHOPT_DEVICE TileQueries query(int index) const {
-    Place of_query = place;
+    QueryTile of_query = query_tile;
     of_query.tile = first_tile + index / kQueries;
     return TileQueries(run, of_query, index % kQueries);
   }
@@ -113,7 +113,7 @@ struct PromptUnit {
     GRAPHOPT_UNROLL
     for (int k = 0; k < kChannels / kWarp; ++k) values[k] = from[lane() + k * kWarp] * kWeightUnit;
     if (segment.parts == 1) {
-      return write_row(run.call, place.row, place.head, one.position, one.head, largest * kLn2, sum, values);
+      return write_row(run.call, query_tile.row, query_tile.head, one.position, one.head, largest * kLn2, sum, values);
     }
     const int index = query % kQueries, tile = first_tile + query / kQueries;
     const int32_t which = (head * segment.tiles + tile) * segment.parts + part;

@@ -1,7 +1,7 @@
 // Queries as blocks keep them in shared memory.
 #pragma once
 
-#include "kv_attention/cuda/place.h"
+#include "kv_attention/cuda/tile_queries.h"
 #include "kv_attention/cuda/reader.h"
 
 namespace graphopt {

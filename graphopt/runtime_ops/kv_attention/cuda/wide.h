@@ -14,7 +14,7 @@ struct WideUnit {
   const AttendRun& run;
   const Segment& segment;
   int32_t part, head, first_tile;
-  Place place;  // of this warp's tile, which need not be there
+  QueryTile query_tile;  // of this warp's tile, which need not be there
   Reading reading;
   int begin, end;  // of its pages
   int behind;      // how far this lane's query is from the last of the block, -1 where it has none
@@ -24,9 +24,10 @@ struct WideUnit {
         part(segment.parts - 1 - (unit - segment.first_unit) / units_of_part()),
         head((unit - segment.first_unit) % units_of_part() / units_of_head()),
         first_tile((unit - segment.first_unit) % units_of_head() * kWideTiles),
-        place(run.plan, segment, (head * segment.tiles + first_tile) * segment.parts + part), reading(reading_of_block()) {
-    place.tile = first_tile + warp();
-    const TileQueries queries(run, place, lane() % kQueries);
+        query_tile(run.plan, segment, (head * segment.tiles + first_tile) * segment.parts + part),
+        reading(reading_of_block()) {
+    query_tile.tile = first_tile + warp();
+    const TileQueries queries(run, query_tile, lane() % kQueries);
     behind = queries.used ? static_cast<int>(reading.last - queries.position) : -1;
     const int64_t pages = static_cast<int64_t>(reading.range.pages), last = static_cast<int64_t>(part + 1) * run.plan.share;
     begin = part * run.plan.share;
@@ -37,26 +38,26 @@ struct WideUnit {
   GRAPHOPT_DEVICE int32_t units_of_part() const { return units_of_head() * run.plan.heads_of(segment.policy); }
   GRAPHOPT_DEVICE Reading reading_of_block() const {
     const CudaCall& call = run.call;
-    Place last = place;
+    QueryTile last = query_tile;
     last.tile = first_tile + kWideTiles < segment.tiles ? first_tile + kWideTiles - 1 : segment.tiles - 1;
-    const int64_t from = TileQueries(run, place, 0).first, to = TileQueries(run, last, 0).last;
-    const size_t row = call.first_row + static_cast<size_t>(place.row);
-    const size_t of_rows = row * call.layout.kv_heads + static_cast<size_t>(place.head);
-    return {PageRange(call.layout, place.policy, from, to), nullptr, from, to, call.newest_page(place.row),
-            static_cast<uint32_t>(of_rows), reads_all(place.policy), false};
+    const int64_t from = TileQueries(run, query_tile, 0).first, to = TileQueries(run, last, 0).last;
+    const size_t row = call.first_row + static_cast<size_t>(query_tile.row);
+    const size_t of_rows = row * call.layout.kv_heads + static_cast<size_t>(query_tile.head);
+    return {PageRange(call.layout, query_tile.policy, from, to), nullptr, from, to, call.newest_page(query_tile.row),
+            static_cast<uint32_t>(of_rows), reads_all(query_tile.policy), false};
   }
 
   // Writes a query of this warp's tile, or its part: values are [channel]. All lanes.
   GRAPHOPT_DEVICE void write(int index, const float* from, float largest, float sum) const {
-    const TileQueries one(run, place, index);
+    const TileQueries one(run, query_tile, index);
     if (!one.used) return;
     float values[kLaneChannels] = {};
     GRAPHOPT_UNROLL
     for (int k = 0; k < kWideChannels / kWarp; ++k) values[k] = from[lane() + k * kWarp];
     if (segment.parts == 1) {
-      return write_row(run.call, place.row, place.head, one.position, one.head, largest * kLn2, sum, values);
+      return write_row(run.call, query_tile.row, query_tile.head, one.position, one.head, largest * kLn2, sum, values);
     }
-    const int32_t which = (head * segment.tiles + place.tile) * segment.parts + part;
+    const int32_t which = (head * segment.tiles + query_tile.tile) * segment.parts + part;
     const PartialResult result(run.partials, run.call.layout, static_cast<size_t>(segment.first_partial + which));
     GRAPHOPT_UNROLL
     for (int k = 0; k < kWideChannels / kWarp; ++k) result.values[index * kWideChannels + lane() + k * kWarp] = values[k];

@@ -113,7 +113,7 @@ void attend_wide_codes(AttendRun run) {
   Tile tile = walk.take(layout, reading), next = walk.take(layout, reading), after = walk.take(layout, reading);
   copy_scales(tile, 0), copy_codes(tile, 0), copy_scales(next, 1), copy_codes(next, 1), copy_scales(after, 2);
   for (int i = 0; i < kQueries; ++i) {
-    take_query(call, TileQueries(run, unit.place, i), call.query, own_queries.query(false, i));
+    take_query(call, TileQueries(run, unit.query_tile, i), call.query, own_queries.query(false, i));
   }
   wait_copies<4>();
   sync_block();

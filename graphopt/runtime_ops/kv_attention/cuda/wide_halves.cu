@@ -174,7 +174,7 @@ void attend_wide(AttendRun run) {
   Tile tile = walk.take(layout, reading), next = walk.take(layout, reading);
   copies.copy_keys(tile, 0), copies.copy_values(tile, 0), copies.copy_keys(next, 1);
   for (int i = 0; i < kQueries; ++i) {
-    take_query(call, TileQueries(run, unit.place, i), call.query, memory.query(layout, index * kQueries + i));
+    take_query(call, TileQueries(run, unit.query_tile, i), call.query, memory.query(layout, index * kQueries + i));
   }
   sync_warp();
   const float power = split_queries(layout, memory);

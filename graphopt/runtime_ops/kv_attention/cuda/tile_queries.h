@@ -6,13 +6,13 @@
 namespace graphopt {
 
 // A tile of queries of one head, and for a unit which part of its pages.
-struct Place {
+struct QueryTile {
   const Segment& segment;
   int row, head, tile, part;
   int of_policy;  // which of the heads with its policy
   Policy policy;
 
-  GRAPHOPT_DEVICE Place(const CudaPlan& plan, const Segment& segment, int32_t of_segment)
+  GRAPHOPT_DEVICE QueryTile(const CudaPlan& plan, const Segment& segment, int32_t of_segment)
       : segment(segment), row(segment.row), tile(of_segment / segment.parts % segment.tiles),
         part(of_segment % segment.parts), of_policy(of_segment / segment.parts / segment.tiles),
         policy(static_cast<Policy>(segment.policy)) {
@@ -27,17 +27,18 @@ struct TileQueries {
   int token, head;
   bool used;
 
-  GRAPHOPT_DEVICE TileQueries(const AttendRun& run, const Place& place, int index) {
+  GRAPHOPT_DEVICE TileQueries(const AttendRun& run, const QueryTile& query_tile, int index) {
     const Layout& layout = run.call.layout;
-    const int32_t tokens = run.plan.tokens(run.call, place.row);
-    const int64_t base = run.call.past[place.row] + run.plan.first;
-    const QueryPlace own(layout, place.policy, tokens, place.tile, index);
+    const int32_t tokens = run.plan.tokens(run.call, query_tile.row);
+    const int64_t base = run.call.past[query_tile.row] + run.plan.first;
+    const TileQuery own(layout, query_tile.policy, tokens, query_tile.tile, index);
     token = own.token, head = own.head, used = own.used;
-    first = base + QueryPlace(layout, place.policy, tokens, place.tile, 0).token;
-    const int end = QueryPlace(layout, place.policy, tokens, place.tile, kTileQueries - 1).token;
-    last = makes_lists(place.policy) ? first : base + (end < tokens ? end : tokens - 1);
+    first = base + TileQuery(layout, query_tile.policy, tokens, query_tile.tile, 0).token;
+    const int end = TileQuery(layout, query_tile.policy, tokens, query_tile.tile, kTileQueries - 1).token;
+    last = makes_lists(query_tile.policy) ? first : base + (end < tokens ? end : tokens - 1);
     position = used ? base + token : last;
-    at = run.call.queries_at(place.row, place.head, position) + static_cast<size_t>(used ? head : 0) * layout.size;
+    at = run.call.queries_at(query_tile.row, query_tile.head, position) +
+         static_cast<size_t>(used ? head : 0) * layout.size;
   }
 };
 
