@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +41,11 @@ def test_every_kind_of_assignment_counts() -> None:
         "def a(b, *c, d=1, **e): ...\nclass F:\n    g: int = 1\n    def h(self): self.i = (j := 2)\nfor k in l: m = k\n"
     )
     assert {name for name, _ in assignments(ast.parse(source))} == set("abcdeFghijkm") | {"self"}
+
+
+def test_names_of_native_sources_count(tmp_path: Path) -> None:
+    for name in ("asked.h", "groups.cc", "made.cu", "found.txt"):
+        file = tmp_path / "graphopt" / name
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    assert {file for file, _ in count_offenders(tmp_path)} == {"graphopt/asked.h", "graphopt/made.cu"}

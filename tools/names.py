@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "names.txt"
 FOLDERS = ("graphopt", "tools")
+NATIVE_SUFFIXES = (".h", ".cc", ".cu")
+"""Sources in C++ and CUDA, of which only the names of files are looked at."""
 
 PRONOUNS = frozenset(
     """
@@ -84,6 +86,9 @@ def offenders(root: Path = ROOT) -> Iterator[tuple[Path, str, int]]:
         for name, line in names:
             if is_offender(name) and not (name == "left" and len(sides) == 2):  # left beside right is a side
                 yield file, name, line
+    for file in sorted((root / "graphopt").rglob("*")):
+        if file.suffix in NATIVE_SUFFIXES and is_offender(file.stem):
+            yield file, file.stem, 0
 
 
 def count_offenders(root: Path = ROOT) -> Counter[tuple[str, str]]:

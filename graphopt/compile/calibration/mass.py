@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.append import Integers, append
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.stored import read_mask
+from graphopt.runtime_ops.kv_attention.spec.readings import read_mask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

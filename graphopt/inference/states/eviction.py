@@ -26,7 +26,7 @@ from graphopt.runtime_ops.kv_attention.spec.layout import (
     pack_values,
     round_page,
 )
-from graphopt.runtime_ops.kv_attention.spec.stored import stored_positions, stored_tokens
+from graphopt.runtime_ops.kv_attention.spec.readings import stored_positions, stored_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -15,7 +15,7 @@ from graphopt.inference.session import load
 from graphopt.inference.states.eviction import SCORES, Eviction, check_layers, evict
 from graphopt.runtime_ops.kv_attention.spec.append import append, row_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES
-from graphopt.runtime_ops.kv_attention.spec.stored import stored_tokens
+from graphopt.runtime_ops.kv_attention.spec.readings import stored_tokens
 from tests.graphs import relative
 from tests.runtime_ops.kv_cases import Fed, attributes_of, tokens_of
 

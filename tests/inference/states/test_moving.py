@@ -12,7 +12,7 @@ from graphopt.inference.states.buffers import HostBuffer, Row
 from graphopt.inference.states.moving import append_tokens, move_tokens, read_tokens
 from graphopt.runtime_ops.kv_attention.spec.append import State, append, row_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.stored import stored_tokens
+from graphopt.runtime_ops.kv_attention.spec.readings import stored_tokens
 from tests.runtime_ops.kv_cases import PAIRS, unit_of
 
 HEADS, SIZE = 2, 32  # a head of every storage

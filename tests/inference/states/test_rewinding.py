@@ -14,7 +14,7 @@ from graphopt.inference.states.pages import move_pages
 from graphopt.inference.states.rewinding import check_length, first_length, rewind_row
 from graphopt.runtime_ops.kv_attention.spec.append import State, append, row_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.stored import stored_tokens
+from graphopt.runtime_ops.kv_attention.spec.readings import stored_tokens
 from tests.runtime_ops.kv_cases import PAIRS, Fed, tokens_of, unit_of
 
 HEADS, SIZE, PAGE = 2, 32, 16  # a head of every storage; a page of most, see unit_of

@@ -55,8 +55,8 @@ from graphopt.runtime_ops.kv_attention.spec.compensation import UNIT
 from graphopt.runtime_ops.kv_attention.spec.policies.policy import candidate_pages
 from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval, page_weights
 from graphopt.runtime_ops.kv_attention.spec.policies.sparse_prefill import SparsePrefill
+from graphopt.runtime_ops.kv_attention.spec.readings import Mask, Reading, StoredNumbers, read_mask, readings
 from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each
-from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, StoredNumbers, read_mask, readings
 from graphopt.runtime_ops.kv_attention.spec.weights import biases, dense_weights, of_queries, scores, softmax_weights
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.readings import readings
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
-from graphopt.runtime_ops.kv_attention.spec.stored import readings
 from tests.pairwise import pairwise
 from tests.runtime_ops.kv_attention.bound import LEVELS, bound, storage_bound
 from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Body, Fed, attributes_of, tokens_of

@@ -24,7 +24,7 @@ from graphopt.runtime_ops.kv_attention.spec.layout import (
     unpack_keys,
     unpack_values,
 )
-from graphopt.runtime_ops.kv_attention.spec.stored import stored_tokens
+from graphopt.runtime_ops.kv_attention.spec.readings import stored_tokens
 from tests.runtime_ops.kv_cases import unit_of
 
 EACH_STORAGE = pytest.mark.parametrize("storage", STORAGES)

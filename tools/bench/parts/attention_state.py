@@ -17,7 +17,7 @@ from graphopt.runtime_ops.kv_attention.spec.layout import (
     unpack_keys,
     unpack_values,
 )
-from graphopt.runtime_ops.kv_attention.spec.stored import read_mask
+from graphopt.runtime_ops.kv_attention.spec.readings import read_mask
 from tools.bench.parts.attention_problem import AttentionProblem, Sequence, Singles, in_threads, runs
 from tools.bench.parts.attention_reference import Chunk, Doubles, attend
 from tools.bench.parts.problem import Array

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.stored import Reading, readings
+from graphopt.runtime_ops.kv_attention.spec.readings import Reading, readings
 from graphopt.runtime_ops.kv_attention.spec.weights import scores, softmax_weights
 
 if TYPE_CHECKING:

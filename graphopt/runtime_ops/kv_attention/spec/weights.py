@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
-    from graphopt.runtime_ops.kv_attention.spec.stored import Reading
+    from graphopt.runtime_ops.kv_attention.spec.readings import Reading
 
 Doubles = npt.NDArray[np.float64]
 
