@@ -376,19 +376,19 @@ class Faulty(Expression):
 def test_a_fault_of_the_pass_is_named_by_the_certificate_alone(
     fault: str, llama_canonical: ir.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from graphopt.passes.algebra.rotate import fused
+    from graphopt.passes.algebra.rotate import fuser
     from graphopt.verification.certificate.checker import check
 
     culprit, axis, wrong = FAULTS[fault]
-    right = fused.Fuser.add
+    right = fuser.Fuser.add
 
-    def add(self: fused.Fuser, site: WeightAxis, rotation: Rotation) -> ir.Value:
+    def add(self: fuser.Fuser, site: WeightAxis, rotation: Rotation) -> ir.Value:
         weight = right(self, site, rotation)
         if site.node.name == f"{culprit}.MatMul" and site.axis == axis:
             self._steps[weight].append(partial(Faulty, turn=self._steps[weight].pop(), wrong=wrong))
         return weight
 
-    monkeypatch.setattr(fused.Fuser, "add", add)
+    monkeypatch.setattr(fuser.Fuser, "add", add)
     before = llama_canonical.clone()
     certificate = check(before, llama_canonical, rotate(llama_canonical, **ALL).claims)
     (finding,) = [finding for finding in certificate.findings if finding.status != "proved"]
