@@ -23,6 +23,7 @@ def test_integers_are_off_by_half_a_step(shape: tuple[int, int], axis: int) -> N
     x = numbers(shape, 0)
     vectors = x if axis else x.T
     whole = integers_of(x, axis)
+    assert whole.numbers.ctypes.data % 64 == 0
     means = whole.whole()[:, : vectors.shape[1]] * whole.scales[:, None]
     # half of a step, and float32's rounding of a quotient up to 1023
     assert (np.abs(means - vectors) <= (0.5 + 1e-4) * whole.scales[:, None]).all()
