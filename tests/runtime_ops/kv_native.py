@@ -101,7 +101,7 @@ def model_of(attributes: dict[str, Any], activations: type = np.float32) -> Any:
     types |= dict.fromkeys(("query", "key", "value", "sink_query"), of_activations)
     types["past"] = types["new"] = TensorProto.INT64
     types["keys"] = types["values"] = _TYPES.get(attributes["storage"], TensorProto.FLOAT)
-    types["feedback"] = TensorProto.FLOAT16
+    types["scales"] = types["feedback"] = TensorProto.FLOAT16
     ranks = {name: INPUTS.get(name, 3) for name in names_of(attributes)}
     inputs = [
         helper.make_tensor_value_info(

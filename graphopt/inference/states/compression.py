@@ -15,7 +15,7 @@ channel. The first token of a page has no token before it: pages are read in gro
 Three levels say what may be lost (:data:`Loss`):
 
     none      every number comes back to the bit
-    scales    codes stay; lows and steps, a fifth of the bytes of int4 pages and hardly compressible as floats, are
+    scales    codes stay; lows and steps, a ninth of the bytes of int4 pages and hardly compressible as floats, are
               rounded to what codes can tell apart; floats become float16
     values    the codes of values, which matter less than those of keys, go to the nearest multiple of 3 as well
 """
@@ -40,7 +40,13 @@ from graphopt.inference.states.entropy_coding import (
     unpack_numbers,
 )
 from graphopt.inference.states.rewinding import group_layers
-from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, unpack_keys, unpack_values
+from graphopt.runtime_ops.kv_attention.spec.layout import (
+    LARGEST_SCALE,
+    pack_keys,
+    pack_values,
+    unpack_keys,
+    unpack_values,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +56,7 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
-Singles = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
 
 GROUP_TOKENS = 1024
 """Tokens of the pages that are read together."""
@@ -370,7 +376,7 @@ def _contexts(group: CodeGroup, part: str, before: Bytes | None, of_channels: By
     return contexts
 
 
-def _split_scales(group: CodeGroup, scales: Singles) -> dict[str, Singles]:
+def _split_scales(group: CodeGroup, scales: Halves) -> dict[str, Halves]:
     """Return the scales of pages, [n, L, H, ...], by what they are of: lows and steps [..., 2, m], factors [..., m]."""
     size, kv = group.first.head_size, group.first.attributes
     kinds = {"key_scales": scales[..., : 2 * size].reshape(*scales.shape[:-1], 2, size)}
@@ -383,13 +389,15 @@ def _split_scales(group: CodeGroup, scales: Singles) -> dict[str, Singles]:
 
 
 def _kinds_of_scales(group: CodeGroup) -> tuple[str, ...]:
-    return tuple(_split_scales(group, np.empty(group.first.attributes.scale_floats(group.first.head_size), np.float32)))
+    return tuple(
+        _split_scales(group, np.empty(group.first.attributes.scale_numbers(group.first.head_size), np.float16))
+    )
 
 
 def _decompress_scales(
     group: CodeGroup, index: int, get: Callable[[str], Bytes], arrays: list[Array], rows: Array, pages: Array
 ) -> None:
-    scales = np.empty((len(rows), len(arrays), *arrays[0].shape[1:2], *arrays[0].shape[3:]), np.float32)
+    scales = np.empty((len(rows), len(arrays), *arrays[0].shape[1:2], *arrays[0].shape[3:]), np.float16)
     # views of the same memory
     for kind, numbers in _split_scales(group, scales).items():
         numbers[...] = _unpack_scales(group, kind, get(f"{group.name}.{kind}.{index}"), numbers.shape)
@@ -397,12 +405,10 @@ def _decompress_scales(
         array[rows, :, pages] = scales[:, number]
 
 
-def _pack_scales(group: CodeGroup, kind: str, numbers: Singles) -> Bytes:
-    """Return scales as bytes, the first of which says how: as they are, or rounded to 16 bits."""
-    parts: list[Array] | None
+def _pack_scales(group: CodeGroup, kind: str, numbers: Halves) -> Bytes:
+    """Return scales as bytes, the first of which says how: as they are, or rounded; factors stay as they are."""
     if kind == "key_factors":
-        parts = None if group.loss == "none" else [numbers.astype(np.float16)]
-        floats = [numbers]
+        parts, floats = None, [numbers]
     else:
         parts = None if group.loss == "none" else _round_scales(group, kind, numbers)
         floats = [numbers[..., 0, :], numbers[..., 1, :]]  # the bytes of lows and steps have other frequencies
@@ -411,22 +417,21 @@ def _pack_scales(group: CodeGroup, kind: str, numbers: Singles) -> Bytes:
     return np.concatenate([np.array([is_rounded], np.uint8), content])
 
 
-def _unpack_scales(group: CodeGroup, kind: str, content: Bytes, shape: tuple[int, ...]) -> Singles:
+def _unpack_scales(group: CodeGroup, kind: str, content: Bytes, shape: tuple[int, ...]) -> Array:
     is_rounded, content = bool(content[0]), content[1:]
     if kind == "key_factors":
-        dtype = np.dtype(np.float16 if is_rounded else np.float32)
-        return unpack_numbers(split(content, 1)[0], dtype, shape).astype(np.float32)
-    half, dtype = (*shape[:-2], shape[-1]), np.dtype(np.uint16 if is_rounded else np.float32)
+        return unpack_numbers(split(content, 1)[0], np.dtype(np.float16), shape)
+    half, dtype = (*shape[:-2], shape[-1]), np.dtype(np.uint16 if is_rounded else np.float16)
     first, second = (unpack_numbers(part, dtype, half) for part in split(content, 2))
     if not is_rounded:
         return np.stack([first, second], axis=-2)
     exponents, middles = _sum_deltas(kind, _from_zigzag(first), _from_zigzag(second))
     step = np.exp2(exponents / _OCTAVE)
     low = step * (middles / _STEP - _levels_of_scales(group, kind) / 2)
-    return np.stack([low, step], axis=-2).astype(np.float32)
+    return np.stack([low, step], axis=-2).clip(-LARGEST_SCALE, LARGEST_SCALE).astype(np.float16)
 
 
-def _round_scales(group: CodeGroup, kind: str, numbers: Singles) -> list[Array] | None:
+def _round_scales(group: CodeGroup, kind: str, numbers: Halves) -> list[Array] | None:
     """Return steps and middles as zigzag numbers, uint16; ``None`` where a set is flat, not finite, or far from 0."""
     low, step = np.moveaxis(numbers, -2, 0).astype(np.float64)
     if not (np.isfinite(low).all() and (step > 0).all() and np.isfinite(step).all()):

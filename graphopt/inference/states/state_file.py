@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from graphopt.tasks.ports import IntArray
 
-_FORMAT = "graphopt cache 4"
+_FORMAT = "graphopt cache 5"
 
 _TYPES = {dtype.name: dtype for dtype in FLOATS.values()}
 

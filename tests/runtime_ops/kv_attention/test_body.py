@@ -202,7 +202,7 @@ def test_opsets_and_shapes(opset: int, static: bool, storage: str) -> None:
 def test_states_that_are_not_used_need_no_shape() -> None:
     attributes, nothing = attributes_of(), np.zeros((0, 0, 0, 0), np.float32)
     fed = Fed(attributes, tokens_of(attributes, 20), 2, Body())
-    fed.state |= {"scales": nothing, "recent": nothing, "summaries": nothing}
+    fed.state |= {"scales": nothing.astype(np.float16), "recent": nothing, "summaries": nothing}
     y = fed.call(20)
     assert np.abs(y - Fed(attributes, fed.tokens, 2).call(20)).max() < CLOSE
     assert fed.state["scales"].shape == (0, 0, 0, 0)

@@ -17,6 +17,7 @@ from tests.runtime_ops.kv_cases import (
     PAIRS,
     STATE,
     Arrays,
+    Body,
     Bounded,
     Fed,
     Run,
@@ -113,6 +114,26 @@ def test_what_is_not_finite_stays_in_its_channel(instructions: str, storage: str
     assert_same_state(wanted.state, found.state)
     lows = wanted.state["scales"][0, 0, :2, :32]
     assert np.isnan(lows).sum() == 1
+
+
+@pytest.mark.parametrize("run", [Body(), Native()], ids=["body", "kernel"])
+@pytest.mark.parametrize("storage", ["int8", "int2"])
+def test_scales_of_numbers_that_float16_does_not_have_are_at_its_ends(
+    instructions: str, storage: str, run: Run
+) -> None:
+    attributes = attributes_of(storage=storage, clip=0.9, token_factors=1)
+    tokens = tokens_of(attributes, 70, head_size=32)
+    for name in ("key", "value"):
+        tokens[name][..., :8] *= 1e7
+        tokens[name][..., 8:12] *= -1e30
+        tokens[name][..., 12:24] *= 1e-8
+        tokens[name][:, ::2] += np.float32(3)
+    wanted, found = Fed(attributes, tokens, 10), Fed(attributes, tokens, 10, run)
+    for fed in (wanted, found):
+        fed.calls(50, 20)
+    assert_same_state(wanted.state, found.state)
+    assert np.isfinite(wanted.state["scales"]).all()
+    assert np.abs(wanted.state["scales"]).max() == 65504
 
 
 SELECTIONS: tuple[dict[str, Any], ...] = (
@@ -342,7 +363,7 @@ REFUSED = [
     ({"sink_query": np.zeros((2, 3, 32), np.float32)}, "sink_query must have the shape of query"),
     ({"keys": np.zeros((2, 2, 2, 255), np.uint8)}, "keys must have the shape"),
     ({"values": np.zeros((2, 2, 1, 256), np.uint8)}, "values must have the shape"),
-    ({"scales": np.zeros((2, 2, 2, 63), np.float32)}, "scales must have the shape"),
+    ({"scales": np.zeros((2, 2, 2, 63), np.float16)}, "scales must have the shape"),
     ({"recent": np.zeros((2, 2, 2, 512), np.float32)}, "recent must have the shape"),
     ({"summaries": np.zeros((2, 2, 2, 16), np.float32)}, "summaries must have the shape"),
 ]

@@ -15,12 +15,13 @@ from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops.kv_attention.spec.append import append, row_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, LEVELS, PAGES, STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import (
-    TINY,
     factors_of_tokens,
     pack_keys,
     pack_values,
     round_page,
     round_with_feedback,
+    scales_above,
+    scales_below,
     unpack_keys,
     unpack_values,
 )
@@ -107,24 +108,45 @@ def test_float16_is_to_the_nearest_and_overflows_to_infinity() -> None:
 @given(
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=40),
     st.sampled_from(sorted(LEVELS)),
-    st.sampled_from([1.0, 1e-20, 1e-30, 1e-34, 1e33]),
+    st.sampled_from([1.0, 1e-3, 1e-8, 1e-20, 1e-34, 1e3, 1e33]),
 )
 @settings(deadline=None)
 def test_rounding_is_within_half_a_step(numbers: list[float], storage: str, size: float) -> None:
     levels = LEVELS[storage]
     x = np.array(numbers, np.float32) * np.float32(size)
     codes, low, step = round_page(x, -1, levels)
-    assert (low.shape, step.shape, low.dtype, step.dtype) == ((), (), np.float32, np.float32)
-    span = x.max() - x.min()
-    if span < TINY:
-        assert step == 0
-        assert not codes.any()
-        return
-    # 3 roundings of float32 in (x - low) (levels / span), one in step: each 2^-24 of at most `levels` steps
+    assert (low.shape, step.shape, low.dtype, step.dtype) == ((), (), np.float16, np.float16)
+    assert np.isfinite(low)
+    assert np.isfinite(step)
+    assert step >= 0
+    assert low <= max(x.min(), -65504)
+    # what lies beyond float16 becomes the first or the last number
+    least, largest = -65504.0, float(low) + levels * 65504.0
+    # 3 roundings of float32 in (x - low) (1 / step), 3 in the end of the set by which the step is chosen, and 2 in the
+    # step: each 2^-24 of at most `levels` steps
     restored = np.float64(low) + np.float64(step) * codes
-    assert (np.abs(restored - x) <= np.float64(step) * (0.5 + levels * 2.0**-21)).all()
-    assert codes[x.argmin()] == 0
-    assert codes[x.argmax()] == levels
+    assert (np.abs(restored - x.clip(least, largest)) <= np.float64(step) * (0.5 + levels * 2.0**-21)).all()
+
+
+@given(st.floats(-7e4, 7e4, width=32) | st.floats(-(2**-13), 2**-13, width=32) | st.floats(width=32))
+def test_scales_are_the_nearest_float16_on_one_side(number: float) -> None:
+    x = np.array([number], np.float32)
+    below, above = scales_below(x)[0], scales_above(x)[0]
+    if np.isnan(number):
+        assert np.isnan(below)
+        assert np.isnan(above)
+        return
+    inside = np.clip(np.float64(number), -65504, 65504)
+    assert below <= inside <= above
+    # no float16 lies between
+    assert below == above == inside or np.nextafter(below, np.float16(np.inf)) == above
+
+
+def test_a_number_far_from_zero_is_stored_by_its_low_and_a_small_step() -> None:
+    # of float16 numbers near 1000 each second half: alone 1000.3 would become 1000.5
+    codes, low, step = round_page(np.array([1000.3, 1000.3], np.float32), 0, 15)
+    assert (codes.tolist(), float(low)) == ([15, 15], 1000)
+    assert abs(float(low) + 15 * float(step) - 1000.3) < 0.3 * 2**-10  # step is rounded to float16, up
 
 
 def test_ties_go_to_even_codes() -> None:
@@ -141,7 +163,7 @@ def test_what_is_clipped_gets_the_first_or_the_last_code() -> None:
 def test_the_factor_of_a_key_is_its_size_beside_the_largest_of_each_channel() -> None:
     # shares are 1 and 1, then 1 / 2 and 1 / 4; a key of zeros has no size
     keys = np.array([[4, -8], [2, 2], [0, 0]], np.float32)
-    expected = np.array([[1], [np.sqrt((1 / 4 + 1 / 16) / 2)], [1]], np.float32)
+    expected = np.array([[1], [np.sqrt((1 / 4 + 1 / 16) / 2)], [1]], np.float16)
     np.testing.assert_array_equal(factors_of_tokens(keys), expected)
     keys[1, 0] = np.inf
     np.testing.assert_array_equal(factors_of_tokens(keys), np.ones((3, 1)))
@@ -268,6 +290,7 @@ def test_the_shapes_of_the_state(storage: str, dtype: npt.DTypeLike, stored: int
     assert shapes.keys.shape == shapes.values.shape == (3, 2, 7, stored)
     assert shapes.keys.dtype == shapes.values.dtype == dtype
     assert shapes.scales.shape == (3, 2, 7, scales)
+    assert shapes.scales.dtype == np.float16
     assert shapes.recent.shape == (3, 2, slots, 2 * 32 * 48)
     assert shapes.summaries.shape == (3, 2, 7, 48)
     zeros = shapes.zeros()

@@ -291,7 +291,7 @@ def call(attributes: KVAttributes, change: dict[str, Any], past: int = 0, new: i
         ({"sink_query": np.zeros((1, 4, 32), np.float32)}, r"sink_query is float32 \[1, 4, 64\]"),
         ({"keys": np.zeros((1, 2, 2, 256), np.uint8)}, "keys is float32 .* not uint8"),
         ({"values": np.zeros((1, 2, 3, 256), np.float32)}, "values is float32"),
-        ({"scales": np.zeros((1, 2, 2, 64), np.float32)}, r"scales is float32 \[1, 2, 2, 0\]"),
+        ({"scales": np.zeros((1, 2, 2, 64), np.float16)}, r"scales is float16 \[1, 2, 2, 0\]"),
         ({"past": np.array([-1])}, r"past\[0\] is -1"),
         ({"new": np.array([5])}, r"new\[0\] is 5, which is not from 0 to the 4 columns"),
         ({"new": np.array([-1])}, r"new\[0\] is -1"),
@@ -306,9 +306,12 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
 
 def test_what_is_not_used_may_have_any_shape_without_elements() -> None:
     nothing = np.zeros((0, 0, 0, 0), np.float32)
-    call(attributes_of(), {"scales": nothing, "recent": nothing, "summaries": nothing})
-    with pytest.raises(ValueError, match="scales is float32 .* not float32"):
-        call(attributes_of(storage="int8"), {"scales": nothing})
+    scales = nothing.astype(np.float16)
+    call(attributes_of(), {"scales": scales, "recent": nothing, "summaries": nothing})
+    with pytest.raises(ValueError, match="scales is float16 .* not float16"):
+        call(attributes_of(storage="int8"), {"scales": scales})
+    with pytest.raises(ValueError, match="scales is float16 .* not float32"):
+        call(attributes_of(), {"scales": nothing})
 
 
 def test_only_a_cache_that_is_large_enough_wraps() -> None:

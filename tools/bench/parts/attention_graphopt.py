@@ -179,13 +179,19 @@ def _open(problem: AttentionProblem, attrs: KVAttributes, states: list[dict[str,
     inputs, outputs = dict(step_inputs), {}
     step_values = {name: _value(name, array) for name, array in step_inputs.items()}
     no_numbers, no_state = constant("no_numbers", np.zeros(0, np.float32)), constant("no_state", _empty_state())
+    no_scales = constant("no_scales", _empty_state().astype(np.float16))
     nodes, values, graph_outputs = [], list(step_values.values()), []
     for copy, state in enumerate(states):
         bound = {name: state[name] for name in _STATE if state[name].size}
         tensors = {name: _value(f"{name}{copy}", array) for name, array in bound.items()}
         node = ir.node(
             "KVAttention",
-            [*step_values.values(), no_numbers, no_numbers, *(tensors.get(name, no_state) for name in _STATE)],
+            [
+                *step_values.values(),
+                no_numbers,
+                no_numbers,
+                *(tensors.get(name, no_scales if name == "scales" else no_state) for name in _STATE),
+            ],
             attrs.for_node(),
             domain=DOMAIN,
             num_outputs=6,
@@ -202,7 +208,12 @@ def _open(problem: AttentionProblem, attrs: KVAttributes, states: list[dict[str,
         nodes.append(node)
     opsets = {"": 23, DOMAIN: max(operator.version for operator in OPERATORS.values())}
     graph = ir.Graph(
-        values, graph_outputs, nodes=nodes, initializers=[no_numbers, no_state], opset_imports=opsets, name="attention"
+        values,
+        graph_outputs,
+        nodes=nodes,
+        initializers=[no_numbers, no_state, no_scales],
+        opset_imports=opsets,
+        name="attention",
     )
     file = Path(tempfile.mkdtemp(dir=problem.settings.work)) / "model.onnx"
     ir.save(ir.Model(graph, ir_version=11), file)

@@ -180,7 +180,7 @@ def _write(
     state["keys"][0, head, physical] = pack_keys(key_codes, attrs.storage)
     state["values"][0, head, physical] = pack_values(value_codes, attrs.storage)
     scales = np.concatenate([key_low, key_step, value_low, value_step, factors.squeeze(-1)], axis=-1)
-    state["scales"][0, head, physical] = scales[:, : attrs.scale_floats(keys.shape[-1])]
+    state["scales"][0, head, physical] = scales[:, : attrs.scale_numbers(keys.shape[-1])]
     for index in np.flatnonzero(_is_float(attrs, logical, context)):
         pair = np.concatenate([keys[index].reshape(-1), values[index].reshape(-1)])
         state["recent"][0, head, int(attrs.slot(logical[index]))] = pair

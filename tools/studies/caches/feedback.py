@@ -89,9 +89,9 @@ class FeedbackMethod:
         pages = [_pages(x.astype(np.float32), self.tail) for x in coordinates]
         factors = factors_of_tokens(pages[0]) if self.key_bits in _WITH_FACTORS else np.ones(1, np.float32)
         codes, low, step = round_with_feedback(pages[0] / factors, key_basis.feedback, 2**self.key_bits - 1, clip)
-        rounded_keys = (low[..., np.newaxis, :] + step[..., np.newaxis, :] * codes) * factors
+        rounded_keys = (low[..., np.newaxis, :] + step[..., np.newaxis, :] * codes.astype(np.float32)) * factors
         codes, low, step = round_page(pages[1], -1, 2**self.value_bits - 1, clip)
-        rounded_values = low[..., np.newaxis] + step[..., np.newaxis] * codes
+        rounded_values = low[..., np.newaxis] + step[..., np.newaxis] * codes.astype(np.float32)
         tokens = keys.shape[1]
         return _tokens(rounded_keys, key_basis.back, tokens), _tokens(rounded_values, basis.T, tokens)
 

@@ -41,8 +41,9 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
                 graph.inputs.remove(port)
             if present.is_graph_output():
                 graph.outputs.remove(present)
-            # pages of values have the type of those of keys, also where they are none
-            number = layer.attributes.stored.dtype if state == "values" else np.dtype(np.float32)
+            # pages of values have the type of those of keys, and scales are float16, also where they are none
+            types = {"values": layer.attributes.stored.dtype, "scales": np.dtype(np.float16)}
+            number = types.get(state, np.dtype(np.float32))
             name = "no_state" if number == np.float32 else f"no_state.{number.name}"
             placeholder = shared_constant(graph, name, np.zeros((0, 0, 0, 0), number))
             node.replace_input_with(index, placeholder)

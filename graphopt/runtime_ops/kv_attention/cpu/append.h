@@ -30,7 +30,7 @@ constexpr float kSquareSteps = 16384;  // of the square of the share that a key 
 
 // How large the keys [page, size] of a page are beside one another, as spec/layout.py defines it, and the keys divided by
 // that. `largest` has room for the channels.
-inline void divide_keys(const float* keys, size_t size, size_t page, float* largest, float* factors, float* divided) {
+inline void divide_keys(const float* keys, size_t size, size_t page, float* largest, Half* factors, float* divided) {
   Floats spoiled = all_lanes(0.f);
   for (size_t c = 0; c < size; c += kColumns) {
     Floats most = all_lanes(0.f);
@@ -52,9 +52,10 @@ inline void divide_keys(const float* keys, size_t size, size_t page, float* larg
       squares = squares + to_floats(nearest(share * share * kSquareSteps));
     }
     const float total = sum_of(squares), steps = kSquareSteps * static_cast<float>(size);
-    factors[t] = total > 0 ? __builtin_sqrtf(total / steps) : 1;
+    factors[t] = stored<Half>(total > 0 ? __builtin_sqrtf(total / steps) : 1);
+    const float factor = number<float>(factors[t]);
     for (size_t c = 0; c < size; c += kColumns) {
-      store_line(divided + t * size + c, load_line<Floats>(key + c) / all_lanes(factors[t]));
+      store_line(divided + t * size + c, load_line<Floats>(key + c) / all_lanes(factor));
     }
   }
 }
@@ -94,10 +95,10 @@ inline void round_with_feedback(Codes<Bits>, const Layout& layout, const float* 
 // Rounds the keys of a page of floats, [page, size].
 template <unsigned Bits>
 inline void round_keys(Codes<Bits> holds, const Layout& layout, const float* slot, const Half* feedback, uint8_t* keys,
-                       float* scales, float* scratch) {
+                       Half* scales, float* scratch) {
   const size_t size = layout.size, page = layout.page;
   const float levels = static_cast<float>(layout.levels);
-  float *const key_low = scales, *const key_step = key_low + size, *const inverse = scratch;
+  float *const inverse = scratch, *const key_low = inverse + size, *const key_step = key_low + size;
   const float* from = slot;
   if (layout.token_factors) {
     float* const divided = scratch + 4 * size + 2 * page;
@@ -110,8 +111,13 @@ inline void round_keys(Codes<Bits> holds, const Layout& layout, const float* slo
       const Floats x = load_line<Floats>(from + t * size + c);
       least = smaller(x, least), most = larger(x, most), spoiled = spoiled + (x - x);
     }
-    const Steps steps(least, most, spoiled, levels, layout.clip);
-    store_line(key_low + c, steps.low), store_line(key_step + c, steps.step), store_line(inverse + c, steps.inverse);
+    // the places of what is made of them
+    store_line(key_low + c, least), store_line(key_step + c, most), store_line(inverse + c, spoiled);
+    for (size_t i = c; i < c + kColumns; ++i) {
+      const PageScale scale(key_low[i], key_step[i], inverse[i], levels, layout.clip);
+      scales[i] = scale.low_half, scales[size + i] = scale.step_half;
+      key_low[i] = scale.low, key_step[i] = scale.step, inverse[i] = scale.inverse;
+    }
   }
   uint8_t codes[kColumns];
   __builtin_memset(keys, 0, layout.key_bytes());
@@ -132,10 +138,10 @@ inline void round_keys(Codes<Bits> holds, const Layout& layout, const float* slo
 
 // Rounds the values of a page of floats, [page, size].
 template <unsigned Bits>
-inline void round_values(Codes<Bits>, const Layout& layout, const float* slot, uint8_t* values, float* scales) {
+inline void round_values(Codes<Bits>, const Layout& layout, const float* slot, uint8_t* values, Half* scales) {
   const size_t size = layout.size, page = layout.page;
   const float levels = static_cast<float>(layout.value_levels);
-  float *const value_low = scales + 2 * size, *const value_step = value_low + page;
+  Half *const value_low = scales + 2 * size, *const value_step = value_low + page;
   uint8_t codes[kColumns];
   __builtin_memset(values, 0, layout.value_bytes());
   for (size_t t = 0; t < page; ++t) {
@@ -146,12 +152,10 @@ inline void round_values(Codes<Bits>, const Layout& layout, const float* slot, u
       least = smaller(x, least), most = larger(x, most), spoiled = spoiled + (x - x);
     }
     const float largest = largest_of(most), smallest = -largest_of(all_lanes(0.f) - least);
-    const Steps steps(all_lanes(smallest), all_lanes(largest), all_lanes(sum_of(spoiled)), levels, layout.clip);
-    float lane[kColumns];
-    store_line(lane, steps.low), value_low[t] = lane[0];
-    store_line(lane, steps.step), value_step[t] = lane[0];
+    const PageScale scale(smallest, largest, sum_of(spoiled), levels, layout.clip);
+    value_low[t] = scale.low_half, value_step[t] = scale.step_half;
     for (size_t c = 0; c < size; c += kColumns) {
-      to_codes(load_line<Floats>(token + c), steps.low, steps.inverse, levels, codes);
+      to_codes(load_line<Floats>(token + c), all_lanes(scale.low), all_lanes(scale.inverse), levels, codes);
       uint8_t* const tile = values + c * page * Bits / 8;
       for (size_t lane = 0; lane < kColumns; ++lane) put_code<Bits>(tile, t / 4, lane, t % 4, codes[lane]);
     }
@@ -159,15 +163,15 @@ inline void round_values(Codes<Bits>, const Layout& layout, const float* slot, u
 }
 // Floats stay.
 template <typename Stored>
-inline void round_keys(Numbers<Stored>, const Layout&, const float*, const Half*, uint8_t*, float*, float*) {}
+inline void round_keys(Numbers<Stored>, const Layout&, const float*, const Half*, uint8_t*, Half*, float*) {}
 template <typename Stored>
-inline void round_values(Numbers<Stored>, const Layout&, const float*, uint8_t*, float*) {}
+inline void round_values(Numbers<Stored>, const Layout&, const float*, uint8_t*, Half*) {}
 
 // Rounds a page of floats: keys, by the feedback of the head where there is some, and then values, which latents do not
 // have.
 inline void round_page(const Layout& layout, const float* slot, const Half* feedback, const HeadState& state, size_t to,
                        float* scratch) {
-  float* const scales = state.scales + to * layout.scales();
+  Half* const scales = state.scales + to * layout.scales();
   with_any_storage(layout.storage, [&](auto holds) {
     round_keys(holds, layout, slot, feedback, reinterpret_cast<uint8_t*>(state.keys + to * layout.key_bytes()), scales, scratch);
   });

@@ -305,10 +305,11 @@ struct Reader : Lookahead {
     const size_t physical = layout.physical(logical);
     const auto* const keys = reinterpret_cast<const uint8_t*>(state.keys + physical * layout.key_bytes());
     if (layout.latent()) {
-      const float* const scales = state.scales + physical * layout.scales();
-      const float* const factors = layout.token_factors ? scales + layout.factors_at() : nullptr;
+      const Half* const scales = state.scales + physical * layout.scales();
+      float factors[kMostPage];
       decode_keys<Bits>(keys, ahead, scales, layout.size, lines * kColumns, buffers.keys);
-      return read_latent(logical, alike, lines, static_cast<const float*>(buffers.keys), 0, factors);
+      return read_latent(logical, alike, lines, static_cast<const float*>(buffers.keys), 0,
+                         load_factors(layout, scales, factors));
     }
     const auto* const values = reinterpret_cast<const uint8_t*>(state.values + physical * layout.value_bytes());
     read_codes<Bits>(*this, logical, alike, keys, values, state.scales + physical * layout.scales(), ahead);

@@ -13,10 +13,10 @@ constexpr bool kMultiplyCodes = false;
 
 // The values of a page of codes, [page, size].
 template <unsigned Bits>
-void decode_values(const uint8_t* codes, Ahead& ahead, const float* scales, size_t size, size_t page, float* values) {
+void decode_values(const uint8_t* codes, Ahead& ahead, const Half* scales, size_t size, size_t page, float* values) {
   for (size_t c = 0; c < size; c += kColumns, codes += page * kColumns * Bits / 8) {
     decode_line<Bits>(codes, ahead, page, [&](size_t t, const Floats& code) {
-      store_line(values + t * size + c, code * scales[page + t] + all_lanes(scales[t]));
+      store_line(values + t * size + c, code * number<float>(scales[page + t]) + all_lanes(number<float>(scales[t])));
     });
   }
 }
@@ -24,15 +24,16 @@ void decode_values(const uint8_t* codes, Ahead& ahead, const float* scales, size
 // Reads a page of codes, of keys that have so many bits: they become floats first.
 template <unsigned Bits, typename Reader>
 inline void read_codes(const Reader& reader, int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values,
-                       const float* scales, Ahead ahead) {
+                       const Half* scales, Ahead ahead) {
   const size_t size = reader.layout.size, page = reader.layout.page, lines = page / kColumns;
   decode_keys<Bits>(keys, ahead, scales, size, page, reader.buffers.keys);
   with_codes(reader.layout.value_storage, [&](auto holds) {
     if (reader.samples) return;
     decode_values<bits_of(holds)>(values, ahead, scales + 2 * size, size, page, reader.buffers.values);
   });
-  const float* const factors = reader.layout.token_factors ? scales + reader.layout.factors_at() : nullptr;
-  const Stretch<float, float> decoded = {reader.buffers.keys, reader.buffers.values, factors, nullptr, 0};
+  float factors[kMostPage];
+  const Stretch<float, float> decoded = {reader.buffers.keys, reader.buffers.values,
+                                         load_factors(reader.layout, scales, factors), nullptr, 0};
   reader.read(logical, alike, lines, page, &decoded);
 }
 

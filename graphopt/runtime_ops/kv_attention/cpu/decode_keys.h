@@ -2,6 +2,7 @@
 // latents, whose page is keys and values at once.
 #pragma once
 
+#include "abi/convert.h"
 #include "kv_attention/cpu/planes.h"
 #include "kv_attention/cpu/products.h"
 
@@ -39,12 +40,19 @@ inline void decode_line(const uint8_t* codes, Ahead& ahead, size_t count, const 
   }
 }
 
+// The factors of the keys of a page as floats; null where there are none.
+inline const float* load_factors(const Layout& layout, const Half* scales, float (&factors)[kMostPage]) {
+  if (!layout.token_factors) return nullptr;
+  for (size_t t = 0; t < layout.page; t += kColumns) store_line(factors + t, load_halves(scales + layout.factors_at() + t));
+  return factors;
+}
+
 // The keys of a page of codes, [page / 16, size, 16].
 template <unsigned Bits>
-void decode_keys(const uint8_t* codes, Ahead& ahead, const float* scales, size_t size, size_t page, float* keys) {
+void decode_keys(const uint8_t* codes, Ahead& ahead, const Half* scales, size_t size, size_t page, float* keys) {
   for (size_t i = 0; i < page / kColumns; ++i, codes += size * kColumns * Bits / 8) {
     decode_line<Bits>(codes, ahead, size, [&](size_t c, const Floats& code) {
-      store_line(keys + (i * size + c) * kColumns, code * scales[size + c] + all_lanes(scales[c]));
+      store_line(keys + (i * size + c) * kColumns, code * number<float>(scales[size + c]) + all_lanes(number<float>(scales[c])));
     });
   }
 }

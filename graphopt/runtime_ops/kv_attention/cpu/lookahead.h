@@ -56,7 +56,7 @@ struct Lookahead {
     }
     const size_t physical = layout.physical(logical), bytes = layout.key_bytes(), of_values = layout.value_bytes();
     // in the order in which they are needed
-    ahead->add(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
+    ahead->add(state.scales + physical * layout.scales(), layout.scales() * sizeof(Half));
     ahead->add(state.keys + physical * bytes, bytes);
     if (!layout.latent()) ahead->add(state.values + physical * of_values, of_values);
   }
@@ -75,7 +75,7 @@ struct Lookahead {
     const size_t physical = layout.physical(entry >> 1), of_keys = layout.key_bytes(), of_values = layout.value_bytes();
     prefetch(state.keys + physical * of_keys, of_keys, kPageOfMemory);
     prefetch(state.values + physical * of_values, of_values, kPageOfMemory);
-    prefetch(state.scales + physical * layout.scales(), layout.scales() * sizeof(float), kPageOfMemory);
+    prefetch(state.scales + physical * layout.scales(), layout.scales() * sizeof(Half), kPageOfMemory);
   }
 
   static void prefetch(const void* from, size_t bytes, size_t step = kLine) {

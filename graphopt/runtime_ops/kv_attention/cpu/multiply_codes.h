@@ -1,6 +1,7 @@
 // Products with codes of integers, for sets that have instructions for them (arch/<set>/codes.h).
 #pragma once
 
+#include "kv_attention/cpu/decode_keys.h"
 #include "kv_attention/cpu/factors.h"
 #include "kv_attention/cpu/kernels.h"
 #include "kv_attention/cpu/planes.h"
@@ -59,14 +60,14 @@ inline void multiply_lines(const Factors<Rows>& factors, const uint8_t* codes, A
 // Scores [rows, page] of a page of codes.
 template <unsigned Bits>
 void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes, Ahead& ahead,
-                        const float* scales, size_t size, size_t page, float* scores) {
+                        const Half* scales, size_t size, size_t page, float* scores) {
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
     Factors<kRows> factors;
     const auto query = [&](size_t r, size_t i) { return load_line<Floats>(queries + (row + r) * size + i); };
     factors.round(size, query, [&](size_t i, Floats* low, Floats* step) {
       for (size_t r = 0; r < kRows; ++r) ahead.ask();
-      *low = load_line<Floats>(scales + i), *step = load_line<Floats>(scales + size + i);
+      *low = load_halves(scales + i), *step = load_halves(scales + size + i);
     });
     multiply_lines<Bits>(factors, codes, ahead, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
       store_line(scores + (row + r) * page + line * kColumns, x);
@@ -77,7 +78,7 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
 // sums = sums * factors + weights times the values of a page of codes; invisible tokens have weight 0.
 template <unsigned Bits>
 void multiply_value_codes(const float* weights, const float* before, size_t rows, const uint8_t* codes, Ahead& ahead,
-                          const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
+                          const Half* scales, const Visible& seen, size_t size, size_t page, float* sums) {
   const bool all = seen.all(page);
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
@@ -85,7 +86,7 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
     const auto weight = [&](size_t r, size_t i) { return load_line<Floats>(weights + (row + r) * page + i); };
     factors.round(page, weight, [&](size_t i, Floats* low, Floats* step) {
       for (size_t r = 0; r < kRows; ++r) ahead.ask();
-      *low = load_line<Floats>(scales + i), *step = load_line<Floats>(scales + page + i);
+      *low = load_halves(scales + i), *step = load_halves(scales + page + i);
       if (!all) {  // 0 times NaN is NaN
         const Integers mask = visible_lanes(seen, i);
         *low = choose(mask, *low, all_lanes(0.f)), *step = choose(mask, *step, all_lanes(0.f));
@@ -100,7 +101,7 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
 
 // The products of weights with the values of a page, whose codes may have other bits than those of keys.
 template <typename Reader>
-__attribute__((noinline)) void read_value_codes(const Reader& reader, bool alike, const uint8_t* values, const float* scales, Ahead ahead) {
+__attribute__((noinline)) void read_value_codes(const Reader& reader, bool alike, const uint8_t* values, const Half* scales, Ahead ahead) {
   const size_t size = reader.layout.size, page = reader.layout.page;
   with_codes(reader.layout.value_storage, [&](auto holds) {
     reader.by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
@@ -113,11 +114,12 @@ __attribute__((noinline)) void read_value_codes(const Reader& reader, bool alike
 // Reads a page of codes, of keys that have so many bits: the products are of integers.
 template <unsigned Bits, typename Reader>
 inline void read_codes(const Reader& reader, int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values,
-                       const float* scales, Ahead ahead) {
+                       const Half* scales, Ahead ahead) {
   const size_t size = reader.layout.size, page = reader.layout.page, lines = page / kColumns;
   reader.score(logical, lines, [&](const float* from, float* scores) {
     multiply_key_codes<Bits>(from, reader.rows, keys, ahead, scales, size, page, scores);
-    reader.scale(reader.layout.token_factors ? scales + reader.layout.factors_at() : nullptr, lines, scores);
+    float factors[kMostPage];
+    reader.scale(load_factors(reader.layout, scales, factors), lines, scores);
   });
   if (reader.takes_scores(logical, lines)) return;
   reader.weigh_rows(logical, alike, lines);

@@ -32,6 +32,7 @@ constexpr float kNothing = -__builtin_inff();  // the score of tokens that are n
 
 // The longest row of factors: the channels of a head.
 constexpr size_t kMostFactors = 256;
+constexpr size_t kMostPage = 128;  // tokens
 
 inline Floats magnitude(const Floats& a) {
   return by_parts<Floats>([&](size_t i) {

@@ -47,7 +47,7 @@ OrtStatus* Kernel<Activations>::compute(OrtKernelContext* context) const {
     }
     std::memmove(written[index], from.data, bytes);
   }
-  attention.state = {static_cast<char*>(written[1]), static_cast<char*>(written[2]), static_cast<float*>(written[3]),
+  attention.state = {static_cast<char*>(written[1]), static_cast<char*>(written[2]), static_cast<Half*>(written[3]),
                      static_cast<float*>(written[4]), static_cast<float*>(written[5])};
   if (Activations == kFloat) {
     attention.y = static_cast<float*>(written[0]);

@@ -78,7 +78,8 @@ class Ahead {
   Run run;
 
   void add(const void* from, size_t bytes) {
-    runs_[count_++] = {static_cast<const char*>(from), static_cast<const char*>(from) + bytes};
+    const char* const at = static_cast<const char*>(from);
+    runs_[count_++] = {at, at + (bytes + kLine - 1) / kLine * kLine};  // whole lines: a run has an end that it meets
   }
   void ask(Run* now) {
     if (__builtin_expect(now->at == now->end, 0)) {

@@ -68,6 +68,13 @@ GRAPHOPT_DEVICE Four load_four(const float* from) {
   for (int i = 0; i < 4; ++i) four.number[i] = float_of_bits(word.words[i]);
   return four;
 }
+GRAPHOPT_DEVICE Four load_four(const Half* from) {
+  const Word2 word = load8(from);
+  Four four;
+  GRAPHOPT_UNROLL
+  for (int i = 0; i < 4; ++i) four.number[i] = to_float(Half{static_cast<uint16_t>(word.words[i / 2] >> 16 * (i % 2))});
+  return four;
+}
 GRAPHOPT_DEVICE void store_four(float* to, const Four& four) {
   Word4 word;
   GRAPHOPT_UNROLL

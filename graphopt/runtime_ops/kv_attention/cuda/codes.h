@@ -32,7 +32,7 @@ struct CodePages : CodePlaces {
   const State& state;
   const WarpScratch& buffers;
   Word4 *keys, *values;                    // [32 channels][32 tokens][place]
-  float *key_scales, *value_scales;        // [low, step][size], [low, step][64]
+  Half *key_scales, *value_scales;         // [low, step][size], [low, step][64]
   uint32_t* columns;                       // of weights: [query][high, low][four tokens]
   FloatWeights floats;                     // in the same place, for slots
   float base = 0;                          // this lane's part of the sum of the values' lows
@@ -43,16 +43,16 @@ struct CodePages : CodePlaces {
   static GRAPHOPT_BOTH int steps(const Layout& layout) { return static_cast<int>((layout.size + 31) / 32); }
   static GRAPHOPT_BOTH size_t bytes(const Layout& layout, bool) {
     const size_t codes = static_cast<size_t>(steps(layout)) * 2 * kLoads * kWarp * sizeof(Word4);
-    return 2 * codes + (2 * layout.size + 2 * kTileTokens) * sizeof(float) + FloatWeights::kBytes;
+    return 2 * codes + (2 * layout.size + 2 * kTileTokens) * sizeof(Half) + FloatWeights::kBytes;
   }
 
   GRAPHOPT_DEVICE CodePages(const Layout& layout, const State& state, const WarpScratch& buffers)
       : layout(layout), state(state), buffers(buffers) {
     keys = reinterpret_cast<Word4*>(buffers.pages);
     values = keys + steps(layout) * 2 * kLoads * kWarp;
-    key_scales = reinterpret_cast<float*>(values + steps(layout) * 2 * kLoads * kWarp);
+    key_scales = reinterpret_cast<Half*>(values + steps(layout) * 2 * kLoads * kWarp);
     value_scales = key_scales + 2 * layout.size;
-    floats.weights = value_scales + 2 * kTileTokens;
+    floats.weights = reinterpret_cast<float*>(value_scales + 2 * kTileTokens);
     columns = reinterpret_cast<uint32_t*>(floats.weights);
     static_assert(2 * kQueries * kColumn * sizeof(uint32_t) <= FloatWeights::kBytes, "one of them at a time");
   }
@@ -96,8 +96,8 @@ struct CodePages : CodePlaces {
                      });
         }
       }
-      const float* const scales = state.scales + of_page * layout.scales();
-      for (int i = 4 * lane(); i < 2 * static_cast<int>(layout.size); i += 4 * kWarp) {
+      const Half* const scales = state.scales + of_page * layout.scales();
+      for (int i = 8 * lane(); i < 2 * static_cast<int>(layout.size); i += 8 * kWarp) {
         copy_async16(key_scales + i, scales + i, true);
       }
     }
@@ -122,9 +122,9 @@ struct CodePages : CodePlaces {
                      });
         }
       }
-      const int which = lane() / 16, at = lane() % 16 * 4;
-      const float* const scales = state.scales + of_page * layout.scales() + 2 * size + which * page + tile.offset;
-      copy_async16(value_scales + 4 * lane(), scales + at, at < tile.tokens);
+      const int which = lane() / 8, at = lane() % 8 * 8;  // of the lanes that copy
+      const Half* const scales = state.scales + of_page * layout.scales() + 2 * size + which * page + tile.offset;
+      if (which < 2) copy_async16(value_scales + 8 * lane(), scales + at, at < tile.tokens);
     }
     commit_copies();
   }
@@ -159,7 +159,7 @@ struct CodePages : CodePlaces {
   GRAPHOPT_DEVICE float fold(bool sinks, uint32_t (&column)[kSteps][2], float& lows) const {
     const bool odd = g % 2;
     const float* const query = buffers.query(sinks, g / 2) + 8 * t + 4 * (g % 2);
-    const float* const scale = key_scales + 8 * t + 4 * (g % 2);
+    const Half* const scale = key_scales + 8 * t + 4 * (g % 2);
     float products[kSteps][4], most = 0, sum = 0;
     GRAPHOPT_UNROLL
     for (int step = 0; step < kSteps; ++step) {
@@ -248,7 +248,7 @@ struct CodePages : CodePlaces {
 
   // The weights times the steps of the values, as columns, and to `base` this lane's part of the weights times their
   // lows. Returns what products of this lane's query are counted in.
-  GRAPHOPT_DEVICE float weigh_values(const Tile& tile, const float* scales, const float (&weights)[kLaneTokens],
+  GRAPHOPT_DEVICE float weigh_values(const Tile& tile, const Half* scales, const float (&weights)[kLaneTokens],
                                      float& base, uint32_t* columns) const {
     float numbers[2][4], most = 0;
     GRAPHOPT_UNROLL

@@ -28,7 +28,8 @@ struct GraphoptKVAttention {
   const void* sink_query;                 // as query, or null
   void *keys, *values;                    // [B, Hk, P, bytes of a page]
   // [B, Hk, P, 2 D + 2 T], [B, Hk, R, 2 T D], [B, Hk, P, Z]; null where they are not used
-  float *scales, *slots, *summaries;
+  void* scales;  // float16
+  float *slots, *summaries;
   void* y;                                // as query
   void* scratch;
   size_t list_bytes;  // that scores and lists of pages may take of scratch at a time, or those of one token; 0: 64 MiB

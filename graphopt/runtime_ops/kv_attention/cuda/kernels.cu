@@ -89,8 +89,8 @@ CudaCall some_rows(const GraphoptKVAttention& from, int64_t first) {
   call.type = from.type;
   call.query = from.query, call.key = from.key, call.value = from.value, call.sink_query = from.sink_query;
   call.sink_logits = from.sink_logits;
-  call.state = {static_cast<char*>(from.keys), static_cast<char*>(from.values), from.scales, from.slots,
-                from.summaries};
+  call.state = {static_cast<char*>(from.keys), static_cast<char*>(from.values), static_cast<Half*>(from.scales),
+                from.slots, from.summaries};
   call.y = from.y;
   call.columns = count(from.columns), call.first_row = count(first);
   call.rows = static_cast<int>(std::min<int64_t>(kMostRows, from.rows - first));

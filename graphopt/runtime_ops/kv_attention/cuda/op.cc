@@ -83,7 +83,7 @@ struct Kernel : KVTypes<Activations> {
     call.query = attention.query, call.key = attention.key, call.value = attention.value;
     call.sink_logits = attention.sink_logits, call.sink_query = attention.sink_query;
     call.y = written[0], call.keys = written[1], call.values = written[2];
-    call.scales = static_cast<float*>(written[3]), call.slots = static_cast<float*>(written[4]);
+    call.scales = written[3], call.slots = static_cast<float*>(written[4]);
     call.summaries = static_cast<float*>(written[5]);
     return call;
   }

@@ -1,6 +1,7 @@
 // Pages that leave their slot, rounded to codes.
 #include "cuda/launch.h"
 #include "kv_attention/cuda/append.h"
+#include "kv_attention/shared/half_scale.h"
 
 namespace graphopt {
 namespace {
@@ -25,15 +26,16 @@ struct Leaving {
 // low, step and inverse step of a set of numbers, from its least and its largest; `spoiled` is NaN where the set has a
 // number that is not finite, else 0. Codes span the share `clip` of what the numbers span.
 struct Steps {
-  float low, step, inverse;
+  Half low, step;  // rounded down, and up
+  float inverse;
 
-  GRAPHOPT_DEVICE Steps(float first, float most, float spoiled, float levels, float clip) {
-    const float whole = (most - first) + spoiled, span = whole * clip, nan = span - span;
-    const float least = first + whole * ((1 - clip) / 2);
-    const bool used = span >= 1e-30f && nan == 0;
-    low = nan == 0 ? least : nan;
-    step = used ? span / levels : 0;
-    inverse = used ? levels / span : 0;
+  GRAPHOPT_DEVICE Steps(float least, float most, float spoiled, float levels, float clip) {
+    const float whole = (most - least) + spoiled, nan = whole - whole, margin = whole * ((1 - clip) / 2);
+    low = half_below(nan == 0 ? least + margin : nan);
+    const float exact = ((most - margin) - to_float(low)) / levels;
+    step = half_above(exact > 0 ? exact : 0);  // also for NaN
+    const float rounded = to_float(step);
+    inverse = rounded > 0 ? 1 / rounded : 0;
   }
   static GRAPHOPT_DEVICE uint32_t code(float x, float low, float inverse, float levels) {
     const float scaled = (x - low) * inverse;
@@ -86,14 +88,15 @@ void round_page(CudaCall call) {
   const PageTokens keys{call, slot, call.key, row, head, base};
   const PageTokens values{call, slot + tokens * size, call.value, row, head, base};
 
-  float* const scales = state.scales + physical * layout.scales();
+  Half* const scales = state.scales + physical * layout.scales();
   float *const key_low = reinterpret_cast<float*>(shared_memory()), *const key_inverse = key_low + size;
   float *const value_low = key_inverse + size, *const value_inverse = value_low + tokens;
   for (size_t c = thread; c < size; c += kRoundThreads) {
     Extent extent;
     for (size_t t = 0; t < tokens; ++t) extent.add(keys.at(t, c));
     const Steps steps(extent.least, extent.most, extent.spoiled, levels, layout.clip);
-    scales[c] = key_low[c] = steps.low, scales[size + c] = steps.step, key_inverse[c] = steps.inverse;
+    scales[c] = steps.low, scales[size + c] = steps.step;
+    key_low[c] = to_float(steps.low), key_inverse[c] = steps.inverse;
   }
   for (size_t t = thread / kWarp; t < tokens; t += kRoundThreads / kWarp) {
     Extent extent;
@@ -101,8 +104,8 @@ void round_page(CudaCall call) {
     const float spoiled = reduce_sum(extent.spoiled);
     const Steps steps(-reduce_max(-extent.least), reduce_max(extent.most), spoiled, levels, layout.clip);
     if (lane() == 0) {
-      scales[2 * size + t] = value_low[t] = steps.low, scales[2 * size + tokens + t] = steps.step;
-      value_inverse[t] = steps.inverse;
+      scales[2 * size + t] = steps.low, scales[2 * size + tokens + t] = steps.step;
+      value_low[t] = to_float(steps.low), value_inverse[t] = steps.inverse;
     }
   }
   sync_block();

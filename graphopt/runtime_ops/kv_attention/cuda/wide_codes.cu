@@ -28,9 +28,11 @@ struct WideMemory {
   Word4* codes;     // [stage][warp][keys, values][...]
   Word2* products;  // of queries: [tile][step][lane]
   uint32_t* columns;  // of weights: [query][high, low][four tokens]
-  float *scales, *factors, *units;  // [stage][...], of each query
+  Half* scales;               // [stage][...]
+  float *factors, *units;     // of each query
 
-  static constexpr size_t kBytes = (kWideQueries * kStride + kScaleStages * kScales + 2 * kWideQueries) * sizeof(float) +
+  static constexpr size_t kBytes = (kWideQueries * kStride + 2 * kWideQueries) * sizeof(float) +
+                                   kScaleStages * kScales * sizeof(Half) +
                                    (kParts + kStages * kWideTiles * 2 * kCodes) * sizeof(Word4) +
                                    kWideTiles * Pages::kSteps * kWarp * sizeof(Word2) +
                                    2 * kWideQueries * Pages::kColumn * sizeof(uint32_t);
@@ -40,8 +42,8 @@ struct WideMemory {
     parts = reinterpret_cast<Word4*>(queries + kWideQueries * kStride), codes = parts + kParts;
     products = reinterpret_cast<Word2*>(codes + kStages * kWideTiles * 2 * kCodes);
     columns = reinterpret_cast<uint32_t*>(products + kWideTiles * Pages::kSteps * kWarp);
-    scales = reinterpret_cast<float*>(columns + 2 * kWideQueries * Pages::kColumn);
-    factors = scales + kScaleStages * kScales, units = factors + kWideQueries;
+    scales = reinterpret_cast<Half*>(columns + 2 * kWideQueries * Pages::kColumn);
+    factors = reinterpret_cast<float*>(scales + kScaleStages * kScales), units = factors + kWideQueries;
   }
   GRAPHOPT_DEVICE Word4* keys(int stage) const { return codes + (stage * kWideTiles + warp()) * 2 * kCodes; }
   GRAPHOPT_DEVICE Word4* values(int stage) const { return keys(stage) + kCodes; }
@@ -70,9 +72,9 @@ void attend_wide_codes(AttendRun run) {
   Pages own(layout, state, scratch);
 
   const auto copy_scales = [&](const Tile& tile, int stage) {
-    const int i = static_cast<int>(thread_index().x) * 4;
+    const int i = static_cast<int>(thread_index().x) * 8;
     if (tile.there && i < Memory::kScales) {
-      const float* const from = state.scales + place_of(layout, reading.head, tile.page) * layout.scales();
+      const Half* const from = state.scales + place_of(layout, reading.head, tile.page) * layout.scales();
       const int of_values = i - 2 * kChannels;
       const int token = of_values / kTileTokens * static_cast<int>(layout.page) + tile.offset + of_values % kTileTokens;
       const int at = of_values < 0 ? i : 2 * kChannels + token;
@@ -179,7 +181,7 @@ void attend_wide_codes(AttendRun run) {
     look_at(layout, reading, unit.behind, tile);
     const float factor = softmax.weigh(layout, tokens_read<Pages>(tile), Pages::kFinite, scores);
     base *= factor;
-    const float* const value_scales = memory.scales + scale_stage * Memory::kScales + 2 * kChannels;
+    const Half* const value_scales = memory.scales + scale_stage * Memory::kScales + 2 * kChannels;
     uint32_t* const own_columns = memory.columns + index * 2 * kQueries * Pages::kColumn;
     const float unit_of_values = own.weigh_values(tile, value_scales, scores, base, own_columns);
     if (g == 0) memory.factors[index * kQueries + t] = factor, memory.units[index * kQueries + t] = unit_of_values;

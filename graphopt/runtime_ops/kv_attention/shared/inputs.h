@@ -25,11 +25,11 @@ struct KVTypes {
       case kQuery: case kKey: case kValue: case kSinkQuery: return Activations;
       case kPast: case kNew: return kInt64;
       case kKeys: case kValues: return pages;
-      case kKeyFeedback: return kFloat16;
+      case kScales: case kKeyFeedback: return kFloat16;
       default: return kFloat;
     }
   }
-  static int output_type(size_t index, int pages) { return index == 0 ? Activations : index <= 2 ? pages : kFloat; }
+  static int output_type(size_t index, int pages) { return index == 0 ? Activations : input_type(kKeys + index - 1, pages); }
 };
 
 // Slopes of query heads: each token j that a query at p reads scores slope (j - p) more (ALiBi).

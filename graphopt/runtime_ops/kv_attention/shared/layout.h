@@ -61,7 +61,8 @@ struct Layout : PolicyParameters {
     const size_t of_keys = unit_of_bits(bits), of_values = unit_of_bits(value_bits);
     return of_keys > of_values ? of_keys : of_values;
   }
-  // Numbers of a page of codes: low and step of each channel of keys, of each token of values, and factors of tokens.
+  // Numbers of a page of codes, float16: low and step of each channel of keys, of each token of values, and factors of
+  // tokens.
   GRAPHOPT_INLINE size_t factors_at() const { return 2 * size + (latent() ? 0 : 2 * page); }
   GRAPHOPT_INLINE size_t scales() const { return integers() ? factors_at() + (token_factors ? page : 0) : 0; }
   GRAPHOPT_INLINE size_t slots() const { return integers() ? static_cast<size_t>(sink_pages + recent_pages + 1) : 0; }
@@ -95,13 +96,15 @@ struct Layout : PolicyParameters {
 // The state tensors, as they are written.
 struct State {
   char *keys, *values;
-  float *scales, *recent, *summaries;
+  Half* scales;
+  float *recent, *summaries;
 };
 
 // The parts of the state that belong to one head of one row.
 struct HeadState {
   char *keys, *values;
-  float *scales, *recent, *summaries;
+  Half* scales;
+  float *recent, *summaries;
 
   GRAPHOPT_INLINE HeadState(const Layout& layout, const State& state, size_t row, size_t head) {
     const size_t index = row * layout.kv_heads + head, pages = index * layout.pages;

@@ -348,8 +348,8 @@ class KVAttributes:
         """Numbers of a token in a page of codes: low and step of a value that is stored, and the factor of the key."""
         return 2 * (self.parts - 1) + self.token_factors
 
-    def scale_floats(self, head_size: int) -> int:
-        """Return the numbers that a page of codes has beside them: lows, steps and factors."""
+    def scale_numbers(self, head_size: int) -> int:
+        """Return the float16 numbers that a page of codes has beside them: lows, steps and factors."""
         return 0 if self.levels is None else 2 * head_size + self.token_scales * self.page
 
     def state(self, batch: Dimension, pages: Dimension, head_size: int) -> StateShapes:
@@ -375,7 +375,7 @@ class KVAttributes:
         return StateShapes(
             keys=StateTensor((*leading, self.stored.elements(numbers)), self.stored.dtype),
             values=StateTensor((*leading, of_values), self.stored_values.dtype),
-            scales=StateTensor((*leading, self.scale_floats(head_size))),
+            scales=StateTensor((*leading, self.scale_numbers(head_size)), np.dtype(np.float16)),
             recent=StateTensor((batch, self.kv_heads, self.slots, numbers * self.parts)),
             summaries=StateTensor((*leading, summaries)),
         )

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
 
+import onnx_ir as ir
+
 from graphopt.runtime_ops.kv_attention.spec.body_storage import (
     as_stored,
     factors_of_tokens,
@@ -30,7 +32,6 @@ from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import onnx_ir as ir
     from onnxscript import OpBuilder
 
     from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
@@ -185,6 +186,7 @@ def append_integers(
     is_recent = op.Reshape(is_recent, [0, -1, 1, 1, 1])
     floats = call.pick(after, _slot(call, page))
     states = [by_page(op, tensor) for tensor in codes]
+    states[2] = op.Cast(states[2], to=ir.DataType.FLOAT)
     keys = unpacked_keys(op, states[0], attrs)
     values = None if attrs.value_size else unpacked_values(op, states[1], attrs)
     count, of_tokens, of_channels = attrs.token_scales, None, states[2]
@@ -286,11 +288,12 @@ def _round_pages(
         is_written = op.And(is_written, op.GreaterOrEqual(page, attrs.sink_pages))
     is_written = op.Reshape(is_written, [0, 1, -1, 1])
     index_of_page = op.Sub(page, first)
-    pages = state if len(sources) > 1 else (state[0], state[2])
+    pages = (*state[: len(sources)], op.Cast(state[2], to=ir.DataType.FLOAT))
     keys, *values, all_scales = (
         op.Where(is_written, by_page(op, call.pick(tensor, index_of_page)), old)
-        for tensor, old in zip(tensors, pages, strict=False)
+        for tensor, old in zip(tensors, pages, strict=True)
     )
+    all_scales = op.Cast(all_scales, to=ir.DataType.FLOAT16)  # which has them as they are
     return keys, values[0] if values else op.Identity(state[1]), all_scales
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.layout import SQUARE_STEPS, TINY
+from graphopt.runtime_ops.kv_attention.spec.layout import LARGEST_SCALE, SQUARE_STEPS, TINY
 from graphopt.runtime_ops.tape import ints
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ def as_stored(op: OpBuilder, numbers: ir.Value, attrs: KVAttributes) -> ir.Value
 def round_numbers(
     op: OpBuilder, page: ir.Value, axis: int, levels: int, clip: float
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return codes uint8, and low and step with an ``axis`` of 1; see ``round_page``."""
-    return _round_between(op, page, *_span(op, page, axis, clip), axis, levels)
+    """Return codes uint8, and low and step, float, with an ``axis`` of 1; see ``round_page``."""
+    low, step, inverse = _page_steps(op, page, axis, levels, clip)
+    return _codes(op, page, low, inverse, levels), low, step
 
 
 def round_with_feedback(
@@ -91,7 +92,7 @@ def round_with_feedback(
         levels: the largest code.
         clip: of the set, as for :func:`round_numbers`.
     """
-    low, step, inverse = _steps(op, keys, *_span(op, keys, -2, clip), -2, levels)
+    low, step, inverse = _page_steps(op, keys, -2, levels, clip)
     by_channel = [op.Transpose(op.Squeeze(x, [-2]), perm=[3, 0, 1, 2]) for x in (low, step, inverse)]  # D, B, n, H
     return _round_channels(op, keys, feedback, channels, by_channel, levels), low, step
 
@@ -150,7 +151,7 @@ def factors_of_tokens(op: OpBuilder, keys: ir.Value, channels: ir.Value) -> ir.V
     squares = op.Round(op.Mul(op.Mul(shares, shares), float(SQUARE_STEPS)))
     total = op.ReduceSum(squares, [-1], keepdims=1)
     steps = op.Cast(op.Mul(channels, SQUARE_STEPS), to=ir.DataType.FLOAT)
-    return op.Where(op.Greater(total, 0.0), op.Sqrt(op.Div(total, steps)), 1.0)
+    return _as_float16(op, op.Where(op.Greater(total, 0.0), op.Sqrt(op.Div(total, steps)), 1.0))
 
 
 def rounded_tokens(
@@ -166,14 +167,13 @@ def rounded_tokens(
     """
     magnitude = op.ReduceMax(op.Abs(tokens), [-1], keepdims=1)
     low = op.Neg(magnitude)
-    span = op.Sub(magnitude, low)
+    low, step, inverse = _token_steps(op, tokens, low, op.Sub(magnitude, low), levels)
     if feedback is None:
-        codes, low, step = _round_between(op, tokens, low, span, -1, levels)
+        codes = _codes(op, tokens, low, inverse, levels)
     else:
         channels = op.Shape(tokens, start=2)
-        scales = low, step, _ = _steps(op, tokens, low, span, -1, levels)
         # T, H, 1 as D, T, 1, H
-        by_token = [op.Transpose(op.Unsqueeze(x, [0]), perm=[3, 1, 0, 2]) for x in scales]
+        by_token = [op.Transpose(op.Unsqueeze(x, [0]), perm=[3, 1, 0, 2]) for x in (low, step, inverse)]
         shape = op.Concat(channels, [1, 1, 1], axis=0)
         by_channel = [op.Expand(x, shape) for x in by_token]
         codes = op.Squeeze(
@@ -182,42 +182,61 @@ def rounded_tokens(
     return codes, op.Where(op.IsNaN(low), low, step)
 
 
-def _span(op: OpBuilder, page: ir.Value, axis: int, clip: float) -> tuple[ir.Value, ir.Value]:
-    """Return where codes of each set begin, and what they span, with an ``axis`` of 1."""
-    low, high = op.ReduceMin(page, [axis], keepdims=1), op.ReduceMax(page, [axis], keepdims=1)
-    span = op.Sub(high, low)
-    if clip < 1:
-        low = op.Add(low, op.Mul(span, float(np.float32((1 - clip) / 2))))
-        span = op.Mul(span, float(np.float32(clip)))
-    return low, span
-
-
-def _flatness(op: OpBuilder, page: ir.Value, span: ir.Value, axis: int) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return which sets are not finite, which have no step, and their spans, 1 where they have none."""
-    # minima and maxima may lose a NaN; x 0 is 0 for finite x and NaN otherwise
-    spoiler = op.Add(op.ReduceSum(op.Mul(page, 0.0), [axis], keepdims=1), op.Mul(span, 0.0))
-    is_bad = op.IsNaN(spoiler)
-    is_flat = op.Or(is_bad, op.Less(span, float(TINY)))
-    return is_bad, is_flat, op.Where(is_flat, 1.0, span)
-
-
-def _steps(
-    op: OpBuilder, page: ir.Value, low: ir.Value, span: ir.Value, axis: int, levels: int
+def _page_steps(
+    op: OpBuilder, page: ir.Value, axis: int, levels: int, clip: float
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return low, step and inverse step of each set: NaN, 0 and 0 where it is not finite."""
-    is_bad, is_flat, divisor = _flatness(op, page, span, axis)
+    """Return low, step and inverse step of each set, float with an ``axis`` of 1: NaN, 0 and 0 where not finite."""
+    first, last = op.ReduceMin(page, [axis], keepdims=1), op.ReduceMax(page, [axis], keepdims=1)
+    whole = op.Sub(last, first)
+    is_bad = _is_not_finite(op, page, whole, axis)
+    if clip < 1:
+        margin = op.Mul(whole, float(np.float32((1 - clip) / 2)))
+        first, last = op.Add(first, margin), op.Sub(last, margin)
+    first, last = op.Where(is_bad, 0.0, first), op.Where(is_bad, 0.0, last)
+    low = _scales_below(op, first)
+    step = op.Div(op.Sub(last, low), float(levels))
+    step = op.Neg(_scales_below(op, op.Neg(op.Max(step, 0.0))))  # rounded up
+    is_flat = op.Equal(step, 0.0)
+    inverse = op.Where(is_flat, 0.0, op.Div(1.0, op.Where(is_flat, 1.0, step)))
+    return op.Where(is_bad, math.nan, low), step, inverse
+
+
+def _scales_below(op: OpBuilder, numbers: ir.Value) -> ir.Value:
+    """Return the largest float16 at or below each number, as float; see ``scales_below`` of ``layout.py``."""
+    inside = op.Clip(numbers, -LARGEST_SCALE, LARGEST_SCALE)
+    nearest = _as_float16(op, inside)
+    # 0.7 to 1.4 steps of float16 below that: what is nearest to this is the number before it
+    gap = op.Mul(op.Max(op.Abs(nearest), 2.0**-14), 0.7 * 2.0**-10)
+    return op.Where(op.Greater(nearest, inside), _as_float16(op, op.Sub(nearest, gap)), nearest)
+
+
+def _as_float16(op: OpBuilder, numbers: ir.Value) -> ir.Value:
+    """Return numbers rounded to the nearest float16, as float."""
+    return op.Cast(op.Cast(numbers, to=ir.DataType.FLOAT16), to=ir.DataType.FLOAT)
+
+
+def _is_not_finite(op: OpBuilder, numbers: ir.Value, span: ir.Value, axis: int) -> ir.Value:
+    """Return which sets have a number that is not finite, or span what is not, with an ``axis`` of 1."""
+    # minima and maxima may lose a NaN; x 0 is 0 for finite x and NaN otherwise
+    return op.IsNaN(op.Add(op.ReduceSum(op.Mul(numbers, 0.0), [axis], keepdims=1), op.Mul(span, 0.0)))
+
+
+def _token_steps(
+    op: OpBuilder, tokens: ir.Value, low: ir.Value, span: ir.Value, levels: int
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return low, step and inverse step of tokens: NaN, 0 and 0 where one is not finite."""
+    is_bad = _is_not_finite(op, tokens, span, -1)
+    is_flat = op.Or(is_bad, op.Less(span, float(TINY)))
+    divisor = op.Where(is_flat, 1.0, span)
     step, inverse = op.Div(divisor, float(levels)), op.Div(float(levels), divisor)
     return op.Where(is_bad, math.nan, low), op.Where(is_flat, 0.0, step), op.Where(is_flat, 0.0, inverse)
 
 
-def _round_between(
-    op: OpBuilder, page: ir.Value, low: ir.Value, span: ir.Value, axis: int, levels: int
-) -> tuple[ir.Value, ir.Value, ir.Value]:
-    is_bad, is_flat, divisor = _flatness(op, page, span, axis)
-    step = op.Where(is_flat, 0.0, op.Div(divisor, float(levels)))
-    steps = op.Mul(op.Sub(page, low), op.Div(float(levels), divisor))
-    nearest = op.Clip(op.Round(op.Where(is_flat, 0.0, steps)), 0.0, float(levels))
-    return op.Cast(nearest, to=ir.DataType.UINT8), op.Where(is_bad, math.nan, low), step
+def _codes(op: OpBuilder, numbers: ir.Value, low: ir.Value, inverse: ir.Value, levels: int) -> ir.Value:
+    """Return the nearest codes, uint8; 0 where low is NaN."""
+    steps = op.Mul(op.Sub(numbers, low), inverse)
+    steps = op.Where(op.IsNaN(steps), 0.0, steps)
+    return op.Cast(op.Clip(op.Round(steps), 0.0, float(levels)), to=ir.DataType.UINT8)
 
 
 def restore_numbers(op: OpBuilder, codes: ir.Value, low: ir.Value, step: ir.Value) -> ir.Value:

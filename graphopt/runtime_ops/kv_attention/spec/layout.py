@@ -14,6 +14,9 @@ few channels of keys are large throughout, while values have no such channels. K
 before, so that the scale of a channel fits large and small keys (KVarN, arXiv 2606.03458, normalizes rows and columns).
 Codes of values may have other bits than those of keys.
 
+Lows, steps and factors are float16. A low is rounded down and a step up, so that no number lies outside of what codes
+span, and codes are chosen with the rounded ones, so that numbers err by what codes err by.
+
 This layout is part of the operator's meaning.
 """
 
@@ -34,12 +37,16 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Singles = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
+
+LARGEST_SCALE = float(np.finfo(np.float16).max)
+"""Lows are from -65504 to 65504, steps from 0 to 65504."""
 
 SQUARE_STEPS = 1 << 14
 """Of the square of the share that a key has of the largest in its channel."""
 
 TINY = np.float32(1e-30)
-"""Numbers that differ by less count as one number: their step could not be divided by."""
+"""Tokens whose numbers span less count as 0: their step could not be divided by."""
 
 
 def pack_keys(page: Array, storage: str) -> Array:
@@ -95,12 +102,26 @@ def to_storage(numbers: Array, storage: str) -> Array:
         return numbers.astype(dtype)
 
 
-def round_page(page: Singles, axis: int, levels: int, clip: float = 1.0) -> tuple[Bytes, Singles, Singles]:
-    """Round numbers to codes, all of it in float32 arithmetic.
+def scales_below(numbers: Singles) -> Halves:
+    """Return the largest float16 at or below each number; -65504 below that, and NaN for NaN."""
+    inside = numbers.clip(-LARGEST_SCALE, LARGEST_SCALE)
+    nearest = inside.astype(np.float16)
+    with np.errstate(over="ignore"):  # of numbers that are not taken
+        return np.where(nearest > inside, np.nextafter(nearest, np.float16(-np.inf)), nearest)
 
-    whole = max - min, low = min + whole (1 - clip) / 2, span = whole clip. Where span < 1e-30, step and codes are 0;
-    else step = span / levels and code = round((x - low) (levels / span)), ties to even, from 0 to levels. A set that is
-    not finite, or whose span is not, has low = NaN, step = 0 and codes 0.
+
+def scales_above(numbers: Singles) -> Halves:
+    """Return the least float16 at or above each number; 65504 above that, and NaN for NaN."""
+    return -scales_below(-numbers)
+
+
+def round_page(page: Singles, axis: int, levels: int, clip: float = 1.0) -> tuple[Bytes, Halves, Halves]:
+    """Round numbers to codes, in float32 arithmetic.
+
+    margin = (max - min) (1 - clip) / 2. low = min + margin, rounded down to float16, from -65504 to 65504. step =
+    max((max - margin - low) / levels, 0), rounded up to float16, to 65504. code = round((x - low) (1 / step)), ties to
+    even, from 0 to levels; 0 where step = 0. So numbers below -65504 become that, and those above low + levels 65504
+    that. A set that is not finite, or where max - min is not, has low = NaN, step = 0 and codes 0.
 
     Args:
         page: float32, of any shape.
@@ -109,18 +130,21 @@ def round_page(page: Singles, axis: int, levels: int, clip: float = 1.0) -> tupl
         clip: the share of what the numbers span that codes span, in (0, 1].
 
     Returns:
-        codes uint8, the shape of ``page``; low and step, float32, without ``axis``.
+        codes uint8, the shape of ``page``; low and step, float16, without ``axis``.
     """
-    return _round(page, *_span(page, axis, clip), axis, levels)
+    low, step, inverse = _page_steps(page, axis, levels, clip)
+    with np.errstate(invalid="ignore", over="ignore"):
+        codes = _codes((page - low) * inverse, levels)
+    return codes.astype(np.uint8), low.squeeze(axis), step.squeeze(axis)
 
 
 def round_with_feedback(
     keys: Singles, feedback: Singles, levels: int, clip: float = 1.0
-) -> tuple[Bytes, Singles, Singles]:
+) -> tuple[Bytes, Halves, Halves]:
     """Round keys to codes as :func:`round_page` does, channel by channel: those behind make up for each error.
 
-    Scales are those of :func:`round_page`. Then for c from 0 to D - 1, in float32: code = round((x_c - low_c) (levels /
-    span_c)) from 0 to levels, 0 for NaN; error = x_c - (low_c + step_c code), 0 where that is not finite; and x_i -=
+    Scales are those of :func:`round_page`. Then for c from 0 to D - 1, in float32: code = round((x_c - low_c) (1 /
+    step_c)) from 0 to levels, 0 for NaN; error = x_c - (low_c + step_c code), 0 where that is not finite; and x_i -=
     error feedback[c, i] for all i > c. :func:`graphopt.quantization.rounding.ldl.key_feedback` says which feedback
     changes scores least.
 
@@ -133,8 +157,9 @@ def round_with_feedback(
     Returns:
         As :func:`round_page` for the tokens' axis.
     """
-    low, step, inverse = _steps(*_span(keys, -2, clip), levels)
-    return _round_channels(keys, feedback, (low, step, inverse), levels), low.squeeze(-2), step.squeeze(-2)
+    low, step, inverse = _page_steps(keys, -2, levels, clip)
+    scales = (low.astype(np.float32), step.astype(np.float32), inverse)
+    return _round_channels(keys, feedback, scales, levels), low.squeeze(-2), step.squeeze(-2)
 
 
 def _round_channels(keys: Singles, feedback: Singles, scales: Sequence[Singles], levels: int) -> Bytes:
@@ -153,30 +178,32 @@ def _round_channels(keys: Singles, feedback: Singles, scales: Sequence[Singles],
     return codes
 
 
-def factors_of_tokens(keys: Singles) -> Singles:
+def factors_of_tokens(keys: Singles) -> Halves:
     """Return how large the keys of a page are, beside one another: the root of the mean square of |key| / largest.
 
     The largest is that of the channel in the page, and squares are rounded to multiples of 2^-14, ties to even, so that
     their sum is exact in any order. A factor is 1 for a key whose sum is 0, and for all keys of a page with a number
-    that is not finite.
+    that is not finite. It is rounded to the nearest float16, and is never 0, being 2^-7 / sqrt(D) or more.
 
     Args:
         keys: float32 [..., T, D].
 
     Returns:
-        float32 [..., T, 1].
+        float16 [..., T, 1].
     """
     magnitude = np.abs(keys)
     largest = magnitude.max(-2, keepdims=True)
     is_finite = np.isfinite(largest).all(-1, keepdims=True)
     shares = np.where(is_finite, magnitude, np.float32(0)) / np.where(is_finite & (largest > 0), largest, np.float32(1))
     total = np.rint(shares * shares * np.float32(SQUARE_STEPS)).sum(-1, keepdims=True)
-    return np.where(total > 0, np.sqrt(total / np.float32(SQUARE_STEPS * keys.shape[-1])), np.float32(1))
+    factors = np.where(total > 0, np.sqrt(total / np.float32(SQUARE_STEPS * keys.shape[-1])), np.float32(1))
+    return factors.astype(np.float16)
 
 
 def round_tokens(tokens: Singles, levels: int, feedback: Singles | None = None) -> tuple[Bytes, Singles]:
-    """Round each token to codes around zero: as :func:`round_page`, from -m to m with m = max |x| of the token.
+    """Round each token to codes around zero, from -m to m with m = max |x| of the token, in float32.
 
+    code = round((x + m) (levels / 2 m)), ties to even, from 0 to levels; 0 where 2 m < 1e-30 or a number is not finite.
     With ``feedback`` its channels are rounded one after the other, as :func:`round_with_feedback` does it.
 
     A code c stands for scale (c - levels / 2).
@@ -192,22 +219,27 @@ def round_tokens(tokens: Singles, levels: int, feedback: Singles | None = None) 
     magnitude = np.abs(tokens).max(-1, keepdims=True)
     with np.errstate(over="ignore"):
         span = magnitude + magnitude
+        low, step, inverse = _steps(-magnitude, span, levels)
         if feedback is None:
-            codes, low, step = _round(tokens, -magnitude, span, -1, levels)
+            with np.errstate(invalid="ignore"):
+                codes = _codes((tokens - low) * inverse, levels).astype(np.uint8)
         else:
-            scales = _steps(-magnitude, span, levels)
-            by_head = tuple(tensor.swapaxes(0, 1) for tensor in scales)
+            by_head = tuple(tensor.swapaxes(0, 1) for tensor in (low, step, inverse))
             codes = _round_channels(tokens.swapaxes(0, 1), feedback, by_head, levels).swapaxes(0, 1)
-            low, step = (tensor.squeeze(-1) for tensor in scales[:2])
+        low, step = low.squeeze(-1), step.squeeze(-1)
     return codes, np.where(np.isnan(low), low, step)
 
 
-def _span(page: Singles, axis: int, clip: float) -> tuple[Singles, Singles]:
-    """Return where codes of each set begin, and what they span, with an ``axis`` of 1."""
-    low, high = page.min(axis, keepdims=True), page.max(axis, keepdims=True)
+def _page_steps(page: Singles, axis: int, levels: int, clip: float) -> tuple[Halves, Halves, Singles]:
+    """Return low, step and the inverse of the step of each set, with an ``axis`` of 1, see :func:`round_page`."""
+    least, largest = page.min(axis, keepdims=True), page.max(axis, keepdims=True)
     with np.errstate(invalid="ignore", over="ignore"):
-        whole = high - low
-        return low + whole * np.float32((1 - clip) / 2), whole * np.float32(clip)
+        whole = largest - least
+        margin = whole * np.float32((1 - clip) / 2)
+        low = scales_below(np.where(np.isfinite(whole), least + margin, np.float32(np.nan)))
+        step = scales_above(np.fmax((largest - margin - low) / np.float32(levels), np.float32(0)))
+    divisor = np.where(step > 0, step, np.float16(1)).astype(np.float32)
+    return low, step, np.where(step > 0, 1 / divisor, np.float32(0))
 
 
 def _steps(low: Singles, span: Singles, levels: int) -> tuple[Singles, Singles, Singles]:
@@ -224,13 +256,6 @@ def _steps(low: Singles, span: Singles, levels: int) -> tuple[Singles, Singles, 
 def _codes(steps: Singles, levels: int) -> Singles:
     """Return the nearest codes, 0 for NaN."""
     return np.clip(np.rint(np.where(np.isnan(steps), np.float32(0), steps)), 0, levels)
-
-
-def _round(page: Singles, low: Singles, span: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, Singles]:
-    low, step, inverse = _steps(low, span, levels)
-    with np.errstate(invalid="ignore", over="ignore"):
-        codes = _codes((page - low) * inverse, levels)
-    return codes.astype(np.uint8), low.squeeze(axis), step.squeeze(axis)
 
 
 def _pack_codes(codes: Bytes, storage: str) -> Bytes:

@@ -13,7 +13,7 @@ Inputs, all but the last required; unused ones have no elements:
     sink_query: the type of query, [B, S, Hq D] or [0], the query for positions below ``sinks`` (LM-Infinite, Han et al.
         2024, caps the distance to them: another rotary angle); else ``query`` reads them.
     keys, values: [B, Hk, P, n], float, float16, bfloat16, float8e4m3fn or uint8, the pages, see :mod:`.layout`.
-    scales: float [B, Hk, P, 2 D + 2 T], of a page: key low [D], key step [D], value low [T], value step [T];
+    scales: float16 [B, Hk, P, 2 D + 2 T], of a page: key low [D], key step [D], value low [T], value step [T];
         and T more with ``token_factors``, factors of keys [T].
     recent: float [B, Hk, R, 2 T D], R = sink_pages + recent_pages + 1 slots: keys [T, D], then values [T, D].
     summaries: float [B, Hk, P, Z], Z = 2 D (min and max of the keys of a page) or D (their mean), 0 where no head

@@ -33,7 +33,7 @@ FEEDBACK = Port("feedback", Role.MATRIX, (ir.DataType.FLOAT16,), is_trailing=Tru
 STATES = (
     Port("keys", Role.STATE, _PAGES),
     Port("values", Role.STATE, _PAGES),
-    Port("scales", Role.STATE, (ir.DataType.FLOAT,), placeholder=0),
+    Port("scales", Role.STATE, (ir.DataType.FLOAT16,), placeholder=0),
     Port("recent", Role.STATE, (ir.DataType.FLOAT,), placeholder=0),
     Port("summaries", Role.STATE, (ir.DataType.FLOAT,), placeholder=0),
 )
@@ -78,8 +78,8 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     parts = 2 if prod(values) else 1
     tokens = keys[2] * (rest_shapes[0][3] // (parts * head_size)) if scales[3] else prod(keys[2:]) // head_size
     pages = (prod(keys) + prod(values)) * (1 if scales[3] else 4)
-    floats = 2 * prod(query) + 2 * prod(key) + prod(scales) + sum(prod(shape) for shape in rest_shapes)
-    return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
+    floats = 2 * prod(query) + 2 * prod(key) + sum(prod(shape) for shape in rest_shapes)
+    return Cost(operations=4 * prod(query) * tokens, bytes=pages + 2 * prod(scales) + 4 * floats)
 
 
 SCHEMA = Schema(
