@@ -232,12 +232,12 @@ def round_tokens(tokens: Singles, levels: int, feedback: Singles | None = None) 
 
 def _page_steps(page: Singles, axis: int, levels: int, clip: float) -> tuple[Halves, Halves, Singles]:
     """Return low, step and the inverse of the step of each set, with an ``axis`` of 1, see :func:`round_page`."""
-    least, largest = page.min(axis, keepdims=True), page.max(axis, keepdims=True)
+    lowest, highest = page.min(axis, keepdims=True), page.max(axis, keepdims=True)
     with np.errstate(invalid="ignore", over="ignore"):
-        whole = largest - least
+        whole = highest - lowest
         margin = whole * np.float32((1 - clip) / 2)
-        low = scales_below(np.where(np.isfinite(whole), least + margin, np.float32(np.nan)))
-        step = scales_above(np.fmax((largest - margin - low) / np.float32(levels), np.float32(0)))
+        low = scales_below(np.where(np.isfinite(whole), lowest + margin, np.float32(np.nan)))
+        step = scales_above(np.fmax((highest - margin - low) / np.float32(levels), np.float32(0)))
     divisor = np.where(step > 0, step, np.float16(1)).astype(np.float32)
     return low, step, np.where(step > 0, 1 / divisor, np.float32(0))
 
