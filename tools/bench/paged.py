@@ -2,6 +2,7 @@
 
     python tools/bench/paged.py                                     # decoding and prompts; minutes
     python tools/bench/paged.py --past 4k --storages int8,int4 --blocks 16
+    python tools/bench/paged.py --past 4128 --prefix '' --storages int4,int4-residuals --blocks 64     # half a block
     python tools/bench/paged.py --past '' --prefix 16k              # ten requests with a common prefix, and without
 
 `PagedAttention` finds blocks through a table, in random order; `KVAttention` reads the same float32 numbers from pages
@@ -34,12 +35,19 @@ from graphopt.ort.session import open_session, ort_value
 from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values
-from graphopt.runtime_ops.paged_attention.spec.layout import pack, store_tokens
+from graphopt.runtime_ops.paged_attention.spec.layout import (
+    first_with_residual,
+    pack,
+    residual_slots,
+    restore_tokens,
+    store_tokens,
+)
 from tools.bench.parts.machine import OtherLoad, describe, last_level_cache, quiet
 from tools.bench.parts.onnxruntime_engines import STOP_SPINNING
 from tools.bench.parts.options import Rounds, Threads, token_count, token_counts
 
 Array = np.ndarray[Any, np.dtype[Any]]
+RESIDUALS = "-residuals"
 _PAGE = 64
 
 
@@ -159,13 +167,24 @@ def rows(work: Work, numbers: Array) -> Engine:
 
 
 def blocks(work: Work, numbers: Array, storage: str, block: int, *, share: bool = False) -> Engine:
-    """Return ``PagedAttention`` over blocks in any order; ``share``: requests name the same blocks for their prefix."""
+    """Return ``PagedAttention`` over blocks in any order.
+
+    Args:
+        work: what it computes.
+        numbers: of keys and values.
+        storage: of the blocks; with :data:`RESIDUALS` behind it the newest tokens have second codes.
+        block: tokens of a block.
+        share: whether requests name the same blocks for their prefix.
+    """
+    storage, has_residuals = storage.removesuffix(RESIDUALS), storage.endswith(RESIDUALS)
     parts = _PAGE // block
     columns = work.pages * parts
     table = np.random.default_rng(2).permutation(work.requests * columns).reshape(work.requests, columns)
     pools: dict[str, Array] = {}
     for name, pool_numbers in zip(("keys", "values"), numbers, strict=True):
         codes, scales = store_tokens(pool_numbers, storage)
+        if has_residuals and scales is not None:
+            _put_residuals(pool_numbers, codes, scales, storage, block, work.past)
         # request, page, head, part, token of the block, ... -> block, head, token of the block, ...
         split = codes.reshape(*codes.shape[:3], parts, block, work.size).swapaxes(2, 3)
         block_order = split.reshape(-1, work.kv_heads, block, work.size)
@@ -193,7 +212,24 @@ def blocks(work: Work, numbers: Array, storage: str, block: int, *, share: bool 
         "sink_logits": np.zeros(0, np.float32),
     }
     attributes = {"kv_heads": work.kv_heads, "window": 0, "scale": work.size**-0.5, "softcap": 0.0, "storage": storage}
+    attributes |= {"residuals": 1} if has_residuals else {}
     return Engine("PagedAttention", attributes, feeds, pools)
+
+
+def _put_residuals(numbers: Array, page_codes: Array, scales: Array, storage: str, block: int, past: int) -> None:
+    """Give the newest of ``past`` tokens, of pages [requests, pages, heads, tokens, size], second codes."""
+    page, stored_count, target_slots = past // _PAGE, past % block, residual_slots(block)
+    begin = past % _PAGE - stored_count
+    kept_tokens = np.arange(max(0, first_with_residual(stored_count, block)), stored_count)
+    tokens = numbers[:, page, :, begin + kept_tokens].astype(np.float32)
+    first = restore_tokens(
+        page_codes[:, page, :, begin + kept_tokens], scales[:, page, :, begin + kept_tokens], storage
+    )
+    codes, steps = store_tokens(tokens - first, storage)
+    page_codes[:, page, :, begin + target_slots[kept_tokens]], scales[:, page, :, begin + target_slots[kept_tokens]] = (
+        codes,
+        steps,
+    )
 
 
 def compare(title: str, work: Work, engines: dict[str, Engine], rounds: int, threads: int) -> None:
@@ -234,7 +270,7 @@ def main(
     heads: Annotated[int, typer.Option(min=1, help="query heads")] = 8,
     kv_heads: Annotated[int, typer.Option(min=1)] = 2,
     size: Annotated[int, typer.Option(min=16, help="of a head")] = 64,
-    storages: Annotated[str, typer.Option(help="of blocks")] = "float32",
+    storages: Annotated[str, typer.Option(help="of blocks; int4-residuals has second codes")] = "float32",
     block_sizes: Annotated[str, typer.Option("--blocks", help="tokens of a block")] = "16,64",
     rounds: Rounds = 9,
     threads: Threads = 2,

@@ -109,6 +109,8 @@ def honest(
         attributes["key_feedback"] = 1
         # numbers on and below the diagonal are not read
         inputs["feedback"] = random.uniform(-0.5, 0.5, (kv_heads, size, size)).astype(np.float16)
+    if STORAGES[storage].levels is not None and draw(st.booleans()):
+        attributes["residuals"] = 1
     if value_size and not attributes["window"] and draw(st.booleans()):
         attributes["chooses"] = 1
         positions = [p + i for p, n in zip(past, new, strict=True) for i in range(n)]

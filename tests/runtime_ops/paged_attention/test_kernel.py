@@ -204,6 +204,30 @@ def test_rows_of_pages_of_their_own_compute_the_same_bits() -> None:
     np.testing.assert_array_equal(by_kernel(case)[0], by_kernel(kv)[0].reshape(2, -1))
 
 
+@pytest.mark.parametrize("block", [16, 64])
+def test_residuals_of_pieces_are_those_of_single_tokens(block: int) -> None:
+    """The same bits of y and of blocks, in pieces of up to 16 tokens; a page may have blocks in front of the newest."""
+    random, tokens = np.random.default_rng(0), 70
+    table = random.permutation(6)[: -(-tokens // block)][None].astype(np.int32)
+    names = ("keys", "values", "key_scales", "value_scales")
+    fed = {name: random.standard_normal((tokens, heads * 64), np.float32) for name, heads in QUERIES.items()}
+    made = []
+    for piece in (1, 7):
+        state = list(pools(random.standard_normal((2, 6, 2, block, 64)) * 0, "int4").values())
+        rows = []
+        for begin in range(0, tokens, piece):
+            inputs = {name: array[begin : begin + piece] for name, array in fed.items()}
+            count = len(inputs["key"])
+            inputs |= {"starts": np.array([0, count], np.int32), "past": np.array([begin], np.int32)}
+            inputs |= {"block_table": table, "sink_logits": np.zeros(0, np.float32)}
+            inputs |= dict(zip(names, state, strict=True))
+            y, *state = by_kernel(case_of(inputs, storage="int4", residuals=1, scale=0.125))
+            rows.append(y)
+        made.append([np.concatenate(rows), *state])
+    for one, other in zip(*made, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_blocks_are_written_where_they_lie() -> None:
     inputs = requests([3, 2], [14, 15], [[5, 1, -1], [0, 7, -1]])
     y, keys, values, *_ = reference(*inputs.values(), **SIZES)

@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.errors import InputError
+from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES
 from graphopt.runtime_ops.paged_attention.spec.layout import (
     STORAGES,
+    first_with_residual,
     head_size,
     pack,
     pack_latents,
+    residual_slots,
     restore_tokens,
     store_tokens,
     unpack,
@@ -48,6 +51,25 @@ def requests(new: list[int], past: list[int], table: list[list[int]], blocks: in
         "block_table": np.array(table, np.int32),
         "sink_logits": np.zeros(0, np.float32),
         **pools(normal((2, blocks, 2, 16, 16)), "float32"),
+    }
+
+
+ROUNDED = {**SIZES, "storage": "int4", "residuals": 1}
+
+
+def rounded_requests(new: list[int], past: list[int], table: list[list[int]]) -> Arrays:
+    """Random numbers for requests over blocks of 16 tokens of int4, 2 KV heads of 32 numbers, 4 query heads."""
+    random, tokens = np.random.default_rng(0), sum(new)
+    normal = random.standard_normal
+    return {
+        "query": normal((tokens, 128)).astype(np.float32),
+        "key": normal((tokens, 64)).astype(np.float32),
+        "value": normal((tokens, 64)).astype(np.float32),
+        "starts": np.cumsum([0, *new]).astype(np.int32),
+        "past": np.array(past, np.int32),
+        "block_table": np.array(table, np.int32),
+        "sink_logits": np.zeros(0, np.float32),
+        **pools(normal((2, 8, 2, 16, 32)), "int4"),
     }
 
 
@@ -105,6 +127,61 @@ def test_a_prompt_in_pieces_is_a_prompt_at_once(reach: dict[str, int]) -> None:
     # the same sums in float64
     np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-12)
     np.testing.assert_array_equal(state[:2], after[:2])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_residuals_lie_in_slots_without_a_token(page: int) -> None:
+    """Filled token by token, a block holds the residuals of as many of its newest tokens as it has free slots."""
+    places, held = residual_slots(page), {}
+    for count in range(1, page + 1):
+        held.pop(count - 1, None)  # the new token takes its slot
+        if count < page:
+            held[int(places[count - 1])] = count - 1
+        kept = range(max(0, first_with_residual(count, page)), count)
+        assert len(kept) == min(count, page - count)
+        assert all(held[int(places[token])] == token and places[token] >= count for token in kept)
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_residuals_hang_on_positions_alone(window: int) -> None:
+    """A prompt in pieces leaves the bytes of one at once, and reads the same; full blocks have first codes alone."""
+    whole, attributes = rounded_requests([40], [0], [[5, 1, 2]]), {**ROUNDED, "window": window}
+    expected, *after = reference(*whole.values(), **attributes)
+    names, found = ("keys", "values", "key_scales", "value_scales"), []
+    state = [whole[name] for name in names]
+    for begin, end in ((0, 12), (12, 13), (13, 15), (15, 40)):
+        piece = {name: whole[name][begin:end] for name in ("query", "key", "value")}
+        piece |= {"starts": np.array([0, end - begin], np.int32), "past": np.array([begin], np.int32)}
+        piece |= dict(zip(names, state, strict=True))
+        y, *state = reference(*{**whole, **piece}.values(), **attributes)
+        found.append(y)
+    # the same sums in float64
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-12)
+    without, *plain = reference(*whole.values(), **{**attributes, "residuals": 0})
+    for made, again, first in zip(after, state, plain, strict=True):
+        np.testing.assert_array_equal(made, again)
+        np.testing.assert_array_equal(made[[5, 1]], first[[5, 1]])
+    # the last token of a block reads first codes alone, and others do not
+    assert np.abs(expected - without).max(1)[[15, 31]].max() == 0
+    assert np.abs(expected - without).max(1)[[0, 14, 16, 39]].min() > 1e-4
+
+
+def test_both_codes_are_nearer_to_what_was_stored() -> None:
+    """8 tokens of a block of 16 all have residuals: by both codes they err by a fifteenth of what one errs by."""
+    inputs = rounded_requests([8], [0], [[5]])
+    floats = {name: inputs[name].astype(np.float64) for name in ("query", "key", "value")}
+    exact = np.empty((8, 2, 2, 32))
+    q, K, V = (floats[name].reshape(8, 2, -1, 32) for name in ("query", "key", "value"))
+    for token in range(8):
+        scores = np.einsum("hgd,nhxd->hgn", q[token], K[: token + 1]) * 0.25
+        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        exact[token] = np.einsum("hgn,nhxd->hgd", weights, V[: token + 1])
+    errors = [
+        np.abs(reference(*inputs.values(), **{**ROUNDED, "residuals": residuals})[0] - exact.reshape(8, -1)).max()
+        for residuals in (0, 1)
+    ]
+    # the second code has the largest of 32 uniform errors of one step for its span, 15 steps
+    assert errors[1] < errors[0] / 8
 
 
 def test_a_chunk_is_a_prompt_of_its_own() -> None:
@@ -202,7 +279,9 @@ def test_numbers_that_are_not_finite_reach_those_that_read_them(odd: float) -> N
     assert not np.isnan(by_body(inputs, window=3)[0]).any()
 
 
-@pytest.mark.parametrize("name", ["version1", "version1_latent", "version1_int6", "version1_choice"])
+@pytest.mark.parametrize(
+    "name", ["version1", "version1_latent", "version1_int6", "version1_choice", "version1_residuals"]
+)
 def test_frozen_vectors_keep_their_meaning(name: str) -> None:
     """Never regenerate the files: a change that they do not survive is a new version of the operator."""
     file = files("graphopt.runtime_ops").joinpath("paged_attention", "vectors", f"{name}.json")

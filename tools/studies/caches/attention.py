@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from graphopt.models.gguf.checkpoint import load_gguf
 from tools.studies.caches.feedback import WithFeedback
-from tools.studies.caches.rounding import Method, Tail, Tensor
+from tools.studies.caches.rounding import Method, Residuals, Tail, Tensor
 from tools.studies.caches.spectral import SpectralMethod, Statistics
 
 _ROWS = 256  # queries at a time
@@ -99,7 +99,8 @@ class RoundedModel:
         group, out = q.shape[0] // k.shape[0], torch.empty_like(q)
         for head in range(k.shape[0]):
             heads = slice(head * group, (head + 1) * group)
-            numbers = [tensor[head] for tensor in (*rounded_cache, k, v)]
+            # the tail is read from floats, or from the sums of both codes
+            numbers = [tensor[head] for tensor in (*rounded_cache, k, v)[:4]]
             for begin in range(0, q.shape[1], _ROWS):
                 rows = slice(begin, begin + _ROWS)
                 end = k.shape[1] - q.shape[1] + min(begin + _ROWS, q.shape[1])
@@ -115,15 +116,14 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     return attend(q[None], k[None], v[None], is_causal=True, scale=scaling, enable_gqa=True).transpose(1, 2)
 
 
-def _attend(q: Tensor, numbers: list[Tensor], positions: Tensor, tail: Tail | None) -> Tensor:
-    """Return attention of queries [group, rows, channels] at ``positions``; ``numbers``: rounded and float K and V."""
+def _attend(q: Tensor, numbers: list[Tensor], positions: Tensor, tail: Tail | Residuals | None) -> Tensor:
+    """Return attention of queries [group, rows, channels] at ``positions``; ``numbers``: K, V rounded, in the tail."""
     keys, values, float_keys, float_values = numbers
     tokens, p = torch.arange(keys.shape[0])[None], positions[:, None]
     scores = q @ keys.mT
     is_stored = None
     if tail is not None:
-        page = tokens // tail.page
-        is_stored = (page >= tail.first) & (page < p // tail.page - tail.newest)
+        is_stored = tail.are_rounded(tokens, p)
         scores = torch.where(is_stored, scores, q @ float_keys.mT)
     weights = torch.softmax(scores.masked_fill_(tokens > p, -torch.inf), -1)
     if is_stored is None:

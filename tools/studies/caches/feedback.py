@@ -19,7 +19,7 @@ from graphopt.runtime_ops.kv_attention.spec.layout import (
     round_tokens,
     round_with_feedback,
 )
-from tools.studies.caches.rounding import Tail, Tensor, rotation
+from tools.studies.caches.rounding import Residuals, Tail, Tensor, rotation
 from tools.studies.caches.spectral import Statistics
 
 _CLIPS = {2: 0.9}
@@ -171,25 +171,40 @@ class FeedbackBlocks:
         name: what it is.
         bases: as of :class:`FeedbackMethod`.
         bits: of a code.
-        tail: there is none: every token is rounded when it comes.
+        tail: which tokens have second codes; ``None`` where every token is rounded when it comes, and that is all.
     """
 
     name: str
     bases: Sequence[KeyBasis]
     bits: int
-    tail: Tail | None = None
+    tail: Residuals | None = None
 
-    def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
-        """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
+    def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, ...]:
+        """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back.
+
+        With a tail, behind them keys and values by the sums of both codes.
+        """
         del rotary
         key_basis, basis, levels = self.bases[layer], rotation(keys.shape[-1]).numpy(), 2**self.bits - 1
-        pair = []
+        by_first: list[Tensor] = []
+        by_both: list[Tensor] = []
         sides = ((keys, key_basis.matrix, key_basis.back, key_basis.feedback), (values, basis, basis.T, None))
         for x, matrix, back, feedback in sides:
-            codes, scales = round_tokens((x.numpy() @ matrix).astype(np.float32).swapaxes(0, 1), levels, feedback)
-            numbers = scales[..., np.newaxis] * (codes.astype(np.float32) - np.float32(levels / 2))
-            pair.append(torch.from_numpy((numbers.swapaxes(0, 1) @ back).astype(np.float32)))
-        return pair[0], pair[1]
+            exact = (x.numpy() @ matrix).astype(np.float32).swapaxes(0, 1)
+            first = _restored_tokens(exact, levels, feedback)
+            sums = first if self.tail is None else first + _restored_tokens(exact - first, levels)
+            for tensors, tokens in ((by_first, first), (by_both, sums)):
+                tensors.append(torch.from_numpy((tokens.swapaxes(0, 1) @ back).astype(np.float32)))
+        return tuple(by_first if self.tail is None else by_first + by_both)
+
+
+def _restored_tokens(
+    tokens: npt.NDArray[Any], levels: int, feedback: npt.NDArray[Any] | None = None
+) -> npt.NDArray[Any]:
+    """Return what the codes of tokens [tokens, heads, channels] stand for, each token with a scale of its own."""
+    codes, scales = round_tokens(tokens, levels, feedback)
+    numbers: npt.NDArray[Any] = scales[..., np.newaxis] * (codes.astype(np.float32) - np.float32(levels / 2))
+    return numbers
 
 
 WithFeedback = FeedbackMethod | FeedbackBlocks | FeedbackTrellis
@@ -215,4 +230,7 @@ def feedback_methods(statistics: Sequence[Statistics], tail: Tail) -> list[WithF
             for size, keeps in (("sizes kept", True), ("least error", False))
         ]
         method_list += [FeedbackBlocks(f"{stem}, blocks, int{bits}, rotated", bases, bits) for bits in (6, 4)]
+        for block in (16, 64, 128):
+            name = f"{stem}, blocks of {block}, int4 with residuals, rotated"
+            method_list.append(FeedbackBlocks(name, bases, 4, Residuals(block)))
     return method_list

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from graphopt.numerics.rotations.hadamard import hadamard
+from graphopt.runtime_ops.paged_attention.spec.layout import first_with_residual
 
 Tensor = torch.Tensor
 Round = Callable[[Tensor], Tensor]
@@ -183,6 +184,29 @@ class Tail:
     page: int = 64
     first: int = 1
     newest: int = 1
+
+    def are_rounded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return whether a query at ``positions`` [p, 1] reads ``tokens`` [1, n] rounded, bool [p, n]."""
+        page = tokens // self.page
+        return (page >= self.first) & (page < positions // self.page - self.newest)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Which tokens of blocks have second codes: the newest of a block that is not full.
+
+    Attributes:
+        block: tokens of a block.
+    """
+
+    block: int
+
+    def are_rounded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return whether a query at ``positions`` [p, 1] reads ``tokens`` [1, n] by their first codes, bool [p, n]."""
+        count = positions % self.block + 1
+        is_newest = tokens % self.block >= first_with_residual(count, self.block)
+        read_twice: Tensor = is_newest & (tokens // self.block == positions // self.block)
+        return ~read_twice
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context
 
 _PAGE = 64
+_WITH_RESIDUALS = ("int4",)
 _EMPTY_BLOCKS = 1 << 14
 """Blocks of a graph without attention: they hold nothing, and bound the tokens of all requests together."""
 
@@ -51,7 +52,12 @@ SHARES = Rule(
     chosen="; a token reads {chosen} of all, which an indexer chooses by keys behind those of attention",
 )
 LAST_OF_EACH = Rule("serve.last-of-each", "logits of the last token of each request")
-TOKEN_SCALES = Rule("serve.rounded", "each token is stored as {storage} with scales of its own")
+TOKEN_SCALES = Rule("serve.rounded", "each token is stored as {storage} with scales of its own", newest=", {newest}")
+RESIDUALS = Rule("serve.residuals", "the newest of a block that is not full with second codes in its free slots")
+NO_RESIDUALS = Rule(
+    "serve.no-residuals",
+    "without second codes: on GPUs standard operators read blocks, and would copy them all to read some before writing",
+)
 LATER_KEYS = Rule(
     "serve.later-keys",
     "{node} chooses what it reads by keys that no layer up to it stores behind those of attention",
@@ -101,6 +107,15 @@ class Serve(Pass):
     rounds otherwise than the pages did, and the newest tokens too, so the step is lossy then. int6 takes heads of a
     multiple of 64 channels.
 
+    What int4 loses it loses by the newest tokens, which attention reads most. So while a block has free slots these
+    hold what the codes of its newest tokens leave, rounded once more: of all as long as half of the block is free, then
+    of as many as there are free slots. A query reads the sum of both::
+
+        code(x) + code(x - code(x))            for tokens from 2 n - P on, of a block of P tokens that has n
+
+    That takes no memory, is gone when the block is full, and hangs on positions alone: what a request reads is the same
+    in any company, in any pieces and behind any prefix.
+
     Standard attention is rewritten as by ``page_kv`` first. The engine runs the artifact by its ``genai_config.json``;
     graphopt's own commands do not.
 
@@ -134,6 +149,7 @@ class Serve(Pass):
         block: tokens of a block. Short ones waste less at the end of a request, and a prefix of fewer tokens is
             shared; blocks of 16 were read at 1.2 times the time of longer ones.
         memory: bytes of all caches together, such as ``4GB``: the number of blocks that an engine allocates.
+        residuals: whether blocks of int4 keep second codes of their newest tokens in slots that are free.
     """
 
     name: ClassVar[str] = "serve"
@@ -141,6 +157,7 @@ class Serve(Pass):
 
     block: Literal[16, 32, 64, 128] = 64
     memory: Annotated[int, BeforeValidator(_bytes_of), Field(ge=1)] = 1 << 30
+    residuals: bool = True
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Rewrite all states of the graph, or none."""
@@ -177,10 +194,12 @@ class Serve(Pass):
         tokens = PackedTokens(graph)
         chosen_tokens = ChosenTokens(graph, tokens, self.block)
         for node, layer in stored_layers.items():
-            rounding = _rounding(layer)
+            has_residuals = self._has_residuals(layer)
+            keeps_residuals = has_residuals and context.target != "ort-cuda"
+            rounding = _rounding(layer, RESIDUALS() if keeps_residuals else NO_RESIDUALS() if has_residuals else None)
             widening = _widen_layer(graph, node, layers[node], layer)
             choose, count = _way_to_choose(chosen_tokens, choices.get(node), node, layers[node])
-            attention = share_blocks(graph, node, layer, tokens, self.block, choose)
+            attention = share_blocks(graph, node, layer, tokens, self.block, choose, has_residuals=keeps_residuals)
             fact = SHARES(block=self.block, blocks=blocks, widened=widening, rounded=rounding, chosen=count)
             ledger.changed(attention, fact, [node])
             if rounding is not None:
@@ -194,6 +213,10 @@ class Serve(Pass):
         _drop_unread(model)
         describe(model)
         model.metadata_props[POOL] = json.dumps({"block_size": self.block, "num_blocks": int(blocks)})
+
+    def _has_residuals(self, layer: PagedLayer) -> bool:
+        """Return whether the newest tokens of a block are to have second codes: those of few bits."""
+        return self.residuals and layer.attributes.storage in _WITH_RESIDUALS
 
     def _bytes_of_block(self, layers: Mapping[ir.Node, PagedLayer]) -> int:
         """Return the bytes of a block of all layers."""
@@ -244,9 +267,9 @@ def _drop_unread(model: ir.Model) -> None:
         graph.inputs.remove(value)
 
 
-def _rounding(layer: PagedLayer) -> Fact | None:
-    """Return how blocks round what a layer stores; ``None`` for floats."""
-    return None if layer.attributes.levels is None else TOKEN_SCALES(storage=layer.attributes.storage)
+def _rounding(layer: PagedLayer, newest: Fact | None) -> Fact | None:
+    """Return how blocks round what a layer stores, and its newest tokens; ``None`` for floats."""
+    return None if layer.attributes.levels is None else TOKEN_SCALES(storage=layer.attributes.storage, newest=newest)
 
 
 def _widen_layer(graph: ir.Graph, node: ir.Node, old: PagedLayer, new: PagedLayer) -> Fact | None:

@@ -84,6 +84,8 @@ def share_blocks(
     tokens: PackedTokens,
     block: int,
     choose: Callable[[Sequence[ir.Value]], ir.Value] | None = None,
+    *,
+    has_residuals: bool = False,
 ) -> ir.Node:
     """Put ``PagedAttention`` where ``KVAttention`` stands, and its blocks where the pages are ports.
 
@@ -94,11 +96,14 @@ def share_blocks(
         tokens: of the graph.
         block: tokens of a block.
         choose: makes, of the blocks of keys and values, the positions that tokens read; ``None`` where they read all.
+        has_residuals: whether the newest tokens of a block of integers have second codes.
     """
     kv = layer.attributes
     names = ("kv_heads", "window", "scale", "softcap", "storage")
     attributes = {name: getattr(kv, name) for name in names}
     attributes |= {name: getattr(kv, name) for name in ("value_size", "chunks", "key_feedback") if getattr(kv, name)}
+    if has_residuals:
+        attributes["residuals"] = 1
     shape: list[int | str | None] = ["num_blocks", block, kv.kv_heads, _width(layer, block)]
     dtype = ir.DataType.from_numpy(kv.stored.dtype)
     if kv.slopes:

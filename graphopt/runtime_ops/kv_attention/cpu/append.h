@@ -7,6 +7,7 @@
 #include "kv_attention/cpu/float8.h"
 #include "kv_attention/cpu/kernels.h"
 #include "kv_attention/cpu/planes.h"
+#include "kv_attention/cpu/residuals.h"
 #include "kv_attention/cpu/scaled.h"
 #include "kv_attention/cpu/steps.h"
 
@@ -255,6 +256,7 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     widen(feedback, size * size, scratch);
     of_tokens = {scratch, scratch + size * size};
   }
+  if (layout.residuals && call.fresh[row]) begin_refined(call, row, head);
   for (size_t column = call.first_column(row); column < call.end_column(row); ++column) {
     const int64_t position = call.position(row, column), page = layout.page_of(position);
     const size_t offset = static_cast<size_t>(position - page * static_cast<int64_t>(layout.page));
@@ -263,7 +265,11 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     if (layout.known) summarize(layout, key, offset, state.summaries + layout.physical(page) * layout.summary);
     if (layout.compensate && position >= layout.sinks) follow(layout, key, value, position, state.summaries);
     if (!layout.integers()) {
-      put_token(call, key, value, row, head, position, of_tokens);
+      if (layout.residuals) {
+        put_twice(call, key, value, row, head, position, of_tokens.weights, of_tokens.rest);
+      } else {
+        put_token(call, key, value, row, head, position, of_tokens);
+      }
       continue;
     }
     float* const slot = state.recent + layout.slot(page) * layout.slot_floats();

@@ -233,8 +233,52 @@ struct Reader : Lookahead {
       buffers.seen[i] = all ? first : see(i);
       for (int run_end : buffers.seen[i].end) end = run_end > end ? run_end : end;
     }
-    if (!end) return;
     const bool alike = all || columns == 1;
+    if (layout.residuals && !all && !queries.members) end = leave_refined(logical);
+    if (end) read_seen(logical, alike, end, entry, next);
+    if (layout.residuals && !all && !queries.members) read_refined(logical, whole);
+  }
+
+  // Where a query reads tokens of its own block by both of their codes: a token of a page, from which on it does.
+  int refined_from(size_t column, int64_t logical) const {
+    const int64_t p = position(column), base = logical * static_cast<int64_t>(layout.page);
+    if (layout.page_of(p) != logical) return static_cast<int>(layout.page);
+    const size_t tokens = call.run_tokens(), offset = static_cast<size_t>(p - base), of_block = offset % tokens;
+    return static_cast<int>(offset - of_block + first_with_residual(of_block + 1, tokens));
+  }
+
+  // Takes what is read by both codes away from what the columns see; returns where that ends.
+  int leave_refined(int64_t logical) const {
+    int end = 0;
+    for (size_t i = 0; i < columns; ++i) {
+      const int from = refined_from(i, logical);
+      Visible& seen = buffers.seen[i];
+      if (seen.end[0] > from) seen.end[0] = from;
+      if (seen.first[0] >= seen.end[0]) seen.first[0] = seen.end[0] = 0;
+      end = seen.end[0] > end ? seen.end[0] : end;
+    }
+    return end;
+  }
+
+  // Reads the tokens of a page that have two codes from their sums.
+  void read_refined(int64_t logical, bool whole) const {
+    int end = 0;
+    for (size_t i = 0; i < columns; ++i) {
+      const int from = refined_from(i, logical);
+      Visible seen = visible(layout, position(i), logical, whole);
+      if (seen.first[0] < from) seen.first[0] = from;
+      if (seen.first[0] >= seen.end[0]) seen.first[0] = seen.end[0] = 0;
+      end = seen.end[0] > end ? seen.end[0] : end;
+      buffers.seen[i] = seen;
+    }
+    if (!end) return;
+    const float* const page = call.refined_page(queries.row, queries.head, logical);
+    const Stretch<float, float> floats = {page, page + layout.page * layout.size, nullptr, nullptr, 0};
+    read(logical, columns == 1, (static_cast<size_t>(end) + kColumns - 1) / kColumns, layout.page, &floats);
+  }
+
+  // Reads the tokens of a page that the columns see, the last of which is before `end`.
+  void read_seen(int64_t logical, bool alike, int end, PageEntry entry, PageEntry next) const {
     const size_t lines = (static_cast<size_t>(end) + kColumns - 1) / kColumns;
     with_any_storage(layout.storage, [&](auto holds) {
       if constexpr (is_codes(holds)) {

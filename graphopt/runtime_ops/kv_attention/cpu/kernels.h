@@ -37,6 +37,10 @@ struct Attention {
   const size_t* chosen_counts = nullptr;                      // [tokens], how many of them each reads
   const int64_t *past = nullptr, *fresh = nullptr;            // tokens stored, and tokens of this call, of each row
   State state = {};
+  // Where tokens have residuals, the pages with new tokens as floats, keys [page / 16, size, 16] and values [page, size]
+  // of each head of a row, and how many pages of a head those of a row come after; null elsewhere.
+  float* refined = nullptr;
+  const size_t* refined_before = nullptr;  // [rows + 1]
   float* y = nullptr;
 
   GRAPHOPT_INLINE size_t first_column(size_t row) const {
@@ -72,6 +76,11 @@ struct Attention {
     const size_t of_block = runs_of_block();
     const auto block = static_cast<size_t>(blocks.table[row * blocks.columns + index / of_block]);
     return (block * layout.kv_heads + head) * of_block + index % of_block;
+  }
+  GRAPHOPT_INLINE float* refined_page(size_t row, size_t head, int64_t logical) const {
+    const size_t before = refined_before[row], count = refined_before[row + 1] - before;
+    const size_t of_row = head * count + static_cast<size_t>(logical - layout.page_of(past[row]));
+    return refined + (before * layout.kv_heads + of_row) * layout.slot_floats();
   }
   // The last page of a row that has a token; -1 if there is none.
   GRAPHOPT_INLINE int64_t newest_page(size_t row) const {

@@ -23,12 +23,18 @@ constexpr bool is_scaled = false;
 template <unsigned Bits>
 constexpr bool is_scaled<Scaled<Bits>> = true;
 
+template <typename Number>
+constexpr unsigned kBitsOf = 0;
+template <unsigned Bits>
+constexpr unsigned kBitsOf<Scaled<Bits>> = Bits;
+
 template <unsigned Bits>
 constexpr float kLargestCode = static_cast<float>((1 << Bits) - 1);
 
 inline Floats load_numbers(const Scaled<8>* from) {
   return to_floats(load_bytes(from)) - all_lanes(kLargestCode<8> / 2);
 }
+inline Floats load_numbers(const Scaled<8>* from, size_t n) { return load_numbers(from + n); }
 inline const Scaled<4>* number_at(const Scaled<4>* from, size_t n) { return from + n / 2; }
 inline Floats load_numbers(const Scaled<4>* from, size_t n) {
   const Integers pair = load_bytes(from + n / (2 * kColumns) * kColumns);

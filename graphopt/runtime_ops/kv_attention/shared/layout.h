@@ -25,6 +25,7 @@ struct Layout : PolicyParameters {
   float scale = 1, softcap = 0;
   int64_t token_factors = 0;  // whether keys of a page have factors by token
   int64_t key_feedback = 0;   // whether what a channel of keys is rounded by goes to the channels behind it
+  int64_t residuals = 0;      // whether the newest tokens of a block have second codes, of what the first ones leave
   int64_t chooses = 0;        // whether the call says which tokens each query reads
   float clip = 1;             // of what the numbers of a set span, the share that codes span
 

@@ -71,6 +71,11 @@ OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, in
     return node.error("its attribute key_feedback must be 0 or 1, and 0 for floats; it is %lld for %s",
                       print(layout.key_feedback), storage);
   }
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "residuals", &layout.residuals));
+  if (layout.residuals != 0 && !(layout.residuals == 1 && layout.scales_tokens())) {
+    return node.error("its attribute residuals must be 0 or 1, and 0 for floats; it is %lld for %s",
+                      print(layout.residuals), storage);
+  }
   GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "chooses", &layout.chooses));
   if (layout.chooses != 0 && !(layout.chooses == 1 && layout.latent() && !layout.window)) {
     return node.error("its attribute chooses must be 0, or 1 with a value_size and no window; it is %lld",

@@ -1,6 +1,8 @@
 // ai.graphopt::PagedAttention as onnxruntime sees it: one operator per type of activations, and of blocks. Its kernels
 // are those of KVAttention: a page lies in the blocks that a table names.
 #include <cstring>
+#include <memory>
+#include <new>
 
 #include "abi/convert.h"
 #include "abi/custom_op.h"
@@ -95,6 +97,19 @@ OrtStatus* Kernel<Activations>::attend(OrtKernelContext* context, Attention* cal
   Groups groups(pool, *call);
   if (groups.no_memory()) return node.error("no memory for what %zu requests share", call->rows);
   groups.find(call);
+  if (!call->layout.residuals) return Call(node, *kernels, pool, context, *call).run();
+  const std::unique_ptr<size_t[]> before(new (std::nothrow) size_t[call->rows + 1]);
+  if (!before) return node.error("no memory for the pages of %zu requests", call->rows);
+  before[0] = 0;
+  for (size_t row = 0; row < call->rows; ++row) {
+    const int64_t past = call->past[row], end = past + call->fresh[row];
+    const auto first = static_cast<size_t>(past) / call->layout.page;
+    before[row + 1] = before[row] + (end > past ? static_cast<size_t>(end - 1) / call->layout.page - first + 1 : 0);
+  }
+  const size_t pages = before[call->rows] * call->layout.kv_heads;
+  const Pool::Loan refined(pool, pages * call->layout.slot_floats() * sizeof(float) + 1);
+  if (!refined.memory) return node.error("no memory for %zu pages of floats", pages);
+  call->refined = reinterpret_cast<float*>(refined.memory), call->refined_before = before.get();
   return Call(node, *kernels, pool, context, *call).run();
 }
 

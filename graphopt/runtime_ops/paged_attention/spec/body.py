@@ -3,8 +3,9 @@
     places of new tokens -> ScatterND -> blocks -> Gather by the table -> K, V [B, Hk, L, D]
     tokens, one behind the other -> rows of equal length -> attention -> tokens again
 
-One ``ScatterND`` alone reads each old cache, so that onnxruntime may write where it lies; all else reads the new. The
-overload tells bodies apart, as those of ``KVAttention``.
+One ``ScatterND`` alone reads each old cache, so that onnxruntime may write where it lies; all else reads the new. Only
+residuals are read before it, as new tokens take their slots: its indices wait for them. The overload tells bodies
+apart, as those of ``KVAttention``.
 """
 
 # onnxscript's builder makes operators by name, so its values have no static type.
@@ -22,8 +23,11 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT
 from graphopt.runtime_ops.paged_attention.spec.body_blocks import (
     append_latents,
     append_tokens,
+    append_with_residuals,
     latents_of,
     pages_of,
+    residual_places,
+    residuals_of,
 )
 from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES, most_channels
 from graphopt.runtime_ops.paged_attention.spec.schema import SCHEMA
@@ -60,7 +64,9 @@ def overload(**attributes: Any) -> str:
         raise ValueError(f"PagedAttention: key_feedback is 0, or 1 for integers; it is 1 for {storage!r}")
     if attributes.get("chooses", 0) and (not value_size or attributes.get("window", 0)):
         raise ValueError("PagedAttention: chooses is 0, or 1 with a value_size and no window")
-    parts += [f"{name}=1" for name in ("chunks", "key_feedback", "chooses") if attributes.get(name, 0)]
+    if attributes.get("residuals", 0) and is_float:
+        raise ValueError(f"PagedAttention: residuals is 0, or 1 for integers; it is 1 for {storage!r}")
+    parts += [f"{name}=1" for name in ("chunks", "key_feedback", "chooses", "residuals") if attributes.get(name, 0)]
     parts += ["slopes=1"] if attributes.get("slopes") else []
     return ",".join(parts)
 
@@ -78,14 +84,17 @@ def function(opset: int, **attributes: Any) -> ir.Function:
 
     name, value_size = overload(**attributes), attributes.get("value_size", 0)
     storage = attributes["storage"] if STORAGES[attributes["storage"]].levels is not None else ""
-    is_chunked = bool(attributes.get("chunks", 0))
+    is_chunked, has_residuals = (bool(attributes.get(name, 0)) for name in ("chunks", "residuals"))
     trailing = 2 if attributes.get("chooses", 0) else 1 if attributes.get("key_feedback", 0) else 0
     required_count = sum(not port.is_trailing for port in SCHEMA.inputs)
     has_slopes = bool(attributes.get("slopes"))
     types = {**SCHEMA.attributes, **({"slopes": ir.AttributeType.FLOATS} if has_slopes else {})}
     schema = replace(SCHEMA, inputs=SCHEMA.inputs[: required_count + trailing], attributes=types)
     return build_body(
-        schema, name, opset, lambda op, inputs: _write(op, storage, value_size, is_chunked, has_slopes, inputs)
+        schema,
+        name,
+        opset,
+        lambda op, inputs: _write(op, storage, value_size, is_chunked, has_residuals, has_slopes, inputs),
     )
 
 
@@ -94,6 +103,7 @@ def _write(  # noqa: PLR0915, the whole of the operator, in order
     storage: str,
     value_size: int,
     is_chunked: bool,
+    has_residuals: bool,
     has_slopes: bool,
     inputs: Mapping[str, ir.Value],
 ) -> tuple[ir.Value, ...]:
@@ -115,17 +125,44 @@ def _write(  # noqa: PLR0915, the whole of the operator, in order
     if choice is not None:
         choice = op.Reshape(op.Cast(choice, to=_INT64), op.Concat(count, op.Shape(choice, start=-1), axis=0))
         block = op.Add(block, _refusal_of_chosen(op, choice, op.Add(op.Gather(past, row), column)))
+    new_residuals: list[ir.Value] = []
+    old_residuals: list[ir.Value] = []
     pools, scales = (inputs["keys"], inputs["values"]), (inputs["key_scales"], inputs["value_scales"])
     if value_size:
         keys, values = append_latents(op, pools, key, block, slot)
         key_scales, value_scales = (op.Identity(tensor) for tensor in scales)
     else:
         value = op.Reshape(value, op.Shape(key))
-        destination, feedback = (block, slot), inputs.get("feedback")
-        keys, key_scales = append_tokens(
-            op, storage, pools[0], scales[0], key, destination, are_keys=True, feedback=feedback
-        )
-        values, value_scales = append_tokens(op, storage, pools[1], scales[1], value, destination)
+        feedback = inputs.get("feedback")
+        if has_residuals:
+            last_block = op.Sub(op.Shape(inputs["keys"], start=0, end=1), 1)
+            entry = op.Min(op.Div(past, page), op.Sub(op.Shape(table, start=1, end=2), 1))
+            of_past = op.GatherElements(table, op.Unsqueeze(op.Max(entry, 0), [1]), axis=1)
+            of_past = op.Max(op.Min(op.Squeeze(of_past, [1]), last_block), 0)
+            stored_count = op.Mod(past, page)
+            for index, are_keys in enumerate((True, False)):
+                of_block = residuals_of(
+                    op, storage, pools[index], scales[index], of_past, stored_count, are_keys=are_keys
+                )
+                old_residuals.append(of_block)
+                was_read = op.ReduceMax(op.Cast(op.IsNaN(of_block), to=_INT64), keepdims=0)
+                block = op.Add(block, op.Min(was_read, 0))  # 0: blocks are written after that
+            lasting = _lasting_residuals(op, op.Gather(past, row), op.Gather(total, row), column, slot, page)
+            destination = block, slot
+            keys, key_scales, new = append_with_residuals(
+                op, storage, (pools[0], scales[0]), key, destination, lasting, are_keys=True, feedback=feedback
+            )
+            new_residuals.append(new)
+            values, value_scales, new = append_with_residuals(
+                op, storage, (pools[1], scales[1]), value, destination, lasting
+            )
+            new_residuals.append(new)
+        else:
+            destination = block, slot
+            keys, key_scales = append_tokens(
+                op, storage, pools[0], scales[0], key, destination, are_keys=True, feedback=feedback
+            )
+            values, value_scales = append_tokens(op, storage, pools[1], scales[1], value, destination)
 
     # tokens as rows of the longest new length, pages as far as the longest request needs them
     longest = op.ReduceMax(lengths, keepdims=1)
@@ -149,7 +186,15 @@ def _write(  # noqa: PLR0915, the whole of the operator, in order
         are_chosen = _are_chosen(op, choice, op.Shape(K, start=2, end=3))
         is_read = op.And(is_read, op.Gather(are_chosen, token_indices))
     biases = _biases(op, query_positions, key_positions, heads) if has_slopes else None
-    y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), inputs["sink_logits"], heads, biases)
+    second_codes = None
+    if has_residuals:
+        span, position = op.Shape(K, start=2, end=3), op.Add(op.Gather(past, row), column)
+        tensors = [
+            _residuals_of_rows(op, old, new, past, (row, position), span)
+            for old, new in zip(old_residuals, new_residuals, strict=True)
+        ]
+        second_codes = *tensors, op.Unsqueeze(_is_twice(op, query_positions, key_positions, page), [1])
+    y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), inputs["sink_logits"], heads, biases, second_codes)
     y = op.Transpose(y, perm=[0, 3, 1, 2, 4])
     tensor = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
     shape = op.Concat(op.Shape(query, end=-1), [-1], axis=0) if value_size else op.Shape(query)
@@ -211,6 +256,63 @@ def _refusal_of_chosen(op: OpBuilder, choice: ir.Value, positions: ir.Value) -> 
     return op.Gather([0], op.Min(error_count, 1))
 
 
+def _lasting_residuals(
+    op: OpBuilder, past: ir.Value, total: ir.Value, column: ir.Value, slot: ir.Value, page: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Return which new tokens have a residual in their block after the call, and in which slots, int64 [n] each.
+
+    Args:
+        op: makes nodes.
+        past: of the request of each token, int64 [T]; so is total.
+        total: tokens of that after the call.
+        column: of each token among the new ones of its request, int64 [T].
+        slot: in its block, int64 [T].
+        page: P, int64 [1].
+    """
+    counts = op.Min(op.Sub(total, op.Sub(op.Add(past, column), slot)), page)
+    is_lasting = op.And(op.GreaterOrEqual(slot, op.Sub(op.Mul(counts, 2), page)), op.Less(slot, op.Sub(page, 1)))
+    indices = op.Squeeze(op.NonZero(is_lasting), [0])
+    return indices, op.Gather(residual_places(op, slot, page), indices)
+
+
+def _residuals_of_rows(
+    op: OpBuilder,
+    old: ir.Value,
+    new: ir.Value,
+    past: ir.Value,
+    indices_of_new: tuple[ir.Value, ir.Value],
+    span: ir.Value,
+) -> ir.Value:
+    """Return what residuals add to the tokens of each request, float [B, H, L, D], 0 where none is read.
+
+    Args:
+        op: makes nodes.
+        old: of the block that is filled further, [B, H, P, D].
+        new: of new tokens, [T, H, D].
+        past: int64 [B].
+        indices_of_new: of new tokens, the request and the position, int64 [T] each.
+        span: L, int64 [1].
+    """
+    page, batch = op.Shape(old, start=2, end=3), op.Shape(old, start=0, end=1)
+    # a block more, where that of a request lies that is full
+    dims = op.Concat(batch, op.Add(span, page), op.Shape(new, start=1), axis=0)
+    row = op.Reshape(_range(op, batch), [-1, 1, 1])
+    begin = op.Sub(past, op.Mod(past, page))
+    position = op.Unsqueeze(op.Add(op.Unsqueeze(begin, [1]), _range(op, page)), [2])
+    indices = op.Concat(op.Expand(row, op.Shape(position)), position, axis=2)
+    rows = op.ScatterND(op.Expand(0.0, dims), indices, op.Transpose(old, perm=[0, 2, 1, 3]))
+    rows = op.ScatterND(rows, op.Concat(*(op.Unsqueeze(index, [1]) for index in indices_of_new), axis=1), new)
+    return op.Transpose(op.Slice(rows, [0], span, [1]), perm=[0, 2, 1, 3])
+
+
+def _is_twice(op: OpBuilder, query_positions: ir.Value, key_positions: ir.Value, page: ir.Value) -> ir.Value:
+    """Return whether queries at positions p [B, S, 1] read both codes of the tokens at j [L], bool [B, S, L]."""
+    counts = op.Add(op.Mod(query_positions, page), 1)
+    is_newest = op.GreaterOrEqual(op.Mod(key_positions, page), op.Sub(op.Mul(counts, 2), page))
+    is_own = op.Equal(op.Div(query_positions, page), op.Div(key_positions, page))
+    return op.And(is_newest, is_own)
+
+
 def _biases(op: OpBuilder, query_positions: ir.Value, key_positions: ir.Value, heads: ir.Value) -> ir.Value:
     """Return slope (j - p), float [B, H, G, S, L], for positions p [B, S, 1] and j [L]."""
     distance = op.Cast(op.Sub(key_positions, query_positions), to=_FLOAT)
@@ -228,10 +330,12 @@ def _attend(
     sinks: ir.Value,
     heads: ir.Value,
     biases: ir.Value | None,
+    second_codes: tuple[ir.Value, ir.Value, ir.Value] | None,
 ) -> ir.Value:
     """Return y [B, H, G, S, V] for queries [B, H, G, S, D], K [B, H, L, D], V [B, H, L, V], is_read [B, 1, S, L].
 
-    Biases [B, H, G, S, L] are added to scores.
+    Biases [B, H, G, S, L] are added to scores. ``second_codes`` has residuals of keys and of values, shapes as K and V,
+    and whether a query reads them, [B, 1, S, L].
     """
     bad_keys, bad_values = (op.IsNaN(op.Mul(indices, 0.0)) for indices in (K, V))
     # a weight of 0 times a value that is not finite would make NaN
@@ -239,6 +343,13 @@ def _attend(
     is_lost = op.Cast(op.ReduceMax(op.Cast(bad_keys, to=ir.DataType.UINT8), [-1], keepdims=1), to=_BOOL)
     clean_keys = op.Where(is_lost, 0.0, clean_keys)
     scores = op.MatMul(q, op.Unsqueeze(op.Transpose(clean_keys, perm=[0, 1, 3, 2]), [2]))
+    of_values = is_twice = None
+    if second_codes is not None:
+        of_keys, of_values, is_twice = second_codes
+        is_twice = op.Cast(op.Unsqueeze(is_twice, [2]), to=_FLOAT)
+        of_keys, of_values = (op.Where(op.IsNaN(op.Mul(x, 0.0)), 0.0, x) for x in (of_keys, of_values))
+        second_scores = op.MatMul(q, op.Unsqueeze(op.Transpose(of_keys, perm=[0, 1, 3, 2]), [2]))
+        scores = op.Add(scores, op.Mul(second_scores, is_twice))
     scores = op.Mul(scores, _of_node(op, "scale"))
     cap = _of_node(op, "softcap")
     has_none = op.Equal(cap, 0.0)
@@ -250,6 +361,8 @@ def _attend(
     logits = op.Concat(scores, _sink_column(op, q, sinks, heads), axis=-1)
     weights = op.Slice(op.Softmax(logits, axis=-1), [0], [-1], [-1])
     y = op.MatMul(weights, op.Unsqueeze(clean_values, [2]))
+    if of_values is not None and is_twice is not None:
+        y = op.Add(y, op.MatMul(op.Mul(weights, is_twice), op.Unsqueeze(of_values, [2])))
     bad = op.Cast(op.Or(is_lost, bad_values), to=_FLOAT)
     reads = op.MatMul(op.Cast(is_read, to=_FLOAT), bad)  # B, H, S, D
     return op.Where(op.Unsqueeze(op.Greater(reads, 0.5), [2]), math.nan, y)

@@ -77,15 +77,99 @@ def append_tokens(
     block, slot = destination
     after, numbers = op.Identity(scales), tokens
     if storage:
-        page, heads = (op.Shape(pool, start=axis, end=axis + 1) for axis in (1, 2))
         codes, steps = rounded_tokens(op, tokens, _levels(storage), feedback)
-        # T, H, 1 as places of [P, H]
-        head = op.Reshape(_range(op, heads), [1, -1, 1])
-        offset = op.Add(op.Mul(head, page), op.Reshape(slot, [-1, 1, 1]))
-        indices = _indices(op, op.Reshape(block, [-1, 1, 1]), offset, (heads,))
-        after = op.ScatterND(scales, indices, steps)
+        after = _scatter_scales(op, scales, steps, pool, block, slot)
         numbers = _bytes_of(op, codes, storage, are_keys=are_keys)
     return _scatter(op, pool, numbers, block, slot, are_keys=are_keys), after
+
+
+def append_with_residuals(
+    op: OpBuilder,
+    storage: str,
+    pool_and_scales: tuple[ir.Value, ir.Value],
+    tokens: ir.Value,
+    destination: tuple[ir.Value, ir.Value],
+    lasting: tuple[ir.Value, ir.Value],
+    *,
+    are_keys: bool = False,
+    feedback: ir.Value | None = None,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return a pool and its scales with new tokens and their residuals, and what these add, float [T, H, D].
+
+    Args:
+        op: makes nodes.
+        storage: of integers.
+        pool_and_scales: a pool [N, P, H, W] and its scales [N, P, H].
+        tokens: float [T, H, D].
+        destination: where each token goes: the block, and the slot in it, int64 [T] each.
+        lasting: which tokens have a residual in their block after the call, and in which slot, int64 [n] each.
+        are_keys: whether these are keys, and not values.
+        feedback: float16 [H, D, D], of keys; ``None`` for none.
+    """
+    pool, scales = pool_and_scales
+    (block, slot), (indices, residual_slots), levels = destination, lasting, _levels(storage)
+    codes, steps = rounded_tokens(op, tokens, levels, feedback)
+    remainder = op.Sub(tokens, op.Mul(steps, op.Sub(op.Cast(codes, to=ir.DataType.FLOAT), levels / 2)))
+    second_codes, second_steps = rounded_tokens(op, remainder, levels)
+    residuals = op.Mul(second_steps, op.Sub(op.Cast(second_codes, to=ir.DataType.FLOAT), levels / 2))
+    block, slot = op.Concat(block, op.Gather(block, indices), axis=0), op.Concat(slot, residual_slots, axis=0)
+    codes = op.Concat(codes, op.Gather(second_codes, indices), axis=0)
+    steps = op.Concat(steps, op.Gather(second_steps, indices), axis=0)
+    after = _scatter_scales(op, scales, steps, pool, block, slot)
+    numbers = _bytes_of(op, codes, storage, are_keys=are_keys)
+    return _scatter(op, pool, numbers, block, slot, are_keys=are_keys), after, residuals
+
+
+def _scatter_scales(
+    op: OpBuilder, scales: ir.Value, steps: ir.Value, pool: ir.Value, block: ir.Value, slot: ir.Value
+) -> ir.Value:
+    """Return scales [N, P, H] with those of tokens, [T, H, 1]."""
+    page, heads = (op.Shape(pool, start=axis, end=axis + 1) for axis in (1, 2))
+    # T, H, 1 as places of [P, H]
+    head = op.Reshape(_range(op, heads), [1, -1, 1])
+    offset = op.Add(op.Mul(head, page), op.Reshape(slot, [-1, 1, 1]))
+    indices = _indices(op, op.Reshape(block, [-1, 1, 1]), offset, (heads,))
+    return op.ScatterND(scales, indices, steps)
+
+
+def residual_places(op: OpBuilder, slots: ir.Value, page: ir.Value) -> ir.Value:
+    """Return where the residuals of tokens in these slots lie, int64, the same shape; P for the last token."""
+    distance = op.Sub(op.Sub(page, 1), slots)
+    # the largest odd divisor
+    odd = op.Div(distance, op.Max(op.BitwiseAnd(distance, op.Neg(distance)), 1))
+    return op.Where(op.Greater(distance, 0), op.Sub(page, op.Div(op.Add(odd, 1), 2)), page)
+
+
+def residuals_of(
+    op: OpBuilder,
+    storage: str,
+    pool: ir.Value,
+    scales: ir.Value,
+    block: ir.Value,
+    token_counts: ir.Value,
+    *,
+    are_keys: bool = False,
+) -> ir.Value:
+    """Return what residuals add to the tokens of blocks that are filled further, float [B, H, P, D]; 0 for others.
+
+    Args:
+        op: makes nodes.
+        storage: of integers.
+        pool: [N, P, H, W].
+        scales: [N, P, H].
+        block: of each request, int64 [B].
+        token_counts: tokens that it has, int64 [B].
+        are_keys: whether these are keys, and not values.
+    """
+    page = op.Shape(pool, start=1, end=2)
+    numbers = pages_of(op, storage, pool, scales, op.Unsqueeze(block, [1]), are_keys=are_keys)
+    slots = _range(op, page)
+    slots_of_residuals = op.Min(residual_places(op, slots, page), op.Sub(page, 1))
+    residuals = op.Gather(numbers, slots_of_residuals, axis=2)
+    counts = op.Unsqueeze(token_counts, [1])
+    first = op.Sub(op.Mul(op.Add(counts, 1), 2), page)
+    is_kept = op.And(op.GreaterOrEqual(slots, first), op.Less(slots, counts))
+    return op.Where(op.Unsqueeze(is_kept, [1, 3]), residuals, 0.0)
 
 
 def _scatter(

@@ -17,6 +17,13 @@ int6: W = 3 D / 4. Three lines of 16 bytes hold 64 codes, four times 16: one the
 high bits, of the second, one those of the third and the fourth, and one the upper 2 bits of all, those of the first
 lowest. 16 codes are a channel of 16 tokens of keys, or 16 channels of a value. So D is a multiple of 64.
 
+Residuals: a block of integers that is not full keeps second codes of its newest tokens, of what their first codes
+leave, in slots that have no token yet, each rounded as a token of its own. A block with n tokens has them of the tokens
+from 2 n - P on: of all as long as half of the block is empty, then of as many as there are free slots. That of token j
+lies in the slot P - (o + 1) / 2, where o is the largest odd divisor of P - 1 - j: with token n goes the residual that
+lay in slot n, and the next older one, whose slot the residual of token n takes. The last token of a block has none. So
+a full block has first codes alone, whatever calls it was filled by.
+
 Latents, of which values are a part, are stored once, as floats, in blocks of 32 tokens or more: the first half of a
 block's tokens lies in `keys` and the second half in `values`, each as keys of P / 2 tokens and D channels: W = D / 2.
 
@@ -167,6 +174,22 @@ def restore_tokens(held: Array, scales: Array | None, storage: str) -> npt.NDArr
         return numbers
     elements: npt.NDArray[np.float64] = scales[..., None].astype(np.float64) * (numbers - levels / 2)
     return elements
+
+
+def residual_slots(tokens: int) -> npt.NDArray[np.int64]:
+    """Return the slot of each token's residual in a block of so many tokens, int64 [P]; P of the last, which has none.
+
+    Args:
+        tokens: P, a power of 2.
+    """
+    distance = np.arange(tokens)[::-1]
+    odd = distance // np.maximum(distance & -distance, 1)
+    return np.where(distance > 0, tokens - (odd + 1) // 2, tokens)
+
+
+def first_with_residual(count: Any, tokens: int) -> Any:
+    """Return the first token whose residual a block of ``tokens`` keeps when it has ``count``; at most 0 for all."""
+    return 2 * count - tokens
 
 
 def _multiple(storage: str) -> int:

@@ -34,6 +34,11 @@ Attributes:
         the other, and what one is rounded by changes those behind it by ``feedback``, as in ``KVAttention``.
     chooses: int, 0 or 1, of latents without a window; absent: 0. With 1 a token reads what ``choice`` says and no other
         (DeepSeek-V3.2, DeepSeek-AI 2025, section 2.1).
+    residuals: int, 0 or 1, of blocks of integers; absent: 0. With 1 the newest tokens of a block that is not full have
+        second codes, of what the first ones leave, in its free slots (in two stages, as Juang & Gray 1982): see
+        :mod:`.layout`. A query at position p reads the tokens of its own block, P floor(p / P) on, by
+        the sum of both where a block with p mod P + 1 tokens keeps both, and all others by the first codes: whatever
+        calls they came in.
     slopes: floats [Hq], optional: a query of head h at position p that reads the token at j adds slopes[h] (j - p) to
         its score (ALiBi, Press et al. 2022). With them softcap is 0.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,16 +11,21 @@ import numpy.typing as npt
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, MOST_LATENT, PAGES, first_seen
 from graphopt.runtime_ops.paged_attention.spec.layout import (
     STORAGES,
+    first_with_residual,
     head_size,
     latent_width,
     pack,
     pack_latents,
+    residual_slots,
     restore_tokens,
     store_tokens,
     unpack,
     unpack_latents,
     width,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
@@ -37,6 +42,7 @@ def reference(  # noqa: PLR0913, the attributes of the node
     chunks: int = 0,
     key_feedback: int = 0,
     chooses: int = 0,
+    residuals: int = 0,
     slopes: tuple[float, ...] = (),
 ) -> tuple[Array, ...]:
     """Return y, float64 in the shape of `query`, and the blocks and scales after the call.
@@ -54,13 +60,16 @@ def reference(  # noqa: PLR0913, the attributes of the node
         chunks: 1 where the window is a chunk.
         key_feedback: 1 where the last input is ``feedback``.
         chooses: 1 where the last inputs are an empty ``feedback`` and ``choice``.
+        residuals: 1 where the newest tokens of a block have second codes.
         slopes: of biases by distance, one for each query head, or none.
 
     Raises:
         ValueError: shapes or numbers do not fit one another; nothing is computed then.
     """
     _check_reach(kv_heads, window, chunks)
-    _check_kinds(storage, window, value_size=value_size, key_feedback=key_feedback, chooses=chooses)
+    _check_kinds(
+        storage, window, value_size=value_size, key_feedback=key_feedback, chooses=chooses, residuals=residuals
+    )
     inputs, feedback, choice = _without_trailing(inputs, key_feedback=key_feedback, chooses=chooses)
     query, key, value, starts, past, block_table, sink_logits, keys, values, key_scales, value_scales = inputs
     _check_pools(keys, values, (key_scales, value_scales), kv_heads, storage, value_size)
@@ -93,20 +102,31 @@ def reference(  # noqa: PLR0913, the attributes of the node
             q, K, K[..., :value_size], inputs, scale, (window, chunks), softcap, slopes=of_heads, choice=choice
         )
         return y.reshape(*query.shape[:-1], -1), *pack_latents(latents, storage), key_scales, value_scales
-    after, scales, numbers = [], [], []
+    after, scales, numbers, rests = [], [], [], []
     for pool, given, new, are_keys in ((keys, key_scales, key, True), (values, value_scales, value, False)):
         held, block_scales = unpack(pool, storage, are_keys=are_keys).copy(), given.copy()
         of_keys = feedback if are_keys else None
         new_tokens, steps = store_tokens(new.reshape(tokens, kv_heads, size), storage, of_keys)
-        held[blocks, :, slots] = new_tokens
         by_head = None
         if steps is not None:
             by_head = block_scales.reshape(len(pool), kv_heads, keys.shape[1])  # a view
+        if residuals and by_head is not None:
+            exact = new.reshape(tokens, kv_heads, size).astype(np.float32)
+            codes, second_steps = store_tokens(_residual(exact, new_tokens, steps, storage), storage)
+            assert second_steps is not None
+            rests.append(_residuals(restore_tokens(held, by_head, storage), (codes, second_steps), storage, inputs))
+            lasting, target_slots = _lasting_residuals(starts, past, slots, keys.shape[1])
+            held[blocks[lasting], :, target_slots] = codes[lasting]
+            by_head[blocks[lasting], :, target_slots] = second_steps[lasting]
+        held[blocks, :, slots] = new_tokens
+        if by_head is not None:
             by_head[blocks, :, slots] = steps
         after.append(pack(held, storage, are_keys=are_keys))
         scales.append(block_scales)
         numbers.append(restore_tokens(held, by_head, storage))
-    y = _attend_all(q, numbers[0], numbers[1], inputs, scale, (window, chunks), softcap, slopes=of_heads)
+    y = _attend_all(
+        q, numbers[0], numbers[1], inputs, scale, (window, chunks), softcap, slopes=of_heads, residuals=rests
+    )
     return y.reshape(query.shape), *after, *scales
 
 
@@ -121,8 +141,12 @@ def _attend_all(  # noqa: PLR0913, what a call computes with
     *,
     slopes: Doubles,
     choice: Array | None = None,
+    residuals: Sequence[list[Doubles]] = (),
 ) -> Doubles:
-    """Return y [T, Hk, G, V] for q [T, Hk, G, D] over blocks of keys [N, Hk, P, D] and values [N, Hk, P, V]."""
+    """Return y [T, Hk, G, V] for q [T, Hk, G, D] over blocks of keys [N, Hk, P, D] and values [N, Hk, P, V].
+
+    Residuals of keys and of values are [L, Hk, D] for each request, or there are none.
+    """
     _, _, _, starts, past, block_table, sink_logits, *_ = inputs
     page, kv_heads = keys.shape[2], keys.shape[1]
     y = np.zeros((*q.shape[:3], values.shape[-1]))
@@ -135,8 +159,59 @@ def _attend_all(  # noqa: PLR0913, what a call computes with
             if choice is not None:
                 visible = choice[token][choice[token] >= 0]
             biases = slopes[..., None] * (visible - position)
-            y[token] = _attend(q[token], K[visible], V[visible], sink_logits, float(np.float32(scale)), softcap, biases)
+            of_keys, of_values = K[visible], V[visible]
+            if residuals:
+                begin = position - position % page
+                first = begin + first_with_residual(position % page + 1, page)
+                is_twice = (visible >= max(begin, first))[:, None, None]
+                of_keys = of_keys + np.where(is_twice, residuals[0][row][visible], 0)
+                of_values = of_values + np.where(is_twice, residuals[1][row][visible], 0)
+            y[token] = _attend(q[token], of_keys, of_values, sink_logits, float(np.float32(scale)), softcap, biases)
     return y
+
+
+def _residual(exact: Array, codes: Array, scales: Array | None, storage: str) -> Array:
+    """Return what the codes of tokens [T, Hk, D] leave of them, float32, by float32."""
+    levels = STORAGES[storage].levels
+    assert levels is not None and scales is not None
+    remainder: Array = exact - scales[..., None] * (codes.astype(np.float32) - np.float32(levels / 2))
+    return remainder
+
+
+def _residuals(
+    numbers: Doubles, new: tuple[Array, Array | None], storage: str, inputs: tuple[Array, ...]
+) -> list[Doubles]:
+    """Return what residuals add to the tokens of each request, [L, Hk, D]; 0 where there are none, or none is read.
+
+    Args:
+        numbers: what blocks hold before the call, [N, Hk, P, D].
+        new: codes and scales of residuals of the new tokens.
+        storage: of the blocks.
+        inputs: of the node.
+    """
+    _, _, _, starts, past, table, *_ = inputs
+    page, target_slots, by_row = numbers.shape[2], residual_slots(numbers.shape[2]), []
+    of_new = restore_tokens(*new, storage)
+    for row, before in enumerate(past.tolist()):
+        count = int(starts[row + 1] - starts[row])
+        of_row = np.zeros((-(-(before + count) // page) * page, numbers.shape[1], numbers.shape[3]))
+        begin, stored_count = before - before % page, before % page
+        kept_tokens = np.arange(max(0, first_with_residual(stored_count + 1, page)), stored_count)
+        if count and len(kept_tokens):
+            of_row[begin + kept_tokens] = numbers[table[row, before // page], :, target_slots[kept_tokens]]
+        of_row[before : before + count] = of_new[starts[row] : starts[row + 1]]
+        by_row.append(of_row)
+    return by_row
+
+
+def _lasting_residuals(starts: Array, past: Array, slots: Array, page: int) -> tuple[Array, Array]:
+    """Return which new tokens have a residual in their block after the call, and in which slots, int64 [n] each."""
+    ends = np.repeat(past + np.diff(starts), np.diff(starts))
+    positions = np.concatenate([np.arange(p, p + n) for p, n in zip(past, np.diff(starts), strict=True)])
+    counts = np.minimum(ends - (positions - slots), page)
+    lasting = np.flatnonzero(slots >= first_with_residual(counts, page))
+    lasting = lasting[slots[lasting] < page - 1]
+    return lasting, residual_slots(page)[slots[lasting]]
 
 
 def _attend(q: Doubles, K: Doubles, V: Doubles, sinks: Array, scale: float, softcap: float, biases: Doubles) -> Doubles:
@@ -183,11 +258,15 @@ def _check_reach(kv_heads: int, window: int, chunks: int) -> None:
         raise ValueError(f"PagedAttention: chunks is 0, or 1 with a window above 0; they are {chunks} and {window}")
 
 
-def _check_kinds(storage: str, window: int, *, value_size: int, key_feedback: int, chooses: int) -> None:
+def _check_kinds(
+    storage: str, window: int, *, value_size: int, key_feedback: int, chooses: int, residuals: int
+) -> None:
     if storage not in STORAGES:
         raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
     if key_feedback not in (0, 1) or (key_feedback and STORAGES[storage].levels is None):
         raise ValueError(f"PagedAttention: key_feedback is 0, or 1 for integers; it is {key_feedback} for {storage}")
+    if residuals not in (0, 1) or (residuals and STORAGES[storage].levels is None):
+        raise ValueError(f"PagedAttention: residuals is 0, or 1 for integers; it is {residuals} for {storage}")
     if chooses not in (0, 1) or (chooses and (not value_size or window)):
         raise ValueError(
             f"PagedAttention: chooses is 0, or 1 with a value_size and no window; it is {chooses} with {value_size} "

@@ -63,7 +63,7 @@ SCHEMA = Schema(
         "storage": ir.AttributeType.STRING,
     },
     optional={
-        **dict.fromkeys(("value_size", "chunks", "key_feedback", "chooses"), ir.AttributeType.INT),
+        **dict.fromkeys(("value_size", "chunks", "key_feedback", "chooses", "residuals"), ir.AttributeType.INT),
         "slopes": ir.AttributeType.FLOATS,
     },
     shapes=shapes_of(POOLS),
