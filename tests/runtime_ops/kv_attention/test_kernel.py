@@ -398,13 +398,14 @@ def test_inputs_that_fit_are_taken() -> None:
 @pytest.mark.parametrize("name", ["scales", "recent", "summaries"])
 def test_unused_states_have_any_shape_without_numbers(name: str) -> None:
     attributes = attributes_of()
+    dtype = inputs_of(attributes)[name].dtype
     y, *state = Native()(
-        *inputs_of(attributes, **{name: np.zeros((0, 0, 0, 0), np.float32)}).values(), **attributes.for_node()
+        *inputs_of(attributes, **{name: np.zeros((0, 0, 0, 0), dtype)}).values(), **attributes.for_node()
     )
     assert np.isfinite(y).all()
     assert state[STATE.index(name)].shape == (0, 0, 0, 0)
     with pytest.raises(Exception, match=f"{name} must have 4 axes and no numbers, as it is not used"):
-        Native()(*inputs_of(attributes, **{name: np.zeros((2, 2, 2, 4), np.float32)}).values(), **attributes.for_node())
+        Native()(*inputs_of(attributes, **{name: np.zeros((2, 2, 2, 4), dtype)}).values(), **attributes.for_node())
 
 
 def test_a_cache_that_is_too_small_to_wrap() -> None:
