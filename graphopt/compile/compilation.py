@@ -301,6 +301,16 @@ class Compilation:
         for _ in self.apply(passes, on_pass):
             pass
 
+    def copy_after(self, step: Pass) -> ir.Model:
+        """Return what a pass makes of a copy of the model, to be measured: nothing is checked or written down.
+
+        Raises:
+            InputError: it cannot work on the model.
+        """
+        model = self.model.clone()
+        step(model, self.context)
+        return model
+
     def verifier(self, folder: Path, *, native: bool = True, run: bool | None = None) -> Verifier:
         """Return what runs models of this compilation to compare them.
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from graphopt.numerics.rotations.hadamard import hadamard
+from graphopt.runtime_ops.kv_attention.spec.layout import scales_above, scales_below
 from graphopt.runtime_ops.paged_attention.spec.layout import first_with_residual
 
 Tensor = torch.Tensor
@@ -32,8 +33,13 @@ def rotation(size: int) -> Tensor:
     return torch.from_numpy(hadamard(size).astype(np.float32) / np.float32(math.sqrt(size)))
 
 
+def _float16(x: Tensor, direction: Callable[[Any], Any]) -> Tensor:
+    """Return the float16 beside each number that ``direction`` says, as float32."""
+    return torch.from_numpy(direction(x.numpy()).astype(np.float32))
+
+
 def asymmetric(x: Tensor, axis: int, bits: int, clip: float = 1.0, shares: Sequence[float] = ()) -> Tensor:
-    """Round to 2^bits equal steps between the ends of each set along ``axis``.
+    """Round to 2^bits equal steps between the ends of each set along ``axis``; low and step are float16, as in pages.
 
     Args:
         x: any shape.
@@ -45,8 +51,9 @@ def asymmetric(x: Tensor, axis: int, bits: int, clip: float = 1.0, shares: Seque
     low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
     best, least_error = x, None
     for share in shares or (clip,):
-        half = (high - low) / 2 * share
-        first, step = (low + high) / 2 - half, (2 * half / (2**bits - 1)).clamp_min(_TINY)
+        margin = (high - low) * ((1 - share) / 2)
+        first = _float16(low + margin, scales_below)
+        step = _float16(((high - margin - first) / (2**bits - 1)).clamp_min(0), scales_above).clamp_min(_TINY)
         candidate = first + step * ((x - first) / step).round().clamp(0, 2**bits - 1)
         error = (candidate - x).square().sum(axis, keepdim=True)
         best = candidate if least_error is None else torch.where(error < least_error, candidate, best)
