@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -24,6 +24,7 @@ from graphopt.analysis.structure.paged_caches import layers_of
 from graphopt.artifact.tokens import DEFAULT_WINDOW, texts_of, tokenizer_among, windows_of_text
 from graphopt.compile.compilation import Compilation
 from graphopt.compile.search.jsonl import Lines
+from graphopt.compile.search.losses import Sample
 from graphopt.compile.search.program import solve
 from graphopt.errors import InputError
 from graphopt.graph.weights.data_file import save_model
@@ -58,16 +59,6 @@ _FLOATS = "float32"
 _EXACT = "int8"
 """What keys are stored in while values are measured, and values while keys are: it loses next to nothing."""
 
-_FLOAT_PAGES: dict[str, Any] = {
-    "storage": _FLOATS,
-    "value_storage": "",
-    "sink_pages": 0,
-    "recent_pages": 0,
-    "clip": 1.0,
-    "token_factors": 0,
-    "key_feedback": 0,
-}
-
 Pair = tuple[str, str]
 """Storages of keys and of values."""
 
@@ -93,7 +84,7 @@ class CacheStorages(BaseModel):
 
     Attributes:
         recipe: the recipe, with storages by layer.
-        layers: the storages of keys and of values of each layer.
+        layers: the storages of keys and of values of each layer that the recipe stores as integers; others stay.
         losses: what was measured of each layer.
         coarsest: the storage that it was measured in.
         bytes: of a token in the caches of all layers, scales included.
@@ -149,7 +140,7 @@ def search_caches(
             remedy=f"choose among {', '.join(LEVELS)} with --storage",
         )
     caches = _Caches(model, recipe, Path(folder), texts)
-    coarse_first = sorted(storages, key=_levels)
+    coarse_first = sorted(storages, key=LEVELS.__getitem__)
     losses = caches.losses(coarse_first[0], on_stage)
     pairs: list[Pair] = [(keys, values) for keys in coarse_first for values in coarse_first]
     sizes = [[caches.token_bytes(row.layer, pair) for pair in pairs] for row in losses]
@@ -163,7 +154,7 @@ def search_caches(
     recipe_bytes = caches.recipe_bytes
     numbers = solve(costs, sizes, recipe_bytes if room is None else room)
     layers = {row.layer: pairs[number] for row, number in zip(losses, numbers, strict=True)}
-    new_recipe = caches.recipe.setting("quantize_kv", layers=layers)
+    new_recipe = caches.recipe.setting("quantize_kv", layers={**caches.other_layers, **layers})
     total = sum(size[number] for size, number in zip(sizes, numbers, strict=True))
     names = [" and ".join(pair) for pair in layers.values()]
     counts = ", ".join(f"{names.count(name)} as {name}" for name in sorted(set(names)))
@@ -182,13 +173,9 @@ def search_caches(
     )
 
 
-def _levels(storage: str) -> int:
-    return LEVELS[storage]
-
-
 def _share(storage: str, coarsest: str) -> float:
     """Return what a storage loses of what the coarsest does."""
-    return (_levels(coarsest) / _levels(storage)) ** 2
+    return (LEVELS[coarsest] / LEVELS[storage]) ** 2
 
 
 class _Caches:
@@ -202,7 +189,8 @@ class _Caches:
 
     Attributes:
         recipe: the recipe.
-        recipe_bytes: of a token in all layers, as the recipe stores them.
+        other_layers: what the recipe says of layers that are not searched, such as those that it leaves in floats.
+        recipe_bytes: of a token in all layers that are searched, as the recipe stores them.
     """
 
     def __init__(
@@ -222,12 +210,15 @@ class _Caches:
         source, positions = compilation.source, compilation.source.manifest.model.max_positions
         window = min(texts.window or positions or DEFAULT_WINDOW, positions or DEFAULT_WINDOW)
         texts = texts.model_copy(update={"window": window})
-        self._texts, tokenizer = texts_of(source.companions, texts, positions), tokenizer_among(source.companions)
-        self._held_out = [
-            ids for text in held_out_texts() for ids in windows_of_text(tokenizer, text, window, texts.windows)
-        ]
+        tokenizer = tokenizer_among(source.companions)
+        self._samples: dict[Sample, list[IntArray]] = {
+            "all": texts_of(source.companions, texts, positions),
+            "held out": [
+                ids for text in held_out_texts() for ids in windows_of_text(tokenizer, text, window, texts.windows)
+            ],
+        }
         self._first, self._page = step.context_tokens, step.page or PAGE
-        longest = min(max(map(len, part)) for part in (self._texts, self._held_out))
+        longest = min(max(map(len, sample)) for sample in self._samples.values())
         if longest <= self._first + 1:
             raise InputError(
                 f"a window has {longest} tokens, and the first {self._first} of them read pages of floats",
@@ -240,17 +231,17 @@ class _Caches:
                 "no layer of the model stores its cache as integers",
                 remedy="`graphopt optimize` with the same recipe says why",
             )
+        self.other_layers = {number: storage for number, storage in step.layers.items() if number not in self._layers}
         self.recipe_bytes = sum(_token_bytes(layer) for layer in self._layers.values())
         key = hashlib.sha256(f"{compilation.origin} {self.recipe.to_yaml()}".encode())
-        for ids in self._texts:
+        for ids in self._samples["all"]:
             key.update(ids.tobytes())
-        self._folder, self._key, self._references = folder, key.hexdigest()[:16], dict[int, list[Floats]]()
+        self._folder, self._key, self._references = folder, key.hexdigest()[:16], dict[Sample, list[Floats]]()
 
     def token_bytes(self, number: int, pair: Pair) -> float:
         """Return the bytes of a token of a layer, scales included."""
         layer = self._layers[number]
-        in_floats = replace(layer, attributes=replace(layer.attributes, **_FLOAT_PAGES))
-        return _token_bytes(replace(layer, attributes=self._step.attributes(in_floats, *pair)))
+        return _token_bytes(replace(layer, attributes=self._step.attributes(layer, *pair)))
 
     def losses(self, coarsest: str, on_stage: Progress) -> list[LayerLoss]:
         """Return what keys alone and values alone of each layer cost in a storage."""
@@ -261,7 +252,7 @@ class _Caches:
             if str(number) not in measurements.rows:
                 on_stage("layers, one at a time", count, len(self._layers))
                 keys, values = (
-                    self._divergence({number: pair}, self._texts) for pair in ((coarsest, _EXACT), (_EXACT, coarsest))
+                    self._divergence({number: pair}, "all") for pair in ((coarsest, _EXACT), (_EXACT, coarsest))
                 )
                 measurements.add(LayerLoss(layer=number, keys=keys, values=values))
         return [measurements.rows[str(number)] for number in self._layers]
@@ -269,20 +260,20 @@ class _Caches:
     def held_out_loss(self, layers: Mapping[int, Pair] | None, on_stage: Progress) -> float:
         """Return the divergence on held-out text of the model with these storages; ``None``: as the recipe has it."""
         on_stage("held-out text")
-        return self._divergence(layers, self._held_out)
+        return self._divergence(layers, "held out")
 
-    def _divergence(self, layers: Mapping[int, Pair] | None, texts: Sequence[IntArray]) -> float:
+    def _divergence(self, layers: Mapping[int, Pair] | None, sample: Sample) -> float:
         """Return the mean divergence from caches of floats in nats per token; layers that are not named have these."""
-        reference = self._references.get(id(texts))
-        if reference is None:
+        texts = self._samples[sample]
+        if sample not in self._references:
             logits = self._logits(dict.fromkeys(self._layers, _FLOATS), texts)
-            reference = self._references[id(texts)] = [log_probabilities(rows) for rows in logits]
+            self._references[sample] = [log_probabilities(rows) for rows in logits]
         if layers is None:
-            storages: dict[int, str | Pair] = dict(self._step.layers)
+            storages: dict[int, str | Pair] = {}
         else:
             storages = {number: layers.get(number, _FLOATS) for number in self._layers}
         comparison = Comparison()
-        for rows, new_rows, ids in zip(reference, self._logits(storages, texts), texts, strict=True):
+        for rows, new_rows, ids in zip(self._references[sample], self._logits(storages, texts), texts, strict=True):
             comparison.add(rows, new_rows, ids[self._first + 1 :])
         return float(comparison.columns()[2].mean())
 

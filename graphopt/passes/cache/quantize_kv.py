@@ -337,7 +337,7 @@ class QuantizeKV(Pass):
         return replace(layer, attributes=replace(kv, key_feedback=int(has_feedback)))
 
     def attributes(self, layer: PagedLayer, storage: str, value_storage: str) -> KVAttributes:
-        """Return what a layer in floats says when keys and values are stored so, without ``key_feedback``.
+        """Return what a layer says when keys and values are stored so; ``key_feedback`` stays as it is.
 
         Raises:
             InputError: pages have a number of tokens that a storage cannot pack.

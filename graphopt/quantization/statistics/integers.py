@@ -32,8 +32,8 @@ PANEL = 64
 # The largest integer, and the least of a vector's largest magnitudes that is not taken for 0.
 _LARGEST, _SMALLEST = np.float32(1023), np.float32(1e-30)
 
-# Bytes of a line of the first cache. Where numbers begin with one, no load of a kernel reads two: products take 0.87 of
-# the time of numbers that begin in the middle, as large arrays of NumPy do.
+# Bytes of a line of the first cache. Where numbers begin with one, no load of a kernel reads two, as it would of large
+# arrays of NumPy, which begin in the middle.
 _LINE = 64
 
 # Vectors that a thread multiplies; and the share of a square that rounding may add. Matrices of 3 bits add 2%.

@@ -90,6 +90,16 @@ def test_few_bytes_are_coarse_codes(
     assert coarse.loss > result.loss
 
 
+def test_a_layer_that_the_recipe_leaves_in_floats_stays_so(
+    llama_artifact: Path, tmp_path: Path, texts: CalibrationOptions
+) -> None:
+    recipe = RECIPE.setting("quantize_kv", layers={1: "float32"})
+    partial = search_caches(llama_artifact, tmp_path, recipe=recipe, storages=STORAGES, texts=texts)
+    assert [row.layer for row in partial.losses] == [0]
+    model, _ = compiled(artifact.read(llama_artifact), partial.recipe, tmp_path)
+    assert [layer.attributes.storage == "float32" for layer in layers_of(model.graph)] == [False, True]
+
+
 def test_a_search_that_was_cut_off_goes_on(
     result: CacheStorages, llama_artifact: Path, work: Path, texts: CalibrationOptions
 ) -> None:

@@ -267,7 +267,8 @@ def test_keys_are_rounded_for_the_queries_of_the_calibration(shipped_artifact: P
     said = [str(change.what) for change in report.changes]
     assert "with a factor per token, keys rounded for the queries of the calibration, keys of the" in said[-1]
     assert any("the queries and keys of 6 layers were collected on 1024 tokens" in each for each in said)
-    # measured on this machine as 0.037, 0.035 and 0.046; of this model 600 tokens do not tell the first two apart
+    # measured on this machine as 0.037, 0.035 and 0.046; over six pieces of 600 tokens of this model whitening changes
+    # nothing on average, and tests/quantization/rounding/test_ldl.py shows it where keys vary in one direction
     assert max(errors["whitened"], errors["feedback"]) < 0.9 * errors["alone"]
     statuses = [check.status for check in verify(shipped_artifact, tmp_path / "whitened").checks]
     assert statuses == ["proved", "proved", "measured"]

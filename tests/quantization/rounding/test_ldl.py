@@ -7,6 +7,7 @@ import pytest
 
 from graphopt.errors import InputError
 from graphopt.quantization.rounding.ldl import key_feedback, moments_by_head, whitening
+from graphopt.runtime_ops.kv_attention.spec.layout import round_with_feedback
 
 
 def test_queries_of_a_head_of_keys_are_those_next_to_one_another() -> None:
@@ -51,6 +52,24 @@ def test_keys_vary_more_alike_by_a_power_of_their_moments(power: float) -> None:
     ratios = after / before ** (1 - power)
     np.testing.assert_allclose(ratios, np.broadcast_to(ratios[:, :1], ratios.shape), rtol=1e-6)
     np.testing.assert_allclose(before.sum(-1), after.sum(-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_of_keys_that_vary_most_in_one_direction_err_less(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    turns = [np.linalg.qr(random.standard_normal((32, 32)))[0] for _ in range(2)]
+    # 30 times as much in one direction as in all others, and along no channel
+    keys = random.standard_normal((1, 4, 64, 32)) @ (turns[0] * np.array([30.0] + [1.0] * 31)[:, None]) @ turns[1]
+    queries, errors = random.standard_normal((200, 32)), []
+    rows = keys.reshape(-1, 32)
+    for matrices in (np.eye(32)[np.newaxis], whitening((rows.T @ rows / len(rows))[np.newaxis])):
+        new_queries, new_keys = queries @ np.linalg.inv(matrices[0]), (keys @ matrices).astype(np.float32)
+        feedback = key_feedback((new_queries.T @ new_queries / len(queries))[np.newaxis]).astype(np.float32)
+        codes, low, step = round_with_feedback(new_keys, feedback, 3, 0.9)
+        rounded = low[..., np.newaxis, :].astype(np.float64) + step[..., np.newaxis, :].astype(np.float64) * codes
+        errors.append(np.sqrt((((rounded - new_keys) @ new_queries.T) ** 2).mean()))
+    # 0.35 to 0.43 in five draws
+    assert errors[1] < 0.5 * errors[0]
 
 
 def test_keys_that_are_all_zero_stay_and_others_have_to_be_finite() -> None:
