@@ -116,14 +116,14 @@ def remember_sizes() -> None:
         compute = getattr(SymNode, name)
 
         @functools.wraps(compute)
-        def binary(self: Any, other: Any) -> Any:
+        def binary(self: Any, operand: Any) -> Any:
             proxy = _TorchDispatchModeKey.PROXY
             if self.shape_env is None or _get_dispatch_mode(proxy) or _get_dispatch_mode_pre_dispatch(proxy):
-                return compute(self, other)
+                return compute(self, operand)
             answers = answers_of(self.shape_env)
-            key = name, self._expr, other._expr, self.pytype, self._hint, other._hint
+            key = name, self._expr, operand._expr, self.pytype, self._hint, operand._hint
             if key not in answers:
-                answers[key] = compute(self, other)
+                answers[key] = compute(self, operand)
             return answers[key]
 
         setattr(SymNode, name, binary)
@@ -141,14 +141,14 @@ def look_at_operators_first() -> None:
     from onnxscript.rewriter import _basics, _matcher
 
     matcher: Any = _matcher.SimplePatternMatcher
-    match, other = matcher.match, _basics.MatchResult().fail("the operator is another")
+    match, mismatch = matcher.match, _basics.MatchResult().fail("the operator is another")
     if hasattr(match, "__wrapped__"):
         return
 
     @functools.wraps(match)
     def match_operator_first(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
         possible = self.pattern.output_nodes[0].op.matches(node.op_type)
-        return match(self, model, graph, node, **options) if possible else other
+        return match(self, model, graph, node, **options) if possible else mismatch
 
     matcher.match = match_operator_first
 
@@ -167,8 +167,8 @@ def save_word_pieces(folder: Path) -> None:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    named = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **named)
+    token_by_role = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **token_by_role)
     fast.save_pretrained(folder)
 
 

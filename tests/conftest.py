@@ -1,4 +1,4 @@
-"""Small models of real families, with random weights, and their exports; each is made once, see :mod:`tests.once`."""
+"""Small models of real families, with random weights, and exports of them, made once: :mod:`tests.cached_folders`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hypothesis import settings
 from onnx_ir.schemas import OpSignature
 
 from tests import families
+from tests.cached_folders import cached_folder, is_to_do
 from tests.checkpoints import EXPORTS, FOLDERS, HUB, know_torchlib, save_tokenizer, write_checkpoint
-from tests.once import is_to_do, once
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda import interpreted as interpreter
 
@@ -55,15 +55,15 @@ def gradients_stay_enabled() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def signatures_are_derived_once() -> Iterator[None]:
     """Keep the signatures of ONNX's ops: onnxscript derives one for each node it adds, half of a body's time."""
-    derive, known = OpSignature.from_op_schema, {}
+    derive, signatures = OpSignature.from_op_schema, {}
 
     def signature_of(schema: onnx.defs.OpSchema) -> OpSignature:
         if schema.domain:
             return derive(schema)
         key = schema.name, schema.since_version
-        if key not in known:
-            known[key] = derive(schema)
-        return known[key]
+        if key not in signatures:
+            signatures[key] = derive(schema)
+        return signatures[key]
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(OpSignature, "from_op_schema", staticmethod(signature_of))
@@ -158,7 +158,7 @@ def verdicts_read_few_tokens() -> Iterator[None]:
 def make_folder() -> Callable[[str], Path]:
     """Return a function that makes the Hugging Face folder of a family."""
 
-    return lambda family: once(f"{family}-folder", FOLDERS, lambda folder: write_checkpoint(family, folder))
+    return lambda family: cached_folder(f"{family}-folder", FOLDERS, lambda folder: write_checkpoint(family, folder))
 
 
 @pytest.fixture(scope="session")
@@ -171,14 +171,16 @@ def make_artifact(make_folder: Callable[[str], Path], request: pytest.FixtureReq
         export(make_folder(family), folder)
 
     parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
-    asked_for = {each.get("family") for each in parameters}
+    requested_families = {values.get("family") for values in parameters}
     heads = families.HEADS | families.TOWERS | families.SEQ2SEQ
-    known = families.FAMILIES | families.RECURRENT | families.SUBSTITUTED | families.ENCODERS | heads
-    wanted = sorted({"llama"} | asked_for & known.keys() - {HUB})
+    exportable_families = (
+        families.FAMILIES | families.RECURRENT | families.SUBSTITUTED_MODULES | families.ENCODERS | heads
+    )
+    families_to_export = sorted({"llama"} | requested_families & exportable_families.keys() - {HUB})
 
     def make_another() -> bool:
         """Export a family that a later test asks for and that no worker exports now, if there is one."""
-        for family in wanted:
+        for family in families_to_export:
             if is_to_do(f"{family}-artifact", EXPORTS):
                 make(family)
                 return True
@@ -188,7 +190,7 @@ def make_artifact(make_folder: Callable[[str], Path], request: pytest.FixtureReq
         if family == HUB:
             folder: Path = request.getfixturevalue("hub_export")
             return folder / "artifact"
-        return once(f"{family}-artifact", EXPORTS, lambda folder: write(family, folder), make_another)
+        return cached_folder(f"{family}-artifact", EXPORTS, lambda folder: write(family, folder), make_another)
 
     return make
 
@@ -207,10 +209,10 @@ def hub_export(make_folder: Callable[[str], Path], tmp_path_factory: pytest.Temp
         from graphopt.models.export import export
 
         hub = tmp_path_factory.mktemp("hub")
-        cached = hub / "models--somebody--tiny"
-        (cached / "refs").mkdir(parents=True)
-        (cached / "refs" / "main").write_text("abc")
-        shutil.copytree(make_folder(HUB), cached / "snapshots" / "abc")
+        repository = hub / "models--somebody--tiny"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("abc")
+        shutil.copytree(make_folder(HUB), repository / "snapshots" / "abc")
         folder.mkdir()
         stages: list[str] = []
         with pytest.MonkeyPatch.context() as monkeypatch, printed_to(folder / "printed"):
@@ -218,13 +220,13 @@ def hub_export(make_folder: Callable[[str], Path], tmp_path_factory: pytest.Temp
             export("somebody/tiny", folder / "artifact", on_stage=stages.append)
         (folder / "stages").write_text("\n".join(stages))
 
-    return once("hub", EXPORTS, write)
+    return cached_folder("hub", EXPORTS, write)
 
 
 @contextlib.contextmanager
 def printed_to(file: Path) -> Iterator[None]:
     """Send what is printed to a file, by Python and by native code."""
-    kept = os.dup(1), os.dup(2)
+    descriptors = os.dup(1), os.dup(2)
     with file.open("w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
         try:
             for number in (1, 2):
@@ -232,9 +234,9 @@ def printed_to(file: Path) -> Iterator[None]:
             yield
         finally:
             stream.flush()
-            for number, before in zip((1, 2), kept, strict=True):
-                os.dup2(before, number)
-                os.close(before)
+            for number, saved_descriptor in zip((1, 2), descriptors, strict=True):
+                os.dup2(saved_descriptor, number)
+                os.close(saved_descriptor)
 
 
 @pytest.fixture(scope="session")
@@ -244,15 +246,15 @@ def make_genai(make_folder: Callable[[str], Path], tmp_path_factory: pytest.Temp
     def write(family: str, precision: str, folder: Path) -> None:
         from onnxruntime_genai.models import builder
 
-        source, cached = (tmp_path_factory.mktemp(name) / family for name in ("sources", "cache"))
+        source, cache = (tmp_path_factory.mktemp(name) / family for name in ("sources", "cache"))
         shutil.copytree(make_folder(family), source)
         if not (source / "tokenizer.json").is_file():
             save_tokenizer(source)
-        options = ("", str(source), str(folder), precision, "cpu", str(cached))
+        options = ("", str(source), str(folder), precision, "cpu", str(cache))
         builder.create_model(*options, **builder.parse_extra_options(*options, ["hf_token=false"]))
 
     def make(family: str, precision: str = "fp32") -> Path:
-        return once(f"{family}-genai-{precision}", FOLDERS, lambda folder: write(family, precision, folder))
+        return cached_folder(f"{family}-genai-{precision}", FOLDERS, lambda folder: write(family, precision, folder))
 
     return make
 
@@ -278,7 +280,7 @@ def shipped_artifact() -> Path:
 
         export("stdlib_lm", folder)
 
-    return once("shipped-artifact", (*EXPORTS, "graphopt/models/stdlib_lm/*"), write)
+    return cached_folder("shipped-artifact", (*EXPORTS, "graphopt/models/stdlib_lm/*"), write)
 
 
 @pytest.fixture(scope="session")

@@ -48,8 +48,8 @@ class _Builder:
         self.weights: list[ir.Value] = []
         self.nodes: list[ir.Node] = []
         self.x = self.op("Gather", [self.weight("table", VOCABULARY, self.hidden), self.ids], self.hidden)
-        gain, more = self.gain("gain", self.hidden), {"epsilon": 1e-6, "axis": -1, "stash_type": 1}
-        self.normed = self.op("SimplifiedLayerNormalization", [self.x, gain], self.hidden, **more)
+        gain, norm_attributes = self.gain("gain", self.hidden), {"epsilon": 1e-6, "axis": -1, "stash_type": 1}
+        self.normed = self.op("SimplifiedLayerNormalization", [self.x, gain], self.hidden, **norm_attributes)
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
         self.weights.append(ir.val(name, const_value=ir.tensor(array, name=name)))
@@ -61,8 +61,10 @@ class _Builder:
     def gain(self, name: str, size: int) -> ir.Value:
         return self.constant(name, self.random.uniform(0.5, 1.5, size).astype(np.float32))
 
-    def op(self, op_type: str, inputs: list[ir.Value | None], columns: int | None = None, **more: object) -> ir.Value:
-        node = ir.node(op_type, inputs, more or None, domain=str(more.pop("domain", "")))  # type: ignore[arg-type]
+    def op(
+        self, op_type: str, inputs: list[ir.Value | None], columns: int | None = None, **attributes: object
+    ) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes or None, domain=str(attributes.pop("domain", "")))  # type: ignore[arg-type]
         self.nodes.append(node)
         value, node.name = node.outputs[0], f"{op_type}.{len(self.nodes)}"
         value.name = f"{op_type}{len(self.nodes)}"
@@ -79,10 +81,10 @@ class _Builder:
         return [ir.val(f"past_key_values.0.{part}", ir.DataType.FLOAT, dims) for part in ("key", "value")]
 
     def attention(
-        self, op_type: str, inputs: list[ir.Value | None], said: dict[str, object], heads: int, columns: int
+        self, op_type: str, inputs: list[ir.Value | None], attributes: dict[str, object], heads: int, columns: int
     ) -> list[ir.Value]:
         """Return y [batch, length, columns] and the present keys and values of a fused operator."""
-        node = ir.node(op_type, inputs, said, domain="com.microsoft", num_outputs=3, name="attention")  # type: ignore[arg-type]
+        node = ir.node(op_type, inputs, attributes, domain="com.microsoft", num_outputs=3, name="attention")  # type: ignore[arg-type]
         self.nodes.append(node)
         y, *presents = node.outputs
         y.name, y.dtype, y.shape = "y", ir.DataType.FLOAT, ir.Shape(["batch_size", "sequence_length", columns])
@@ -103,12 +105,12 @@ class _Builder:
             name="skip",
         )
         self.nodes.append(skip)
-        normed, _, _, summed = skip.outputs
-        for value, name in ((normed, "normed"), (summed, "summed")):
+        norm_output, _, _, residual = skip.outputs
+        for value, name in ((norm_output, "normed"), (residual, "summed")):
             value.name, value.dtype = name, ir.DataType.FLOAT
             value.shape = ir.Shape(["batch_size", "sequence_length", self.hidden])
         # The sum is read too, as the next layer's residual would be.
-        logits = self.linear(self.op("Add", [normed, summed], self.hidden), "head", VOCABULARY)
+        logits = self.linear(self.op("Add", [norm_output, residual], self.hidden), "head", VOCABULARY)
         logits.name = "logits"
         graph = ir.Graph(
             [self.ids, self.mask, *ports],
@@ -125,9 +127,9 @@ def group_query_model(layer: Layer, *, seed: int = 0, **attributes: object) -> i
     """Return a model of one ``GroupQueryAttention``; opset 22."""
     build, width = _Builder(seed), layer.size
     caches = build.caches(layer.groups)
-    one = build.constant("one", np.array([1], np.int64))
-    counted = build.op("Sub", [build.op("ReduceSum", [build.mask, one], keepdims=0), one])
-    seqlens = build.op("Cast", [counted], to=ir.DataType.INT32)
+    unit = build.constant("one", np.array([1], np.int64))
+    past_lengths = build.op("Sub", [build.op("ReduceSum", [build.mask, unit], keepdims=0), unit])
+    seqlens = build.op("Cast", [past_lengths], to=ir.DataType.INT32)
     second = build.constant("second", np.array(1, np.int64))
     shape = build.op("Shape", [build.mask])
     total = build.op("Cast", [build.op("Gather", [shape, second], axis=0)], to=ir.DataType.INT32)
@@ -142,8 +144,8 @@ def group_query_model(layer: Layer, *, seed: int = 0, **attributes: object) -> i
         names = ("cos_cache", "sin_cache")
         angles = [build.constant(n, t) for n, t in zip(names, tables(layer.turned // 2), strict=True)]
     norms = [build.gain("q_norm", width), build.gain("k_norm", width)] if layer.normed else [None, None]
-    given = [*rows, *caches, seqlens, total, *angles, *[None] * 5, *norms]
-    said = {
+    inputs = [*rows, *caches, seqlens, total, *angles, *[None] * 5, *norms]
+    node_attributes = {
         "num_heads": layer.heads,
         "kv_num_heads": layer.groups,
         "scale": layer.scale,
@@ -153,7 +155,7 @@ def group_query_model(layer: Layer, *, seed: int = 0, **attributes: object) -> i
         "rotary_interleaved": int(layer.interleaved),
         **attributes,
     }
-    y, *presents = build.attention("GroupQueryAttention", given, said, layer.groups, sizes[0])
+    y, *presents = build.attention("GroupQueryAttention", inputs, node_attributes, layer.groups, sizes[0])
     return build.finish(y, caches, presents)
 
 
@@ -190,51 +192,58 @@ def multi_head_model(layer: MultiHead, *, seed: int = 0, **attributes: object) -
     sizes = [heads * layer.size, heads * layer.size, heads * (layer.value_size or layer.size)]
     caches: list[ir.Value] = build.caches(heads) if layer.cached else []
     rows = [build.linear(build.normed, name, width) for name, width in zip("qkv", sizes, strict=True)]
-    zero, one, both = (
+    zero, unit, axes = (
         build.constant(name, np.array(numbers, np.int64))
         for name, numbers in (("zero", 0), ("one", 1), ("both", [1, 2]))
     )
     second = build.constant("second", np.array([1], np.int64))
-    keys, length = (build.op("Gather", [build.op("Shape", [value]), one], axis=0) for value in (build.mask, build.ids))
+    keys, length = (build.op("Gather", [build.op("Shape", [value]), unit], axis=0) for value in (build.mask, build.ids))
     first = build.op("Sub", [keys, length])
-    columns = build.op("Range", [zero, keys, one])
-    queries = build.op("Unsqueeze", [build.op("Range", [first, keys, one]), second])
+    columns = build.op("Range", [zero, keys, unit])
+    queries = build.op("Unsqueeze", [build.op("Range", [first, keys, unit]), second])
     distance = build.op("Sub", [columns, queries])  # [length, keys]
     causal = build.op("LessOrEqual", [distance, zero])
-    padding = added = None
+    padding = attention_bias = None
     if layer.padding == 2:
         padding = build.op("Cast", [build.mask], to=ir.DataType.INT32)
     elif layer.padding == 3:
         wide = build.op("And", [causal, build.op("Cast", [build.op("Unsqueeze", [build.mask, second])], to=9)])
         padding = build.op("Cast", [wide], to=ir.DataType.INT32)
     if layer.added == "mask":
-        seen = build.op("And", [causal, build.op("Cast", [build.op("Unsqueeze", [build.mask, both])], to=9)])
+        visible_keys = build.op("And", [causal, build.op("Cast", [build.op("Unsqueeze", [build.mask, axes])], to=9)])
         numbers = [
             build.constant(f"{number:g}", np.array(number, np.float32)) for number in (0.0, np.finfo(np.float32).min)
         ]
-        added = build.op("Where", [seen, *numbers])
+        attention_bias = build.op("Where", [visible_keys, *numbers])
     elif layer.added == "bias":
-        near = build.op("Mul", [build.op("Cast", [distance], to=1), build.constant("slope", np.array(0.1, np.float32))])
-        added = build.op("Unsqueeze", [near, build.constant("front", np.array([0, 1], np.int64))])
-    batch, new, every = "batch_size", "sequence_length", "total_sequence_length"
+        distance_bias = build.op(
+            "Mul", [build.op("Cast", [distance], to=1), build.constant("slope", np.array(0.1, np.float32))]
+        )
+        attention_bias = build.op("Unsqueeze", [distance_bias, build.constant("front", np.array([0, 1], np.int64))])
+    batch, new, total = "batch_size", "sequence_length", "total_sequence_length"
     for value, dtype, dims in (
-        (padding, ir.DataType.INT32, [batch, every] if layer.padding == 2 else [batch, new, every]),
-        (added, ir.DataType.FLOAT, [batch if layer.added == "mask" else 1, 1, new, every]),
+        (padding, ir.DataType.INT32, [batch, total] if layer.padding == 2 else [batch, new, total]),
+        (attention_bias, ir.DataType.FLOAT, [batch if layer.added == "mask" else 1, 1, new, total]),
     ):
         if value is not None:
             value.dtype, value.shape = dtype, ir.Shape(dims)
     bias = build.weight("bias", sum(sizes)) if layer.biased else None
-    said = {"num_heads": heads, "unidirectional": int(layer.unidirectional), "scale": layer.scale, **attributes}
+    node_attributes = {
+        "num_heads": heads,
+        "unidirectional": int(layer.unidirectional),
+        "scale": layer.scale,
+        **attributes,
+    }
     if not layer.scale:
-        del said["scale"]
-    given: list[ir.Value | None] = [*rows, bias, padding, added, *caches]
-    y, *presents = build.attention("MultiHeadAttention", given, said, heads, sizes[-1])
+        del node_attributes["scale"]
+    inputs: list[ir.Value | None] = [*rows, bias, padding, attention_bias, *caches]
+    y, *presents = build.attention("MultiHeadAttention", inputs, node_attributes, heads, sizes[-1])
     return build.finish(y, caches, presents)
 
 
 def run(model: ir.Model, calls: list[np.ndarray], masks: list[np.ndarray]) -> list[np.ndarray]:
     """Return the logits of each call, and at the end the caches; one after the other onto the caches."""
-    found = []
+    outputs = []
     with session_of(model) as session:
         interface = Interface.of_session(session)
         past = interface.empty_past(len(calls[0]))
@@ -242,8 +251,8 @@ def run(model: ir.Model, calls: list[np.ndarray], masks: list[np.ndarray]) -> li
             feeds = interface.feeds(ids, mask, past, needs_mask=False)
             logits, *present = session.run(["logits", *interface.present], feeds)
             past = dict(zip(interface.past, present, strict=True))
-            found.append(logits)
-    return [*found, *past.values()]
+            outputs.append(logits)
+    return [*outputs, *past.values()]
 
 
 def tokens(rows: int, *lengths: int, seed: int = 1) -> tuple[list[np.ndarray], list[np.ndarray]]:

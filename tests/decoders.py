@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 VOCABULARY, WIDTH, HEADS, GROUPS, HEAD, INNER = 48, 32, 4, 2, 8, 48
-EXPERTS, CHOSEN = 8, 2
+EXPERTS, EXPERTS_PER_TOKEN = 8, 2
 
 
 def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
@@ -39,9 +39,9 @@ def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
         dims: Sequence[object] | None = None,
         **attributes: object,
     ) -> ir.Value:
-        return several(op_type, inputs, name, [dims], **attributes)[0]
+        return ops(op_type, inputs, name, [dims], **attributes)[0]
 
-    def several(
+    def ops(
         op_type: str,
         inputs: Sequence[ir.Value | None],
         name: str,
@@ -75,19 +75,19 @@ def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
     total = op("Shape", [mask_input], "total", start=1, end=2)
     length = op("Shape", [ids], "length", start=1, end=2)
     scalar = [op("Squeeze", [value], f"scalar{number}") for number, value in enumerate((total, length))]
-    zero, one = constant("zero", np.array(0)), constant("one", np.array(1))
-    keys = op("Range", [zero, scalar[0], one], "keys")
+    zero, unit = constant("zero", np.array(0)), constant("one", np.array(1))
+    keys = op("Range", [zero, scalar[0], unit], "keys")
     queries = op(
         "Unsqueeze",
-        [op("Range", [op("Sub", scalar, "past"), scalar[0], one], "places"), constant("last", np.array([1]))],
+        [op("Range", [op("Sub", scalar, "past"), scalar[0], unit], "places"), constant("last", np.array([1]))],
         "queries",
     )
     padding = op(
         "Cast", [op("Unsqueeze", [mask_input, constant("axes", np.array([1, 2]))], "spread_mask")], "there", to=9
     )
     causal = op("And", [op("LessOrEqual", [keys, queries], "causal"), padding], "global_mask")
-    near = op("Greater", [keys, op("Sub", [queries, constant("window", np.array(4))], "edge")], "near")
-    masks = {"global": causal, "local": op("And", [causal, near], "local_mask")}
+    window_mask = op("Greater", [keys, op("Sub", [queries, constant("window", np.array(4))], "edge")], "near")
+    masks = {"global": causal, "local": op("And", [causal, window_mask], "local_mask")}
 
     x = op("Gather", [weight("table", VOCABULARY, WIDTH), ids], "embedding", hidden, axis=0)
     for number, kind in enumerate(kinds):
@@ -113,13 +113,13 @@ def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
                 "Transpose", [split], f"{name}_heads{number}", ["batch", count, "length", HEAD], perm=[0, 2, 1, 3]
             )
 
-        normed = norm(x, "input_norm")
-        q = heads(linear(normed, WIDTH, HEADS * HEAD, "q"), HEADS, "q")
-        k = heads(linear(normed, WIDTH, GROUPS * HEAD, "k"), GROUPS, "k")
-        v = heads(linear(normed, WIDTH, GROUPS * HEAD, "v"), GROUPS, "v")
+        block_input = norm(x, "input_norm")
+        q = heads(linear(block_input, WIDTH, HEADS * HEAD, "q"), HEADS, "q")
+        k = heads(linear(block_input, WIDTH, GROUPS * HEAD, "k"), GROUPS, "k")
+        v = heads(linear(block_input, WIDTH, GROUPS * HEAD, "v"), GROUPS, "v")
         q, k = (
-            op("RotaryEmbedding", [each, cos, sin], f"{name}_turned{number}", ["batch", count, "length", HEAD])
-            for each, count, name in ((q, HEADS, "q"), (k, GROUPS, "k"))
+            op("RotaryEmbedding", [projection, cos, sin], f"{name}_turned{number}", ["batch", count, "length", HEAD])
+            for projection, count, name in ((q, HEADS, "q"), (k, GROUPS, "k"))
         )
         cache = []
         for part, value in (("key", k), ("value", v)):
@@ -130,24 +130,30 @@ def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
             )
             cache[-1].name = f"present.{number}.{part}"
         outputs += cache
-        mixed = op(
+        attention_output = op(
             "Attention",
             [q, *cache, masks["local" if kind == "local" else "global"]],
             f"attention{number}",
             ["batch", HEADS, "length", HEAD],
             scale=HEAD**-0.5,
         )
-        joined = op(
+        joined_heads = op(
             "Reshape",
             [
-                op("Transpose", [mixed], f"tokens{number}", ["batch", "length", HEADS, HEAD], perm=[0, 2, 1, 3]),
+                op(
+                    "Transpose",
+                    [attention_output],
+                    f"tokens{number}",
+                    ["batch", "length", HEADS, HEAD],
+                    perm=[0, 2, 1, 3],
+                ),
                 constant(f"joined{number}.sizes", np.array([0, 0, HEADS * HEAD])),
             ],
             f"joined{number}",
             hidden,
         )
-        x = op("Add", [x, linear(joined, HEADS * HEAD, WIDTH, "o")], f"attended{number}", hidden)
-        normed = norm(x, "mlp_norm")
+        x = op("Add", [x, linear(joined_heads, HEADS * HEAD, WIDTH, "o")], f"attended{number}", hidden)
+        block_input = norm(x, "mlp_norm")
 
         def mlp(value: ir.Value, part: str = "", number: int = number) -> ir.Value:
             inner = ["batch", "length", INNER]
@@ -159,24 +165,30 @@ def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
             return linear(product, INNER, WIDTH, f"{part}down")
 
         def experts(value: ir.Value, number: int = number) -> ir.Value:
-            wide, few = ["batch", "length", EXPERTS], ["batch", "length", CHOSEN]
+            wide, top_dims = ["batch", "length", EXPERTS], ["batch", "length", EXPERTS_PER_TOKEN]
             scores = linear(value, WIDTH, EXPERTS, "router")
             chances = op("Softmax", [scores], f"chances{number}", wide, axis=-1)
-            count = constant(f"chosen{number}.count", np.array([CHOSEN]))
-            best, places = several("TopK", [chances, count], f"chosen{number}", [few, few], axis=-1)
-            places.dtype = ir.DataType.INT64
-            nothing = op("Sub", [chances, chances], f"nothing{number}", wide)
-            shares = op("ScatterElements", [nothing, places, best], f"shares{number}", wide, axis=-1)
-            one = [["batch", "length", 1]] * EXPERTS
-            parts = several("Split", [shares], f"share{number}", one, axis=-1, num_outputs=EXPERTS)
+            count = constant(f"chosen{number}.count", np.array([EXPERTS_PER_TOKEN]))
+            best, top_indices = ops("TopK", [chances, count], f"chosen{number}", [top_dims, top_dims], axis=-1)
+            top_indices.dtype = ir.DataType.INT64
+            zeros = op("Sub", [chances, chances], f"nothing{number}", wide)
+            shares = op("ScatterElements", [zeros, top_indices, best], f"shares{number}", wide, axis=-1)
+            share_dims = [["batch", "length", 1]] * EXPERTS
+            parts = ops("Split", [shares], f"share{number}", share_dims, axis=-1, num_outputs=EXPERTS)
             total = None
-            for place, share in enumerate(parts):
-                made = op("Mul", [mlp(value, f"expert{place}."), share], f"expert{place}.part{number}", hidden)
-                total = made if total is None else op("Add", [total, made], f"expert{place}.sum{number}", hidden)
+            for expert, share in enumerate(parts):
+                expert_output = op(
+                    "Mul", [mlp(value, f"expert{expert}."), share], f"expert{expert}.part{number}", hidden
+                )
+                total = (
+                    expert_output
+                    if total is None
+                    else op("Add", [total, expert_output], f"expert{expert}.sum{number}", hidden)
+                )
             assert total is not None
             return total
 
-        x = op("Add", [x, experts(normed) if kind == "experts" else mlp(normed)], f"residual{number}", hidden)
+        x = op("Add", [x, experts(block_input) if kind == "experts" else mlp(block_input)], f"residual{number}", hidden)
     gain = constant("final_norm.gain", random_numbers.uniform(0.5, 1.5, WIDTH).astype(np.float32))
     final = op("RMSNormalization", [x, gain], "final_norm", hidden, axis=-1)
     logits = op("MatMul", [final, weight("head.weight", WIDTH, VOCABULARY)], "head", ["batch", "length", VOCABULARY])
@@ -218,10 +230,10 @@ def shuffle_order(model: ir.Model, seed: int = 0) -> None:
     chance, graph = random.Random(seed), model.graph
     waiting = {node: {v.producer() for v in node.inputs if v is not None} - {None} for node in graph}
     readers: dict[ir.Node, list[ir.Node]] = {node: [] for node in waiting}
-    for node, made in waiting.items():
-        for each in made:
-            readers[each].append(node)  # type: ignore[index]
-    ready, order = [node for node, made in waiting.items() if not made], []
+    for node, producers in waiting.items():
+        for producer in producers:
+            readers[producer].append(node)  # type: ignore[index]
+    ready, order = [node for node, producers in waiting.items() if not producers], []
     while ready:
         node = ready.pop(chance.randrange(len(ready)))
         order.append(node)

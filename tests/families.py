@@ -16,25 +16,30 @@ _COMMON = {
     **_ENDS,
 }
 # MLP widths are 12 and 20 times a power of two, for which rotations need odd Hadamard orders.
-_GROUPED = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
+_GROUPED_QUERIES = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
 # A sliding window (shorter than the tests' sequences) in one layer of two.
-_WINDOWED = {**_GROUPED, "head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_SLIDING_WINDOW = {
+    **_GROUPED_QUERIES,
+    "head_dim": 16,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _FALCON = {**_COMMON, "ffn_hidden_size": 96}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {**_GROUPED, "intermediate_size": 160, "tie_word_embeddings": True}),
-    "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": None}),
-    "mistral_window": ("MistralConfig", {**_GROUPED, "sliding_window": 6}),
+    "llama": ("LlamaConfig", {**_GROUPED_QUERIES, "intermediate_size": 160, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**_GROUPED_QUERIES, "sliding_window": None}),
+    "mistral_window": ("MistralConfig", {**_GROUPED_QUERIES, "sliding_window": 6}),
     # biases on query, key and value
-    "qwen2": ("Qwen2Config", _GROUPED),
+    "qwen2": ("Qwen2Config", _GROUPED_QUERIES),
     # norms with gains on queries and keys, per head
-    "qwen3": ("Qwen3Config", {**_GROUPED, "head_dim": 16}),
+    "qwen3": ("Qwen3Config", {**_GROUPED_QUERIES, "head_dim": 16}),
     # norms with a gain behind attention and MLP too, soft-capped scores and logits, scaled embedding
-    "gemma2": ("Gemma2Config", _WINDOWED),
+    "gemma2": ("Gemma2Config", _SLIDING_WINDOW),
     # norms with 1 + gain, on queries and keys too, scaled embedding
-    "gemma3": ("Gemma3TextConfig", _WINDOWED),
+    "gemma3": ("Gemma3TextConfig", _SLIDING_WINDOW),
     # fused query-key-value and fused gate-up
-    "phi3": ("Phi3Config", {**_GROUPED, "pad_token_id": 0}),
+    "phi3": ("Phi3Config", {**_GROUPED_QUERIES, "pad_token_id": 0}),
     # learned positions, LayerNorm, fused query-key-value stored [in, out], biases everywhere
     "gpt2": (
         "GPT2Config",
@@ -49,14 +54,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # query, key and value of each group side by side in one projection
     "falcon_new": ("FalconConfig", {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
     # LayerNorm with biases, partial rotary
-    "stablelm": ("StableLmConfig", _GROUPED),
+    "stablelm": ("StableLmConfig", _GROUPED_QUERIES),
     # norms behind attention and MLP only, and over all heads of queries and keys
-    "olmo2": ("Olmo2Config", _GROUPED),
+    "olmo2": ("Olmo2Config", _GROUPED_QUERIES),
     # multipliers on embedding, residual, scores and logits
     "granite": (
         "GraniteConfig",
         {
-            **_GROUPED,
+            **_GROUPED_QUERIES,
             "embedding_multiplier": 12.0,
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.1,
@@ -64,7 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # attention and MLP in parallel behind one LayerNorm, interleaved rotary, tied head
-    "cohere": ("CohereConfig", {**_GROUPED, "logit_scale": 0.25}),
+    "cohere": ("CohereConfig", {**_GROUPED_QUERIES, "logit_scale": 0.25}),
     # keys and values made of a latent that the cache holds, appended outside of Attention; two layers without experts
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -88,12 +93,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # a logit of each head that joins the softmax and has no value, biases everywhere, clipped experts
     "gpt_oss": (
         "GptOssConfig",
-        {**_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+        {**_SLIDING_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
     ),
     # four experts, two for each token
     "mixtral": (
         "MixtralConfig",
-        {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        {**_GROUPED_QUERIES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
 }
 
@@ -106,7 +111,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
         {
-            **_GROUPED,
+            **_GROUPED_QUERIES,
             "head_dim": 16,
             "layer_types": ["linear_attention", "full_attention"],
             "linear_num_value_heads": 4,
@@ -123,7 +128,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     # short convolutions between gates
     "lfm2": (
         "Lfm2Config",
-        {**_GROUPED, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        {**_GROUPED_QUERIES, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     ),
     # SSD alone
     "mamba2": (
@@ -134,7 +139,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
         {
-            **_GROUPED,
+            **_GROUPED_QUERIES,
             **_MAMBA2_PART,
             "shared_intermediate_size": 96,
             "num_local_experts": 0,
@@ -144,7 +149,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     # SSD and attention side by side in each layer
-    "falcon_h1": ("FalconH1Config", {**_GROUPED, **_MAMBA2_PART, "mamba_d_ssm": 128, "head_dim": 16}),
+    "falcon_h1": ("FalconH1Config", {**_GROUPED_QUERIES, **_MAMBA2_PART, "mamba_d_ssm": 128, "head_dim": 16}),
     # selective scan
     "mamba": ("MambaConfig", {**_SHORT, "state_size": 16, "pad_token_id": 0}),
     # weighted means, shifts by a token; transformers halves weights of later layers than these
@@ -156,7 +161,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent_gemma": (
         "RecurrentGemmaConfig",
         {
-            **{key: value for key, value in _GROUPED.items() if key != "max_position_embeddings"},
+            **{key: value for key, value in _GROUPED_QUERIES.items() if key != "max_position_embeddings"},
             "lru_width": 128,
             "block_types": ["recurrent", "attention"],
             "attention_window_size": 24,
@@ -166,7 +171,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Methods of transformers that its exporter cannot write.
-SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
+SUBSTITUTED_MODULES: dict[str, tuple[str, dict[str, Any]]] = {
     # three matrices of an expert, stored one below the other for all experts; a loop over experts that were chosen
     "dbrx": (
         "DbrxConfig",
@@ -185,7 +190,7 @@ SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": (
         "Gemma3nTextConfig",
         {
-            **_WINDOWED,
+            **_SLIDING_WINDOW,
             "layer_types": ["full_attention", "full_attention"],
             "num_kv_shared_layers": 1,
             "intermediate_size": [96] * 2,
@@ -201,7 +206,7 @@ SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": (
         "Gemma4TextConfig",
         {
-            **_WINDOWED,
+            **_SLIDING_WINDOW,
             "num_hidden_layers": 3,
             "layer_types": ["sliding_attention", "full_attention", "full_attention"],
             "num_kv_shared_layers": 1,
@@ -217,7 +222,7 @@ SUBSTITUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": (
         "Llama4TextConfig",
         {
-            **_GROUPED,
+            **_GROUPED_QUERIES,
             "head_dim": 16,
             "intermediate_size_mlp": 96,
             "num_local_experts": 4,
@@ -316,7 +321,7 @@ HEADS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama_classes": (
         "LlamaForSequenceClassification",
         "LlamaConfig",
-        {**_GROUPED, "pad_token_id": 0, "id2label": {0: "bad", 1: "good"}},
+        {**_GROUPED_QUERIES, "pad_token_id": 0, "id2label": {0: "bad", 1: "good"}},
     ),
     "distilbert_answers": (
         "DistilBertForQuestionAnswering",
@@ -358,7 +363,7 @@ TOWERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_COMMON, **_SPECIAL, "intermediate_size": 96, "projection_dim": 32},
     ),
     # a decoder that embeds: the state of its last token
-    "qwen3_embedder": ("Qwen3Model", "Qwen3Config", {**_GROUPED, "head_dim": 16, "pad_token_id": 0}),
+    "qwen3_embedder": ("Qwen3Model", "Qwen3Config", {**_GROUPED_QUERIES, "head_dim": 16, "pad_token_id": 0}),
 }
 
 
@@ -431,7 +436,7 @@ def make_model(family: str, layers: int | None = None) -> Any:
     import torch
     import transformers
 
-    heads, without_head = HEADS | TOWERS | SEQ2SEQ, FAMILIES | RECURRENT | SUBSTITUTED | ENCODERS
+    heads, without_head = HEADS | TOWERS | SEQ2SEQ, FAMILIES | RECURRENT | SUBSTITUTED_MODULES | ENCODERS
     head, config_class, settings = heads[family] if family in heads else ("", *without_head[family])
     if layers is not None:
         names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")

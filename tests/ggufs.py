@@ -10,15 +10,15 @@ from typing import Any
 import gguf
 import numpy as np
 
+from tests.cached_folders import cached_folder
 from tests.families import POSITIONS, VOCABULARY, randomize
-from tests.once import once
 from tools.bench.parts.gguf_file import NAMES
 
 # Rows of 256 numbers, the super-blocks of Q6_K; 64 per head.
 WIDTH, HEADS, CACHES, LAYERS = 256, 4, 2, 2
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 
-MIXED = {
+MIXED_TYPES = {
     "token_embd": "Q8_0",
     "attn_q": "Q4_0",
     "attn_k": "Q4_1",
@@ -93,10 +93,10 @@ def write_llama(
             short = NAMES[short]
             heads = {"attn_q": HEADS, "attn_k": CACHES}.get(short)
             array = parameter.numpy()
-            stored, decoded = encoded(array if heads is None else _paired(array, heads), kinds.get(short, "F32"))
+            data, values = encode(array if heads is None else _pair_rows(array, heads), kinds.get(short, "F32"))
             kind = gguf.GGMLQuantizationType[kinds.get(short, "F32")]
-            writer.add_tensor(f"{layer}{short}.weight", stored, raw_dtype=kind)
-            parameter.copy_(torch.tensor(decoded if heads is None else _halves(decoded, heads)))
+            writer.add_tensor(f"{layer}{short}.weight", data, raw_dtype=kind)
+            parameter.copy_(torch.tensor(values if heads is None else _halves(values, heads)))
     change(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -104,7 +104,7 @@ def write_llama(
     writer.close()
 
 
-def exported(tokenizer: Path) -> Path:
+def export_llama(tokenizer: Path) -> Path:
     """Return a folder with ``llama.gguf``, of one layer and the types in :data:`MIXED`, and its export ``artifact``.
 
     Treat both as read-only.
@@ -118,24 +118,21 @@ def exported(tokenizer: Path) -> Path:
         from graphopt.models.export import export
 
         folder.mkdir()
-        write_llama(llama(1), folder / "llama.gguf", MIXED, tokenizer=tokenizer)
+        write_llama(llama(1), folder / "llama.gguf", MIXED_TYPES, tokenizer=tokenizer)
         export(folder / "llama.gguf", folder / "artifact")
 
-    return once(
+    return cached_folder(
         "gguf", (*EXPORTS, "tests/ggufs.py", "graphopt/quantization/gguf/*.py", "graphopt/models/gguf/*.py"), make
     )
 
 
-def encoded(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+def encode(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Return bytes of this type about ``array``, and what they mean by code that is not the package gguf's."""
     if kind in ("F32", "F16"):
-        stored = array.astype({"F32": np.float32, "F16": np.float16}[kind])
-        return stored, stored.astype(np.float32)
-    if kind in HALVES:
-        stored = random_blocks(array.shape, kind)
-    else:
-        stored = gguf.quantize(array, gguf.GGMLQuantizationType[kind])
-    return stored, decoded_by_transformers(stored, kind)
+        data = array.astype({"F32": np.float32, "F16": np.float16}[kind])
+        return data, data.astype(np.float32)
+    data = random_blocks(array.shape, kind) if kind in HALVES else gguf.quantize(array, gguf.GGMLQuantizationType[kind])
+    return data, decoded_by_transformers(data, kind)
 
 
 HALVES = {
@@ -157,9 +154,9 @@ def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Return blocks of random codes and sub-scales, whose float16 scales make numbers of about 1/16."""
     numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = np.random.default_rng(size).integers(0, 256, (*shape[:-1], shape[-1] // numbers, size), np.uint8)
-    for place in HALVES[kind]:
-        scale = np.random.default_rng(place).uniform(1e-5, 3e-5, blocks.shape[:-1]).astype(np.float16)
-        blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    for offset in HALVES[kind]:
+        scale = np.random.default_rng(offset).uniform(1e-5, 3e-5, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., offset : offset + 2] = scale[..., None].view(np.uint8)
     if kind == "IQ1_M":  # the scale lies in the highest bits of four words: about 2^-14
         blocks[..., 49::2] &= 0x0F
         blocks[..., 53] |= 0x50
@@ -168,28 +165,28 @@ def random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
     return blocks.reshape(*shape[:-1], -1)
 
 
-def decoded_by_transformers(stored: np.ndarray, kind: str) -> np.ndarray:
+def decoded_by_transformers(blocks: np.ndarray, kind: str) -> np.ndarray:
     """Decode rows of blocks with transformers' own code, which shares nothing with the package gguf."""
     import torch
     from transformers.integrations.gguf.dequant import dequantize
 
     if kind == "BF16":
-        bits = np.ascontiguousarray(stored).view(np.uint16).astype(np.uint32) << 16
+        bits = np.ascontiguousarray(blocks).view(np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32)
     if kind in ("Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"):  # which transformers does not know
-        return gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
-    flat = torch.from_numpy(np.array(stored).reshape(-1))
-    return dequantize(flat, int(gguf.GGMLQuantizationType[kind])).numpy().reshape(*stored.shape[:-1], -1)
+        return gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    flat = torch.from_numpy(np.array(blocks).reshape(-1))
+    return dequantize(flat, int(gguf.GGMLQuantizationType[kind])).numpy().reshape(*blocks.shape[:-1], -1)
 
 
-def _paired(array: np.ndarray, heads: int) -> np.ndarray:
+def _pair_rows(array: np.ndarray, heads: int) -> np.ndarray:
     """Order the rows of queries or keys as llama.cpp's ``convert_hf_to_gguf.py`` does (``permute``)."""
     return array.reshape(heads, 2, array.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(array.shape)
 
 
 def _halves(array: np.ndarray, heads: int) -> np.ndarray:
     rows = np.arange(array.shape[0])
-    back = np.argsort(_paired(rows[:, None], heads)[:, 0])
+    back = np.argsort(_pair_rows(rows[:, None], heads)[:, 0])
     return array[back]
 
 
@@ -207,13 +204,13 @@ def _write_config(writer: Any, config: Any) -> None:
 
 
 def _write_tokenizer(writer: Any, folder: Path) -> None:
-    described = json.loads((folder / "tokenizer.json").read_text())["model"]
-    tokens = sorted(described["vocab"], key=described["vocab"].get)
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)])
-    writer.add_token_merges([" ".join(pair) for pair in described["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_chat_template(CHAT)

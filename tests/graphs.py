@@ -63,23 +63,23 @@ def residual_model(
     layers: int = 2,
     *,
     seed: int = 0,
-    biased: bool = False,
+    biases: bool = False,
     gains: bool = True,
     tied: bool = False,
     multiplier: float | None = None,
     post_norm: bool = False,
-    observed: bool = False,
+    residual_output: bool = False,
     layer_norm: bool = False,
 ) -> ir.Model:
     """Return logits = head(norm(x)), x = table[ids] + sum of layers w2(sigmoid(w1(norm(x)))), by the options given.
 
     Args:
-        biased: writers and readers have biases.
+        biases: writers and readers have biases.
         gains: norms have random gains; ones otherwise.
         tied: the head is the transposed table.
         multiplier: a number that scales the embedding.
         post_norm: what a layer adds passes a norm with a gain first, as in Gemma2.
-        observed: the residual stream is an output of the graph.
+        residual_output: the residual stream is an output of the graph.
         layer_norm: norms are LayerNormalizations with biases.
     """
     build = Builder(np.random.default_rng(seed), [], [])
@@ -101,27 +101,27 @@ def residual_model(
         rows = value.shape[2]
         assert isinstance(rows, int)
         value = build.op("MatMul", [value, build.weight(f"{name}.weight", rows, columns)], columns, name)
-        if biased:
+        if biases:
             value = build.op("Add", [value, build.weight(f"{name}.bias", columns)], columns, f"{name}.add_bias")
         return value
 
     for layer in range(layers):
         hidden = linear(norm(x, f"norm{layer}"), inner, f"up{layer}")
-        added = linear(build.op("Sigmoid", [hidden], inner, f"sigmoid{layer}"), width, f"down{layer}")
+        branch = linear(build.op("Sigmoid", [hidden], inner, f"sigmoid{layer}"), width, f"down{layer}")
         if post_norm:
-            added = norm(added, f"post_norm{layer}")
-        x = build.op("Add", [x, added], width, f"residual{layer}")
-    normed = norm(x, "final_norm")
+            branch = norm(branch, f"post_norm{layer}")
+        x = build.op("Add", [x, branch], width, f"residual{layer}")
+    final = norm(x, "final_norm")
     if tied:
-        turned = ir.node("Transpose", [table], {"perm": [1, 0]}, name="transposed_table")
-        turned.outputs[0].name, turned.outputs[0].dtype = "transposed", ir.DataType.FLOAT
-        turned.outputs[0].shape = ir.Shape([width, VOCABULARY])
-        build.nodes.append(turned)
-        logits = build.op("MatMul", [normed, turned.outputs[0]], VOCABULARY, "head")
+        transpose = ir.node("Transpose", [table], {"perm": [1, 0]}, name="transposed_table")
+        transpose.outputs[0].name, transpose.outputs[0].dtype = "transposed", ir.DataType.FLOAT
+        transpose.outputs[0].shape = ir.Shape([width, VOCABULARY])
+        build.nodes.append(transpose)
+        logits = build.op("MatMul", [final, transpose.outputs[0]], VOCABULARY, "head")
     else:
-        logits = linear(normed, VOCABULARY, "head")
+        logits = linear(final, VOCABULARY, "head")
     logits.name = "logits"
-    outputs = [logits, x] if observed else [logits]
+    outputs = [logits, x] if residual_output else [logits]
     graph = ir.Graph(
         [ids], outputs, nodes=build.nodes, initializers=build.weights, opset_imports={"": 23}, name="small"
     )
@@ -163,10 +163,10 @@ def logits(model: ir.Model, folder: Path, seed: int = 1) -> np.ndarray:
 
 def logits_of(model: ir.Model, ids: np.ndarray, folder: Path) -> np.ndarray:
     """Run a language model on sequences [batch, length] without a past; return [batch, length, vocabulary]."""
-    opened = session(model, folder)
-    interface = Interface.of_session(opened)
+    model_session = session(model, folder)
+    interface = Interface.of_session(model_session)
     feeds = interface.feeds(ids, np.ones_like(ids), interface.empty_past(len(ids), ids.shape[1]))
-    return np.asarray(opened.run(["logits"], feeds)[0])
+    return np.asarray(model_session.run(["logits"], feeds)[0])
 
 
 def relative(before: np.ndarray, after: np.ndarray) -> float:
@@ -174,7 +174,7 @@ def relative(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.abs(after - before).max() / np.abs(before).max())
 
 
-def compiled(source: artifact.Artifact, recipe: Recipe, folder: Path) -> tuple[ir.Model, list[PassReport]]:
+def compile_artifact(source: artifact.Artifact, recipe: Recipe, folder: Path) -> tuple[ir.Model, list[PassReport]]:
     """Run all steps of a recipe that needs no text, as `optimize` does, but check nothing and run nothing.
 
     Args:

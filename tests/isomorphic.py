@@ -35,7 +35,7 @@ def without_names(model: onnx.ModelProto) -> onnx.ModelProto:
     for function in functions:
         _number(function, {}, "")
     _keep(bare.functions, functions, onnx.FunctionProto)
-    _sort(bare.opset_import, onnx.OperatorSetIdProto, lambda each: each.domain)
+    _sort(bare.opset_import, onnx.OperatorSetIdProto, lambda opset: opset.domain)
     return bare
 
 
@@ -53,9 +53,9 @@ def _number(graph: Any, outer: Names, prefix: str) -> None:
     # ports of the model and parameters of a function keep their names; those of a subgraph are known by their place
     names = dict(outer) | {name: name if not prefix else f"{prefix}port{ports.index(name)}" for name in ports}
     maker = {name: node for node in graph.node for name in node.output if name}
-    stored = {} if is_function else {tensor.name: tensor for tensor in graph.initializer}
+    tensor_by_name = {} if is_function else {tensor.name: tensor for tensor in graph.initializer}
     tensors: list[Any] = []
-    order = list(_needed(outputs, maker, stored, tensors))
+    order = list(_needed_nodes(outputs, maker, tensor_by_name, tensors))
     for tensor in tensors:
         names.setdefault(tensor.name, f"{prefix}weight{len(names)}")
     for node in order:
@@ -64,18 +64,18 @@ def _number(graph: Any, outer: Names, prefix: str) -> None:
                 names.setdefault(name, f"{prefix}value{len(names)}")
     for index, node in enumerate(order):
         inner = [graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs) if graph.node]
-        for number, below in enumerate(inner):
-            _number(below, names, f"{prefix}{index}.{number}.")
+        for number, subgraph in enumerate(inner):
+            _number(subgraph, names, f"{prefix}{index}.{number}.")
         for field in (node.input, node.output):
             field[:] = [names.get(name, name) for name in field]
         node.name = ""
-        _sort(node.attribute, onnx.AttributeProto, lambda each: each.name)
+        _sort(node.attribute, onnx.AttributeProto, lambda attribute: attribute.name)
     for tensor in tensors:
         tensor.name = names[tensor.name]
     _keep(graph.node, order, onnx.NodeProto)
     graph.ClearField("value_info")
     if is_function:
-        _sort(graph.opset_import, onnx.OperatorSetIdProto, lambda each: each.domain)
+        _sort(graph.opset_import, onnx.OperatorSetIdProto, lambda opset: opset.domain)
         return
     _keep(graph.initializer, tensors, onnx.TensorProto)
     graph.name = ""
@@ -83,11 +83,11 @@ def _number(graph: Any, outer: Names, prefix: str) -> None:
         port.name = names[port.name]
 
 
-def _needed(
-    outputs: list[str], maker: Mapping[str, Any], stored: Mapping[str, Any], tensors: list[Any]
+def _needed_nodes(
+    outputs: list[str], maker: Mapping[str, Any], tensor_by_name: Mapping[str, Any], tensors: list[Any]
 ) -> Iterator[Any]:
     """Yield the nodes that ``outputs`` need, inputs first; put the initializers that are met into ``tensors``."""
-    seen: set[str] = set()
+    seen_names: set[str] = set()
     pending: list[tuple[str, Any]] = [(name, None) for name in reversed(outputs)]
     while pending:
         name, ready = pending.pop()
@@ -95,31 +95,31 @@ def _needed(
             yield ready
             continue
         node = maker.get(name)
-        if name in seen:
+        if name in seen_names:
             continue
-        seen.add(name)
+        seen_names.add(name)
         if node is None:
-            if name in stored:
-                tensors.append(stored[name])
+            if name in tensor_by_name:
+                tensors.append(tensor_by_name[name])
             continue
-        if any(other in seen for other in node.output if other and other != name):
+        if any(sibling in seen_names for sibling in node.output if sibling and sibling != name):
             continue
         pending.append((name, node))
-        pending += [(read, None) for read in reversed(list(_read(node)))]
+        pending += [(operand, None) for operand in reversed(list(_inputs_of(node)))]
 
 
-def _read(node: Any) -> Iterator[str]:
+def _inputs_of(node: Any) -> Iterator[str]:
     """Yield the names that a node reads, those in its subgraphs included."""
     yield from (name for name in node.input if name)
     for attribute in node.attribute:
         for graph in (attribute.g, *attribute.graphs):
-            for below in graph.node:
-                yield from _read(below)
+            for inner_node in graph.node:
+                yield from _inputs_of(inner_node)
             yield from (port.name for port in graph.output)
 
 
 def _keep(field: Any, elements: list[Any], kind: type[Any]) -> None:
-    copies = [kind.FromString(each.SerializeToString()) for each in elements]
+    copies = [kind.FromString(element.SerializeToString()) for element in elements]
     del field[:]
     field.extend(copies)
 

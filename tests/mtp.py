@@ -45,8 +45,8 @@ def write_mtp_checkpoint(folder: Path, family: str, share: float = 1.0) -> Any:
     save_tokenizer(folder)
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
-    named = (pair for item in head.layers[0].state_dict().items() for pair in _published(family, *item))
-    save_file(load_file(file) | dict(named), file, metadata={"format": "pt"})
+    tensors = (pair for item in head.layers[0].state_dict().items() for pair in _published_tensors(family, *item))
+    save_file(load_file(file) | dict(tensors), file, metadata={"format": "pt"})
     return head
 
 
@@ -61,7 +61,7 @@ def _weaken(module: Any, share: float) -> None:
                 parameter.fill_(1.0)
 
 
-def _published(family: str, name: str, value: Any) -> list[tuple[str, Any]]:
+def _published_tensors(family: str, name: str, value: Any) -> list[tuple[str, Any]]:
     """Return under which names a tensor of the layer is published, with its parts."""
     inner = name.removeprefix("mtp_block.")
     if family == "qwen3_next":

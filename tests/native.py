@@ -46,8 +46,8 @@ def lacks(instructions: str) -> str | None:
         monkeypatch.setenv(ISA_VARIABLE, instructions)
         try:
             with session_of(model) as session:
-                one = np.ones((1, 1), np.int8)
-                session.run(None, {"x": np.ones(1, np.float32), "left": one, "right": one})
+                unit = np.ones((1, 1), np.int8)
+                session.run(None, {"x": np.ones(1, np.float32), "left": unit, "right": unit})
         except Exception as error:
             if ISA_VARIABLE not in str(error):
                 raise

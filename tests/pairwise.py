@@ -13,17 +13,19 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 
     They are chosen greedily, the same ones every time: of 8 x 4 x 6 tuples 48 remain.
     """
-    every = [frozenset(combinations(enumerate(places), 2)) for places in product(*(range(len(axis)) for axis in axes))]
-    missing, chosen = frozenset().union(*every), []
+    pair_sets = [
+        frozenset(combinations(enumerate(indices), 2)) for indices in product(*(range(len(axis)) for axis in axes))
+    ]
+    missing, cases = frozenset().union(*pair_sets), []
     # what a tuple adds only becomes less, so most need not be counted again
-    heap = [(-len(pairs), number) for number, pairs in enumerate(every)]
+    heap = [(-len(pairs), number) for number, pairs in enumerate(pair_sets)]
     while missing:
-        most, number = heapq.heappop(heap)
-        added = len(every[number] & missing)
-        if added < -most:
-            heapq.heappush(heap, (-added, number))
+        negative_bound, number = heapq.heappop(heap)
+        gain = len(pair_sets[number] & missing)
+        if gain < -negative_bound:
+            heapq.heappush(heap, (-gain, number))
             continue
-        missing -= every[number]
-        places = dict(place for pair in every[number] for place in pair)
-        chosen.append(tuple(axis[places[index]] for index, axis in enumerate(axes)))
-    return chosen
+        missing -= pair_sets[number]
+        index_by_axis = dict(axis_index for pair in pair_sets[number] for axis_index in pair)
+        cases.append(tuple(axis[index_by_axis[index]] for index, axis in enumerate(axes)))
+    return cases

@@ -30,15 +30,15 @@ def distinct() -> dict[str, Recipe]:
     How codes are chosen changes neither a node nor its record, which a test of `tests/report/test_presets.py` holds.
     Nor does a format, but that some are onnxruntime's own.
     """
-    found: dict[str, Recipe] = {}
-    seen = []
+    recipes: dict[str, Recipe] = {}
+    shapes = []
     for name in presets():
         recipe = nearest(load_recipe(name))
-        alike = [_shape(step) for step in recipe.steps]
-        if alike not in seen:
-            seen.append(alike)
-            found[name] = recipe
-    return found
+        step_shapes = [_shape(step) for step in recipe.steps]
+        if step_shapes not in shapes:
+            shapes.append(step_shapes)
+            recipes[name] = recipe
+    return recipes
 
 
 def _shape(step: Pass) -> dict[str, Any]:

@@ -26,14 +26,14 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @functools.cache
-def generated(name: str) -> str:
+def generate_page(name: str) -> str:
     """Return what a generated page is now."""
     return PAGES[name]()
 
 
 def blocks(kind: str) -> list[str]:
     """Return the fenced blocks of all pages that are of the kind."""
-    return [block for file in FILES for found, block in FENCE.findall(file.read_text("utf-8")) if found == kind]
+    return [block for file in FILES for info, block in FENCE.findall(file.read_text("utf-8")) if info == kind]
 
 
 def anchors(page: Path) -> set[str]:
@@ -57,31 +57,35 @@ def test_relative_links_resolve(file: Path) -> None:
 def test_readme_is_short_and_names_every_page() -> None:
     readme = (ROOT / "README.md").read_text("utf-8")
     assert len(readme.splitlines()) <= 120
-    unnamed = [file.name for file in (ROOT / "docs").glob("*.md") if f"(docs/{file.name})" not in readme]
-    assert not unnamed
+    missing_pages = [file.name for file in (ROOT / "docs").glob("*.md") if f"(docs/{file.name})" not in readme]
+    assert not missing_pages
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_pages_are_current(name: str) -> None:
-    written = (ROOT / "docs" / name).read_text("utf-8")
-    assert written == generated(name), f"docs/{name} is out of date: run python tools/release/reference.py"
+    page = (ROOT / "docs" / name).read_text("utf-8")
+    assert page == generate_page(name), f"docs/{name} is out of date: run python tools/release/reference.py"
 
 
 def test_command_reference_names_the_options_that_the_command_line_takes() -> None:
-    sections = re.split(r"^## ", generated("commands.md"), flags=re.MULTILINE)[1:]
+    sections = re.split(r"^## ", generate_page("commands.md"), flags=re.MULTILINE)[1:]
     for section in sections:
         command, _, body = section.partition("\n")
         # Wide enough that no option's name is cut.
-        shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "300", "NO_COLOR": "1"}).output
-        named = set(
+        help_text = (
+            CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "300", "NO_COLOR": "1"}).output
+        )
+        documented_options = set(
             re.findall(r"(?<![\w-])--[a-z][\w-]*", "\n".join(re.findall(r"^\| (`.*?`) \|", body, re.MULTILINE)))
         )
-        assert named == set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?= )", _options(shown))) - {"--help"}, command
+        assert documented_options == set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?= )", _options(help_text))) - {
+            "--help"
+        }, command
 
 
-def _options(shown: str) -> str:
+def _options(help_text: str) -> str:
     """Return what stands in front of the explanations in the lines that explain options."""
-    lines = [re.split(r" {3,}", line.strip(" │*"))[:2] for line in shown.splitlines() if re.match(r"[│ *]+-", line)]
+    lines = [re.split(r" {3,}", line.strip(" │*"))[:2] for line in help_text.splitlines() if re.match(r"[│ *]+-", line)]
     return "\n".join(" ".join(line) + " " for line in lines)
 
 
@@ -90,7 +94,7 @@ def test_commands_in_pages_exist(line: str) -> None:
     words = shlex.split(line.rstrip("\\"), comments=True)
     if words[0] != "graphopt" or len(words) < 2 or not words[1].islower():
         return
-    pages = generated("commands.md")
+    pages = generate_page("commands.md")
     if f"## {words[1]} " in pages:  # a group of commands
         words[1:3] = [" ".join(words[1:3])]
     section = re.search(rf"^## {words[1]}\n(.*?)(?=^## |\Z)", pages, re.MULTILINE | re.DOTALL)
@@ -99,11 +103,11 @@ def test_commands_in_pages_exist(line: str) -> None:
         if word.startswith("-") and word != "[OPTIONS]":
             assert re.search(rf"[`, ]{word}[`,]", section[1]), f"graphopt {words[1]} takes no {word}"
     if words[1] == "optimize" and "OPTIONS" not in line:
-        given = dict(itertools.pairwise(words))
-        if not given.get("-r", "").endswith(".yaml"):
-            added = [value for option, value in itertools.pairwise(words) if option == "--add"]
-            changed = [value for option, value in itertools.pairwise(words) if option == "--set"]
-            load_recipe(given.get("-r", "int4"), added, changed)
+        options = dict(itertools.pairwise(words))
+        if not options.get("-r", "").endswith(".yaml"):
+            additions = [value for option, value in itertools.pairwise(words) if option == "--add"]
+            settings = [value for option, value in itertools.pairwise(words) if option == "--set"]
+            load_recipe(options.get("-r", "int4"), additions, settings)
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("yaml") if "step:" in block])

@@ -43,8 +43,8 @@ def test_no_two_rooms_need_one_another() -> None:
     graph = grimp.build_graph("graphopt", cache_dir=None)
     rooms = nx.DiGraph()
     for module in graph.modules - {"graphopt"}:  # `import graphopt` gathers what it offers from all floors
-        for other in graph.find_modules_directly_imported_by(module) - {"graphopt"}:
-            ends = module.split(".")[1], other.split(".")[1]
+        for dependency in graph.find_modules_directly_imported_by(module) - {"graphopt"}:
+            ends = module.split(".")[1], dependency.split(".")[1]
             if ends[0] != ends[1]:
                 rooms.add_edge(*ends)
     assert rooms.number_of_edges() > 50

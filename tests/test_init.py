@@ -23,14 +23,18 @@ def test_presets_may_be_asked_for_twice() -> None:
 
 def test_help_imports_nothing_that_takes_time() -> None:
     code = "import sys, graphopt.cli; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "typer" in loaded
-    assert not {"numpy", "onnx_ir", "onnxruntime", "torch", "transformers", "networkx"} & set(loaded)
+    loaded_modules = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert "typer" in loaded_modules
+    assert not {"numpy", "onnx_ir", "onnxruntime", "torch", "transformers", "networkx"} & set(loaded_modules)
 
 
 def test_a_session_imports_nothing_that_only_passes_need() -> None:
     modules = "graphopt.inference.session, graphopt.inference.generation, graphopt.serving.worker"
     code = f"import sys, {modules}; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "onnx_ir" in loaded
-    assert not {"networkx", "onnxscript", "torch", "transformers", "graphopt.passes"} & set(loaded)
+    loaded_modules = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert "onnx_ir" in loaded_modules
+    assert not {"networkx", "onnxscript", "torch", "transformers", "graphopt.passes"} & set(loaded_modules)

@@ -57,9 +57,16 @@ NAMES = {
 }
 """What the classes of each family begin with."""
 
-_UNTIED = {"tie_word_embeddings": False}
+_UNTIED_HEAD = {"tie_word_embeddings": False}
 _RESOLUTIONS = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]
-_GEMMA = {**_TEXT, **_UNTIED, "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}
+_GEMMA = {
+    **_TEXT,
+    **_UNTIED_HEAD,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 16,
+}
 _LAYERS = ["sliding_attention", "full_attention"]
 _IDS = {"image_token_id": IMAGE_ID}
 _PATCHES = {"depth": 2, "num_heads": 4, "patch_size": 4}
@@ -98,14 +105,14 @@ def _config(family: str) -> tuple[Any, Any]:
             "vision_config": {**_TOWER, "vision_use_head": False},
             "text_config": {**_GEMMA, "layer_types": _LAYERS},
             "mm_tokens_per_image": 4,
-            **_UNTIED,
+            **_UNTIED_HEAD,
             "image_token_index": IMAGE_ID,
         },
         "mistral3": {
             "vision_config": {**_TOWER, "patch_size": 4},
-            "text_config": {"model_type": "mistral", **_TEXT, **_UNTIED, "head_dim": 16, "sliding_window": None},
+            "text_config": {"model_type": "mistral", **_TEXT, **_UNTIED_HEAD, "head_dim": 16, "sliding_window": None},
             "spatial_merge_size": 2,
-            **_UNTIED,
+            **_UNTIED_HEAD,
             "image_token_index": IMAGE_ID,
         },
         "lfm2_vl": {
@@ -135,7 +142,7 @@ def _config(family: str) -> tuple[Any, Any]:
             "vision_config": {"model_type": "siglip_vision_model", **_TOWER, "vision_use_head": False},
             "text_config": {"model_type": "gemma2", **_GEMMA, "layer_types": _LAYERS},
             "projection_dim": 64,
-            **_UNTIED,
+            **_UNTIED_HEAD,
             "image_token_index": IMAGE_ID,
         },
         "qwen2_vl": {
@@ -283,7 +290,7 @@ def _tokenizer() -> Any:
     return fast
 
 
-def opened(files: list[Path]) -> list[Any]:
+def open_images(files: list[Path]) -> list[Any]:
     from PIL import Image
 
     return [Image.open(file).convert("RGB") for file in files]
@@ -299,12 +306,12 @@ def prompts_of(family: str, session: VisionLanguageSession, pictures: list[Path]
     """Return prompts with one and with two images, and what the processor made of each for transformers."""
     if family == "lfm2_vl":
         return [_prompt_of_patches(session)]
-    place = placeholder(family)
-    texts = {f"import {place} os": pictures[:1], f"{place} and {place} def": pictures}
+    marker = placeholder(family)
+    texts = {f"import {marker} os": pictures[:1], f"{marker} and {marker} def": pictures}
     return [
         (
-            session.prompt(text, opened(files)),
-            session.processor(text=[text], images=opened(files), return_tensors="pt"),
+            session.prompt(text, open_images(files)),
+            session.processor(text=[text], images=open_images(files), return_tensors="pt"),
         )
         for text, files in texts.items()
     ]

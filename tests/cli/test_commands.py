@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from graphopt.cli.commands import COMMANDS
 from graphopt.cli.entry import build_app
-from tests.added import file_added
+from tests.registry_files import file_added
 
 FILE = '''
 from graphopt.cli.commands import command

@@ -20,7 +20,7 @@ from graphopt.inference.decoding.detokenize import TextStream
 from graphopt.inference.decoding.sampling import Sampling
 from graphopt.inference.generation import Completion, Prompt, generate, stream
 from graphopt.inference.session import Session, load
-from tests.toys import byte_tokenizer, counting_model
+from tests.small_models import byte_tokenizer, counting_model
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [41], [3, 200, 17], [250, 4, 9, 33, 8]]
 DRAWN = Sampling(temperature=1.0, seed=7)

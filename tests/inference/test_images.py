@@ -19,16 +19,16 @@ from graphopt.inference.images import (
     load_vision_language,
     steps,
 )
+from tests.cached_folders import cached_folder
 from tests.checkpoints import EXPORTS
 from tests.cli.test_embeddings import call
-from tests.once import once
 from tests.signals import write_image
 from tests.vision_language import (
     COUNT,
     IMAGE,
     IMAGE_ID,
     greedy,
-    opened,
+    open_images,
     placeholder,
     prompts_of,
     transformers_text,
@@ -41,7 +41,7 @@ FLOAT32 = 1e-4
 
 
 def folder_of(family: str) -> Path:
-    return once(
+    return cached_folder(
         f"{family}-images-folder",
         ("tests/vision_language.py",),
         lambda folder: write_vision_language_checkpoint(family, folder),
@@ -55,7 +55,7 @@ def artifact_of(family: str) -> Path:
         graphopt.export(folder_of(family), folder)
 
     sources = ("tests/vision_language.py", "graphopt/tasks/vision_language/*.py", *EXPORTS)
-    return once(f"{family}-images-artifact", sources, write)
+    return cached_folder(f"{family}-images-artifact", sources, write)
 
 
 @pytest.fixture(scope="session")
@@ -193,7 +193,7 @@ def test_run_writes_texts_about_images(
     assert code == 0
     rows = json.loads(out)
     session = load_vision_language(folder)
-    prompts = [session.prompt(text, opened(pictures)) for text in ("import os", "def")]
+    prompts = [session.prompt(text, open_images(pictures)) for text in ("import os", "def")]
     assert prompts[0].tokens[: 2 * 16] == [IMAGE_ID] * 32
     assert [row["tokens"] for row in rows] == [row.tokens for row in complete(session, prompts, GREEDY)]
     code, out, _ = call(monkeypatch, capsys, *options, "--prompt", "import os")
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused(pictures: list[Path]) -> None:
     session = load_vision_language(artifact_of("llava"))
     with pytest.raises(InputError, match="there is no image"):
         session.prompt("a", [])
-    numbers = session.processor(text=[f"a {IMAGE}"], images=opened(pictures[:1]), return_tensors="np")
+    numbers = session.processor(text=[f"a {IMAGE}"], images=open_images(pictures[:1]), return_tensors="np")
     with pytest.raises(InputError, match="the prompt has 0 image tokens, and the images have 16 features"):
         session.prompt_of_numbers(np.array([5, 6]), numbers)
     with pytest.raises(InputError, match=r"an image comes as \[3, 8, 8\] numbers, and the vision tower takes"):
@@ -245,7 +245,7 @@ def test_genai_writes_the_same_text(family: str, pictures: list[Path]) -> None:
     folder = artifact_of(family)
     session = load_vision_language(folder)
     place = placeholder(family)
-    numbers = session.processor(text=[f"import {place} os"], images=opened(pictures[:1]), return_tensors="np")
+    numbers = session.processor(text=[f"import {place} os"], images=open_images(pictures[:1]), return_tensors="np")
     prompt = session.prompt_of_numbers(numbers["input_ids"][0], numbers)
     tensors = og.NamedTensors()
     tensors["input_ids"] = np.array([prompt.tokens], np.int32)

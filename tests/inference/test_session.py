@@ -16,7 +16,7 @@ from graphopt.artifact.manifest import Manifest, Source
 from graphopt.errors import InputError
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import Session, load
-from tests.toys import BOS, byte_tokenizer, counting_model
+from tests.small_models import BOS, byte_tokenizer, counting_model
 
 # Between two ways of computing the same float32 logits (torch and onnxruntime, or one run and many): 2 layers of sums
 # of up to 160 terms give 1e-7 to 1e-6 of the largest logit. The project's bound is 1e-4; this one notices a lost digit.

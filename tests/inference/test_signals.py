@@ -19,9 +19,9 @@ from graphopt.errors import InputError
 from graphopt.inference.signals import SignalSession, load_signals
 from graphopt.tasks.encoder import cosines
 from graphopt.tasks.signals import rows_of
+from tests.cached_folders import cached_folder
 from tests.checkpoints import EXPORTS
 from tests.cli.test_embeddings import call
-from tests.once import once
 from tests.signals import (
     CLASSES,
     LETTERS,
@@ -54,7 +54,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def folder_of(family: str) -> Path:
-    return once(
+    return cached_folder(
         f"{family}-signal-folder", ("tests/signals.py",), lambda folder: write_signal_checkpoint(family, folder)
     )
 
@@ -65,7 +65,7 @@ def artifact_of(family: str) -> Path:
     def write(folder: Path) -> None:
         graphopt.export(folder_of(family), folder)
 
-    return once(f"{family}-signal-artifact", ("tests/signals.py", *EXPORTS), write)
+    return cached_folder(f"{family}-signal-artifact", ("tests/signals.py", *EXPORTS), write)
 
 
 def signal_of(session: SignalSession, family: str, folder: Path) -> Any:

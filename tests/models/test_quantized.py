@@ -34,13 +34,13 @@ from tests.graphs import residual_model, run_pass, save
 from tests.quantized_checkpoints import (
     FP4,
     GROUP,
-    Quantized,
+    QuantizedMatrix,
     Quantizer,
     awq,
     bitnet,
     bitsandbytes,
     bitsandbytes_int8,
-    compressed,
+    compressed_tensors,
     exl3,
     expected_logits,
     fp8,
@@ -63,7 +63,7 @@ LARGER = {
 }
 IDS = np.random.default_rng(7).integers(0, 96, (2, 12))
 
-Checkpoints = Callable[[str], tuple[Path, dict[str, Quantized]]]
+Checkpoints = Callable[[str], tuple[Path, dict[str, QuantizedMatrix]]]
 GPTQ = {"quant_method": "gptq", "group_size": GROUP}
 AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP}
 COMPRESSED = {"quant_method": "compressed-tensors"}
@@ -72,13 +72,16 @@ CASES: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     **{f"gptq-{bits}": (gptq(bits, symmetric=True), {**GPTQ, "bits": bits}) for bits in (2, 3, 4, 8)},
     **{f"gptq-{bits}-points": (gptq(bits, symmetric=False), {**GPTQ, "bits": bits}) for bits in (3, 4, 8)},
     "gptq-v2": (gptq(4, symmetric=False, version=2), {**GPTQ, "bits": 4, "checkpoint_format": "gptq_v2"}),
-    "gptq-order": (gptq(4, symmetric=False, shuffled=True), {**GPTQ, "bits": 4, "desc_act": True}),
+    "gptq-order": (gptq(4, symmetric=False, act_order=True), {**GPTQ, "bits": 4, "desc_act": True}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "autoround": (gptq(4, symmetric=True), {"quant_method": "auto-round", "bits": 4, "group_size": GROUP}),
     "autoround-awq": (awq, {**AUTOROUND, "packing_format": "auto_round:auto_awq"}),
-    "compressed-4": (compressed(4, symmetric=True), {**COMPRESSED, "format": "pack-quantized", "bits": 4}),
-    "compressed-4-points": (compressed(4, symmetric=False), {**COMPRESSED, "format": "pack-quantized", "bits": 4}),
-    "compressed-8": (compressed(8, symmetric=True), {**COMPRESSED, "format": "pack-quantized"}),
+    "compressed-4": (compressed_tensors(4, symmetric=True), {**COMPRESSED, "format": "pack-quantized", "bits": 4}),
+    "compressed-4-points": (
+        compressed_tensors(4, symmetric=False),
+        {**COMPRESSED, "format": "pack-quantized", "bits": 4},
+    ),
+    "compressed-8": (compressed_tensors(8, symmetric=True), {**COMPRESSED, "format": "pack-quantized"}),
     "compressed-int8": (int8_rows, {**COMPRESSED, "format": "int-quantized"}),
     "compressed-fp8": (fp8("row", ".weight_scale"), {**COMPRESSED, "format": "float-quantized"}),
     "compressed-nvfp4": (
@@ -87,9 +90,9 @@ CASES: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     ),
     "modelopt-nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "bits": 4}),
     "modelopt-fp8": (fp8("tensor", ".weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
-    "nf4": (bitsandbytes("nf4", nested=False), {**BITSANDBYTES}),
-    "nf4-nested": (bitsandbytes("nf4", nested=True), {**BITSANDBYTES}),
-    "fp4-nested": (bitsandbytes("fp4", nested=True), {**BITSANDBYTES}),
+    "nf4": (bitsandbytes("nf4", double_quant=False), {**BITSANDBYTES}),
+    "nf4-nested": (bitsandbytes("nf4", double_quant=True), {**BITSANDBYTES}),
+    "fp4-nested": (bitsandbytes("fp4", double_quant=True), {**BITSANDBYTES}),
     "llm-int8": (bitsandbytes_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "bitnet": (bitnet, {"quant_method": "bitnet", "bits": 2}),
     "fp8-tensor": (fp8("tensor", ".weight_scale"), {"quant_method": "fp8"}),
@@ -108,7 +111,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     @functools.cache
-    def write(case: str) -> tuple[Path, dict[str, Quantized]]:
+    def write(case: str) -> tuple[Path, dict[str, QuantizedMatrix]]:
         folder = tmp_path_factory.mktemp("quantized") / case
         return folder, write_quantized(base, folder, *CASES[case])
 

@@ -15,7 +15,7 @@ from graphopt.artifact.manifest import read_manifest
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import load
 from graphopt.tasks.causal_lm.interface import Interface
-from tests.families import SUBSTITUTED, VOCABULARY
+from tests.families import SUBSTITUTED_MODULES, VOCABULARY
 from tests.models.test_export import torch_logits
 from tests.models.test_recurrence import run_pieces
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 LENGTH = 20
 
 
-@pytest.mark.parametrize("family", SUBSTITUTED)
+@pytest.mark.parametrize("family", SUBSTITUTED_MODULES)
 def test_logits_are_those_of_transformers(
     family: str, make_folder: Callable[[str], Path], make_artifact: Callable[[str], Path]
 ) -> None:

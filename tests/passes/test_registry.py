@@ -12,7 +12,7 @@ from graphopt.cli import app
 from graphopt.passes import PASSES
 from graphopt.passes.phases import PHASES
 from graphopt.passes.recipe import load_recipe
-from tests.added import file_added
+from tests.registry_files import file_added
 
 FILE = '''
 """Names end with an exclamation mark."""

@@ -16,7 +16,7 @@ from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import Session, load
 from graphopt.quality.evaluation import evaluate, negative_log_likelihood, plan
 from graphopt.util.stdlib_text import held_out_text
-from tests.toys import byte_tokenizer, counting_model
+from tests.small_models import byte_tokenizer, counting_model
 
 TEXT = held_out_text()[:1500] + "Größe: 5 €\n"
 

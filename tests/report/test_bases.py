@@ -16,7 +16,9 @@ def test_a_free_basis_names_its_weights() -> None:
 
 
 def test_lines_say_what_pins_a_basis_and_why() -> None:
-    text = "\n".join(lines([describe(basis) for basis in find_bases(residual_model(observed=True, gains=False).graph)]))
+    text = "\n".join(
+        lines([describe(basis) for basis in find_bases(residual_model(residual_output=True, gains=False).graph)])
+    )
     assert "embedding.out [16]  residual, 3 writer(s), 3 reader(s): not to be rotated\n    residual1.out: " in text
     assert "it is a graph output" in text
 

@@ -17,7 +17,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.report.trace import Trace
 from graphopt.report.trace_builder import trace
-from tests.once import once
+from tests.cached_folders import cached_folder
 
 SIZE, PATCH, CLASSES, WIDTH = 16, 4, 5, 32
 
@@ -71,7 +71,7 @@ def foreign(
     tmp_path: Path,
 ) -> Path:
     if request.param == "vision":
-        return once("vit", ("tests/report/test_foreign.py",), vision_transformer) / "model.onnx"
+        return cached_folder("vit", ("tests/report/test_foreign.py",), vision_transformer) / "model.onnx"
     if request.param == "onnxruntime":
         return optimized_by_onnxruntime(llama_artifact, tmp_path)
     return make_genai("llama") / "model.onnx"

@@ -17,7 +17,7 @@ from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.report.explanation import explanations
 from tests.decoders import shuffle_names
-from tests.graphs import compiled
+from tests.graphs import compile_artifact
 from tests.presets import distinct
 
 # What the shipped model of six layers is made into; of all other presets the small one of two layers tells as much.
@@ -47,7 +47,7 @@ def test_layers_and_origins_of_every_preset(
         made = optimize(source, few, quality_tokens=0)
         model, manifest = made.model, made.manifest
     else:
-        model, reports = compiled(source, recipe, tmp_path)
+        model, reports = compile_artifact(source, recipe, tmp_path)
         manifest = source.manifest.model_copy(update={"passes": reports})
     there, untouched = names_of(source.model.graph), {(node.name, node.op_type) for node in source.model.graph}
     count = 0

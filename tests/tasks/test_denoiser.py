@@ -17,8 +17,8 @@ from graphopt.errors import InputError
 from graphopt.inference.sampling import sampling_loop
 from graphopt.tasks import task_of_ports
 from graphopt.tasks.denoiser import DENOISER, SCHEDULER, default_scheduler, scheduler_of
+from tests.cached_folders import cached_folder
 from tests.denoisers import write_denoiser
-from tests.once import once
 
 pytest.importorskip("diffusers", reason="the extra `diffusion` is not installed")
 
@@ -36,7 +36,7 @@ def make(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def float32() -> Path:
-    return once("dit", SOURCES, make) / "float32"
+    return cached_folder("dit", SOURCES, make) / "float32"
 
 
 def test_an_export_is_what_diffusers_computes_with_its_scheduler(float32: Path) -> None:

@@ -13,7 +13,7 @@ from graphopt import cli
 from graphopt.artifact.manifest import read_manifest
 from graphopt.errors import InputError
 from graphopt.tasks import TASKS, task_of_ports
-from tests.added import file_added
+from tests.registry_files import file_added
 
 FILE = '''
 """Scores of rows of numbers."""

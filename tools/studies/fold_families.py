@@ -32,7 +32,7 @@ from graphopt.report.trace_builder import trace_of
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.decoders import shuffle_names
 from tests.families import ENCODERS, FAMILIES, make_model
-from tests.graphs import compiled
+from tests.graphs import compile_artifact
 from tests.presets import distinct, nearest
 
 LAYERS = 6
@@ -141,7 +141,7 @@ def main(
                     continue
                 try:
                     store = Path(temporary) / f"weights{len(name_by_steps)}"
-                    after, _ = compiled(artifact.read(float_artifact), recipe, store)
+                    after, _ = compile_artifact(artifact.read(float_artifact), recipe, store)
                 except GraphoptError as error:
                     refusals += 1
                     failures.append(f"{family}, {name}: refused: {error.message}")

@@ -22,7 +22,7 @@ def test_the_residual_of_a_model_is_one_basis_with_its_weights() -> None:
 
 
 def test_biases_write_too() -> None:
-    residual = basis_of(residual_model(gains=False, biased=True), "embedding.out")
+    residual = basis_of(residual_model(gains=False, biases=True), "embedding.out")
     assert {(site.node.name, site.input, site.axis) for site in residual.writers} >= {("down0.add_bias", 1, 0)}
 
 
@@ -69,7 +69,7 @@ def test_a_product_of_two_activations_pins() -> None:
 
 
 def test_every_weight_axis_lies_in_exactly_one_basis() -> None:
-    bases = find_bases(residual_model(biased=True, gains=False).graph)
+    bases = find_bases(residual_model(biases=True, gains=False).graph)
     sites = [(s.node.name, s.input, s.axis) for b in bases for s in (*b.writers, *b.readers)]
     assert len(sites) == len(set(sites))
 

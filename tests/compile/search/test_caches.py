@@ -15,7 +15,7 @@ from graphopt.errors import InputError
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.util.stdlib_text import held_out_text
-from tests.graphs import compiled
+from tests.graphs import compile_artifact
 
 TEXTS = CalibrationOptions(window=128, windows=2)
 # pages as small as they come, so that a window of 128 tokens reads rounded ones
@@ -62,7 +62,7 @@ def test_it_takes_no_more_bytes_than_the_recipe_and_expects_no_more_loss(result:
 
 def test_the_recipe_stores_what_was_chosen(result: CacheStorages, llama_artifact: Path, tmp_path: Path) -> None:
     assert result.recipe.name == "small-pages-searched"
-    model, _ = compiled(artifact.read(llama_artifact), result.recipe, tmp_path)
+    model, _ = compile_artifact(artifact.read(llama_artifact), result.recipe, tmp_path)
     layers = layers_of(model.graph)
     for layer in layers:
         kv = layer.attributes
@@ -96,7 +96,7 @@ def test_a_layer_that_the_recipe_leaves_in_floats_stays_so(
     recipe = RECIPE.setting("quantize_kv", layers={1: "float32"})
     partial = search_caches(llama_artifact, tmp_path, recipe=recipe, storages=STORAGES, texts=texts)
     assert [row.layer for row in partial.losses] == [0]
-    model, _ = compiled(artifact.read(llama_artifact), partial.recipe, tmp_path)
+    model, _ = compile_artifact(artifact.read(llama_artifact), partial.recipe, tmp_path)
     assert [layer.attributes.storage == "float32" for layer in layers_of(model.graph)] == [False, True]
 
 

@@ -19,7 +19,7 @@ from graphopt.passes.lift.rescale_rope import RescaleRope
 from graphopt.passes.recipe import load_recipe
 from graphopt.util.stdlib_text import held_out_text
 from tests.families import POSITIONS, VOCABULARY
-from tests.graphs import compiled, logits_of, residual_model, run_pass
+from tests.graphs import compile_artifact, logits_of, residual_model, run_pass
 
 SMALL = Evolution(population=6, parents=3, mutations=2, crossovers=2, generations=2)
 PAIRS = 8
@@ -99,7 +99,7 @@ def test_the_recipe_holds_the_fittest(found: FoundFactors, llama_artifact: Path,
     assert isinstance(step, RescaleRope)
     assert (step.method, step.factor, step.trained, len(step.factors)) == ("longrope", 1.5, POSITIONS, PAIRS)
     (tmp_path / "work").mkdir()
-    _, reports = compiled(artifact.read(llama_artifact), recipe, tmp_path / "work")
+    _, reports = compile_artifact(artifact.read(llama_artifact), recipe, tmp_path / "work")
     assert [report.name for report in reports if report.changes][:2] == ["canonicalize", "rescale_rope"]
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.inference.conversation.template import CONFIG, SPECIAL, TEMPLATE, ChatTemplate
 from tests.inference.conversation.templates import ASKED, CONVERSATIONS, TEMPLATES, TOOL
-from tests.toys import byte_tokenizer
+from tests.small_models import byte_tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
 

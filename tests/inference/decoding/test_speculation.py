@@ -32,9 +32,9 @@ from graphopt.passes.cache.sparse_kv import SparseKV
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from tests.families import VOCABULARY
 from tests.native import needs_library
-from tests.paged import paged, with_caches
+from tests.paged_artifacts import paged_artifact, with_caches
 from tests.pairwise import pairwise
-from tests.toys import byte_tokenizer, counting_model
+from tests.small_models import byte_tokenizer, counting_model
 
 pytestmark = [needs_library, pytest.mark.usefixtures("costs_are_measured_briefly")]
 
@@ -95,7 +95,7 @@ class Nonsense(Proposer):
 @pytest.fixture(scope="module")
 def make_paged(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that gives the small Llama with caches in pages and products of ours; each is made once."""
-    return partial(paged, llama_artifact, tmp_path_factory.mktemp("paged"))
+    return partial(paged_artifact, llama_artifact, tmp_path_factory.mktemp("paged"))
 
 
 @pytest.fixture(scope="module")

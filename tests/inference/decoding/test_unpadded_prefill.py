@@ -20,7 +20,7 @@ from graphopt.inference.session import Session, load
 from graphopt.passes.recipe import load_recipe
 from tests.families import VOCABULARY
 from tests.native import needs_library
-from tests.paged import paged, with_caches
+from tests.paged_artifacts import paged_artifact, with_caches
 
 pytestmark = needs_library
 
@@ -35,7 +35,7 @@ STATES: dict[str, tuple[str, dict[str, Any] | None]] = {
 @pytest.fixture(scope="module")
 def sessions(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Session]:
     """Return a small Llama with products of ours and each kind of cache."""
-    folder = paged(llama_artifact, tmp_path_factory.mktemp("apart"), "fp6-rtn")
+    folder = paged_artifact(llama_artifact, tmp_path_factory.mktemp("apart"), "fp6-rtn")
     return {name: with_caches(folder, *states) for name, states in STATES.items()}
 
 

@@ -27,7 +27,7 @@ KINDS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q6_K")
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
     path, expected = tmp_path / "llama.gguf", ggufs.llama()
-    ggufs.write_llama(expected, path, dict.fromkeys(ggufs.MIXED, kind))
+    ggufs.write_llama(expected, path, dict.fromkeys(ggufs.MIXED_TYPES, kind))
     model, weights = load_gguf(path)
     got, wanted = model.state_dict(), expected.state_dict()
     assert list(got) == list(wanted)
@@ -40,8 +40,8 @@ def test_weights_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_export_computes_what_transformers_does_on_the_decoded_weights(tmp_path: Path, llama_folder: Path) -> None:
-    model, folder = ggufs.llama(1), ggufs.exported(llama_folder)
-    ggufs.write_llama(model, tmp_path / "again.gguf", ggufs.MIXED)
+    model, folder = ggufs.llama(1), ggufs.export_llama(llama_folder)
+    ggufs.write_llama(model, tmp_path / "again.gguf", ggufs.MIXED_TYPES)
     manifest = read_manifest(folder / "artifact")
     assert (manifest.source.kind, Path(manifest.source.name).name) == ("gguf", "llama.gguf")
     assert manifest.notes == []

@@ -20,10 +20,10 @@ from graphopt.models.unrolling.kinds import Plan
 from graphopt.models.unrolling.layer_of_node import GraphLayers
 from graphopt.models.unrolling.refusals import NO_LAYERS, NotUnderstoodError
 from graphopt.report.difference import diff_of
+from tests.cached_folders import cached_folder
 from tests.decoders import shuffle_names
 from tests.families import make_model
 from tests.isomorphic import description
-from tests.once import once
 
 
 def test_a_llama_of_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_a_llama_of_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         ir.save(trace(model, "llama"), folder / "model.onnx")
 
     sources = ("graphopt/models/*.py", "tests/families.py", "tests/models/unrolling/test_unrolled.py")
-    whole = ir.load(once("llama-of-three-layers", sources, traced) / "model.onnx")
+    whole = ir.load(cached_folder("llama-of-three-layers", sources, traced) / "model.onnx")
     loaded = LoadedModel(model, weights_of(model), lambda: model, [])
     program, notes = trace_loaded(loaded, "llama")
     assert notes == []

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from graphopt.numerics.formats import FORMATS, Format
-from tests.added import file_added
 from tests.formats import PAIRS, SINGLES
+from tests.registry_files import file_added
 
 FILE = '''
 """Powers of two."""

@@ -40,7 +40,7 @@ def test_logits_stay_and_gains_become_one(
 ) -> None:
     from graphopt.passes.lift.canonicalize import Canonicalize
 
-    model = residual_model(width, layers=layers, seed=seed, biased=biased, tied=tied, post_norm=post_norm)
+    model = residual_model(width, layers=layers, seed=seed, biases=biased, tied=tied, post_norm=post_norm)
     before = logits(model, tmp_path / "before")
     Canonicalize()(model)
     report = fold(model)
@@ -265,7 +265,7 @@ def test_a_layer_norm_without_a_bias_folds_as_cohere_has_it(tmp_path: Path, laye
 def test_layer_norms_become_root_mean_square_norms_of_gain_one(
     tmp_path: Path, seed: int, width: int, layers: int, biased: bool, multiplier: float | None
 ) -> None:
-    model = residual_model(width, layers=layers, seed=seed, biased=biased, multiplier=multiplier, layer_norm=True)
+    model = residual_model(width, layers=layers, seed=seed, biases=biased, multiplier=multiplier, layer_norm=True)
     before = logits(model, tmp_path / "before")
     fold(model)
     assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
@@ -287,7 +287,7 @@ def test_the_bias_of_a_norm_reaches_a_head_without_one_and_logits_keep_their_nam
 
 @pytest.mark.parametrize("reader", ["graph output", "MatMul"])
 def test_a_mean_that_something_else_would_miss_stays(tmp_path: Path, reader: str) -> None:
-    model = residual_model(layers=1, layer_norm=True, observed=reader == "graph output")
+    model = residual_model(layers=1, layer_norm=True, residual_output=reader == "graph output")
     if reader == "MatMul":  # reads the stream without a norm in front
         up = next(node for node in model.graph if node.name == "up0")
         up.replace_input_with(0, next(node for node in model.graph if node.name == "embedding").outputs[0])
@@ -302,7 +302,7 @@ def test_a_mean_that_something_else_would_miss_stays(tmp_path: Path, reader: str
 
 def test_a_folded_layer_norm_that_keeps_its_mean_has_no_empty_input() -> None:
     # onnxruntime 1.31 crashes the process while it optimizes a LayerNormalization whose third input is empty
-    model = residual_model(layers=1, layer_norm=True, observed=True)
+    model = residual_model(layers=1, layer_norm=True, residual_output=True)
     fold(model)
     assert {len(node.inputs) for node in model.graph if node.op_type == "LayerNormalization"} == {2}
 

@@ -51,7 +51,7 @@ def weights(model: ir.Model) -> dict[str, np.ndarray]:
 def test_logits_stay_and_every_weight_of_the_residual_moves(
     tmp_path: Path, seed: int, width: int, layers: int, biased: bool, multiplier: float | None, kind: str
 ) -> None:
-    model = residual_model(width, layers=layers, seed=seed, biased=biased, multiplier=multiplier)
+    model = residual_model(width, layers=layers, seed=seed, biases=biased, multiplier=multiplier)
     FoldNorms()(model)
     before, old = logits(model, tmp_path / "before"), weights(model)
     rotate(model, residual=kind, seed=seed)
@@ -243,7 +243,7 @@ def test_a_norm_with_a_gain_behind_it_is_paid_for_only_if_asked(tmp_path: Path) 
 
 def test_weights_of_a_pinned_basis_read_it_rotated(tmp_path: Path) -> None:
     # The app sees the residual, so it stays; each reader gets a rotation in front of it, shared by equal inputs.
-    model = residual_model(observed=True, gains=False)
+    model = residual_model(residual_output=True, gains=False)
     before = logits(model, tmp_path / "before")
     rotate(model, weight_inputs="hadamard")
     assert hadamards(model) == ["norm0.out", "sigmoid0.out", "norm1.out", "sigmoid1.out", "final_norm.out"]
@@ -251,7 +251,7 @@ def test_weights_of_a_pinned_basis_read_it_rotated(tmp_path: Path) -> None:
 
 
 def test_the_lm_head_can_be_spared(tmp_path: Path) -> None:
-    model = residual_model(observed=True, gains=False)
+    model = residual_model(residual_output=True, gains=False)
     before = logits(model, tmp_path / "before")
     report = rotate(model, weight_inputs="hadamard", spare_lm_head=True)
     assert hadamards(model) == ["norm0.out", "sigmoid0.out", "norm1.out", "sigmoid1.out"]

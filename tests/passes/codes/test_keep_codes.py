@@ -46,7 +46,7 @@ def model_and_file(
         array = weight.const_value.numpy()
         rows = np.ascontiguousarray(array.T if index else array)
         order = random.permutation(len(rows))
-        stored, decoded = ggufs.encoded(rows[order], kind)
+        stored, decoded = ggufs.encode(rows[order], kind)
         back = np.empty_like(decoded)
         back[order] = decoded
         parts = np.split(stored.reshape(4, -1, stored.shape[1]), 2) if stacked else [stored]

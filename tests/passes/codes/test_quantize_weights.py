@@ -94,7 +94,7 @@ def test_onnxruntime_computes_what_the_codes_stand_for(
         embedding=None if embedding is None else EmbeddingFormat(format=embedding[0], group=embedding[1]),
         scale=scale,
     )
-    model = residual_model(width=32, inner=48, seed=seed, biased=True)
+    model = residual_model(width=32, inner=48, seed=seed, biases=True)
     expected = session(dequantized(model, chosen), tmp_path / "float")
     quantize(model, chosen)
     # float32 activations, so that only the weights differ from the original

@@ -22,7 +22,7 @@ SHAPE = (3, 5, 512)
 def write(folder: Path, kind: str, ahead: int = 7) -> tuple[Ggml, np.ndarray]:
     """Write a file with one tensor at an odd place; return its expression and what it means by other code."""
     array = np.random.default_rng(1).standard_normal(SHAPE).astype(np.float32)
-    stored, expected = ggufs.encoded(array, kind)
+    stored, expected = ggufs.encode(array, kind)
     path = folder / f"{kind}-{ahead}"
     path.write_bytes(bytes(ahead) + stored.tobytes())
     return Ggml(str(path), ahead, kind, SHAPE), expected
@@ -83,7 +83,7 @@ def test_blocks_are_of_the_size_that_ggml_says() -> None:
 
 
 def test_tensors_of_a_file_are_those_that_its_own_reader_decodes(tmp_path: Path) -> None:
-    ggufs.write_llama(ggufs.llama(), tmp_path / "llama.gguf", ggufs.MIXED)
+    ggufs.write_llama(ggufs.llama(), tmp_path / "llama.gguf", ggufs.MIXED_TYPES)
     tensors = open_gguf(tmp_path / "llama.gguf").tensors
     reader = gguf.GGUFReader(tmp_path / "llama.gguf")
     assert [each.name for each in reader.tensors] == list(tensors)

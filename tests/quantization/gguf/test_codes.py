@@ -25,7 +25,7 @@ ORDER = np.array([5, 0, 0, 3], np.int64)
 def tensor_of(kind: str, folder: Path) -> Ggml:
     array = np.random.default_rng(3).standard_normal(SHAPE).astype(np.float32)
     array[2:4, 32:96] = 0  # groups without a step
-    stored, decoded = ggufs.encoded(array, kind)
+    stored, decoded = ggufs.encode(array, kind)
     assert np.array_equal(decoded, gguf.dequantize(stored, gguf.GGMLQuantizationType[kind]))
     path = folder / kind
     path.write_bytes(b"ahead" + stored.tobytes())

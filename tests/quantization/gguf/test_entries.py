@@ -25,7 +25,7 @@ ORDER = np.array([*range(34, -1, -1), 3, 3], np.int64)
 
 
 def tensor_of(kind: str, folder: Path) -> Ggml:
-    stored, decoded = ggufs.encoded(np.zeros(SHAPE, np.float32), kind)
+    stored, decoded = ggufs.encode(np.zeros(SHAPE, np.float32), kind)
     # transformers and gguf, which share no code, agree on what random bytes mean
     assert np.array_equal(decoded, gguf.dequantize(stored, gguf.GGMLQuantizationType[kind]))
     path = folder / kind

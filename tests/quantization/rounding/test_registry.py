@@ -16,7 +16,7 @@ from graphopt.numerics.formats import FORMATS
 from graphopt.passes.codes.quantize_weights import STORAGE, QuantizeWeights
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.rounding.methods import METHODS
-from tests.added import file_added
+from tests.registry_files import file_added
 
 CUBES = '''
 """Cubes."""

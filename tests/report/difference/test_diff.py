@@ -174,7 +174,7 @@ def test_swapped_caches_are_a_change() -> None:
 
 
 def test_ports_are_compared() -> None:
-    before, after = residual_model(observed=True), residual_model(observed=True)
+    before, after = residual_model(residual_output=True), residual_model(residual_output=True)
     after.graph.outputs[0].dtype = ir.DataType.FLOAT16
     found = compared(before, after)
     assert [(change.what, change.name, change.before, change.after) for change in found.ports] == [

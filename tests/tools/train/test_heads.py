@@ -67,7 +67,7 @@ def test_heads_are_written_into_an_artifact_and_carried_on(llama_artifact: Path,
 
 def test_a_graph_that_cannot_have_heads_is_refused(tmp_path: Path) -> None:
     from graphopt.errors import InputError
-    from tests.toys import counting_model
+    from tests.small_models import counting_model
 
     with pytest.raises(InputError, match="cannot have heads: no product with a matrix makes the logits"):
         train_heads.open_with_hidden(counting_model(tmp_path), 1)

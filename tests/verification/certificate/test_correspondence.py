@@ -75,7 +75,7 @@ def test_the_body_of_a_function_must_stay() -> None:
 
 def test_ports_must_stay() -> None:
     def models() -> tuple[ir.Model, ir.Model]:
-        return residual_model(observed=True), residual_model(observed=True)
+        return residual_model(residual_output=True), residual_model(residual_output=True)
 
     before, after = models()
     after.graph.outputs.pop()
@@ -93,7 +93,7 @@ def test_ports_must_stay() -> None:
 
 
 def test_outputs_must_not_change_places() -> None:
-    before, after = residual_model(16, 16, observed=True), residual_model(16, 16, observed=True)
+    before, after = residual_model(16, 16, residual_output=True), residual_model(16, 16, residual_output=True)
     x = node(after, "residual1").outputs[0]
     other = node(after, "residual0").outputs[0]
     x.name, other.name = "swapped", x.name

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from graphopt.cli import app
 from graphopt.errors import InputError
 from graphopt.inference.decoding.proposers.registry import PROPOSERS, find_proposer, list_proposers
-from tests.added import file_added
+from tests.registry_files import file_added
 
 SOURCE = '''
 """Says the last token again and again."""

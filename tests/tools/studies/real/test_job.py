@@ -10,7 +10,7 @@ from tools.studies.real import job
 
 
 def test_a_gguf_file_gives_a_row_for_each_recipe_and_one_for_its_own_codes(tmp_path: Path, llama_folder: Path) -> None:
-    made = ggufs.exported(llama_folder)
+    made = ggufs.export_llama(llama_folder)
     (tmp_path / "tiny-float32").symlink_to(made / "artifact")
     said: list[str] = []
     rows = list(job.run("tiny", made / "llama.gguf", tmp_path, ["int4-rtn", "no-such-recipe"], 64, said.append))
@@ -42,7 +42,7 @@ def test_a_reply_is_made_by_the_template_of_the_folder(llama_folder: Path, monke
     import graphopt
 
     asked: list[str] = []
-    session = graphopt.load(ggufs.exported(llama_folder) / "artifact")
+    session = graphopt.load(ggufs.export_llama(llama_folder) / "artifact")
     real = graphopt.generate
 
     def generate(session: object, prompt: str, max_new_tokens: int) -> object:

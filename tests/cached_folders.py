@@ -22,7 +22,7 @@ CACHE = Path(os.environ.get("GRAPHOPT_TEST_CACHE", ROOT / "build" / "test-cache"
 _PACKAGES = ("torch", "transformers", "tokenizers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
 
 
-def once(
+def cached_folder(
     name: str,
     sources: Iterable[str],
     make: Callable[[Path], None],
@@ -39,19 +39,19 @@ def once(
     folder = folder_of(name, sources)
     CACHE.mkdir(parents=True, exist_ok=True)
     with _lock_of(folder).open("w") as lock:
-        while not _locked(lock) and meanwhile():
+        while not _try_lock(lock) and meanwhile():
             pass
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
-            unfinished = folder.with_name(f"{folder.name}.unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            make(unfinished)
-            unfinished.rename(folder)
+            draft = folder.with_name(f"{folder.name}.unfinished")
+            shutil.rmtree(draft, ignore_errors=True)
+            make(draft)
+            draft.rename(folder)
     return folder
 
 
 def folder_of(name: str, sources: Iterable[str]) -> Path:
-    """Return the folder that :func:`once` returns, which may not be there."""
+    """Return the folder that :func:`cached_folder` returns, which may not be there."""
     return CACHE / f"{name}-{_hash_of(tuple(sources))}"
 
 
@@ -61,14 +61,14 @@ def is_to_do(name: str, sources: Iterable[str]) -> bool:
     if folder.exists():
         return False
     with _lock_of(folder).open("w") as lock:
-        return _locked(lock)
+        return _try_lock(lock)
 
 
 def _lock_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _locked(lock: TextIO) -> bool:
+def _try_lock(lock: TextIO) -> bool:
     """Lock a file unless another process has; return whether it is ours now."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,8 +83,8 @@ def _hash_of(sources: tuple[str, ...]) -> str:
     for package in _PACKAGES:
         digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
     for pattern in sources:
-        found = sorted(ROOT.glob(pattern))
-        assert found, f"no file is called {pattern}"
-        for file in found:
+        files = sorted(ROOT.glob(pattern))
+        assert files, f"no file is called {pattern}"
+        for file in files:
             digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
     return digest.hexdigest()[:16]

@@ -15,7 +15,7 @@ from graphopt.passes.cache.sparse_kv import SparseKV
 from graphopt.passes.recipe import Recipe, load_recipe
 
 
-def paged(artifact: Path, folder: Path, recipe: str) -> Path:
+def paged_artifact(artifact: Path, folder: Path, recipe: str) -> Path:
     """Return the artifact in pages behind a recipe; what is in ``folder`` already is not made again."""
     if not (folder / "float").exists():
         steps = [{"step": "canonicalize"}, {"step": "page_kv", "page": 16}]
