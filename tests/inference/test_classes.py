@@ -99,12 +99,12 @@ def test_a_model_agrees_with_itself_and_refuses_another(make_artifact: Callable[
         graphopt.load_encoder(make_artifact("bert_classes"))
     with pytest.raises(InputError, match="of the kind encoder, which has no classes"):
         graphopt.load_classifier(make_artifact("nomic_bert"))
-    other = tmp_path / "other"
-    shutil.copytree(make_artifact("bert_classes"), other)
-    (other / "tokenizer.json").unlink()
-    (other / "manifest.json").unlink()
+    bare_folder = tmp_path / "other"
+    shutil.copytree(make_artifact("bert_classes"), bare_folder)
+    (bare_folder / "tokenizer.json").unlink()
+    (bare_folder / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"no tokenizer\.json, so it can read no text"):
-        graphopt.load_classifier(other).encode(["a"])
+        graphopt.load_classifier(bare_folder).encode(["a"])
 
 
 def test_several_classes_may_hold_at_once(make_artifact: Callable[[str], Path], tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_logits_of_many_tokens_or_with_a_cache_are_those_of_a_language_model() -
     int64, float32 = np.dtype(np.int64), np.dtype(np.float32)
     ids = {"input_ids": Port("input_ids", int64, (None, None))}
 
-    def task(shape: tuple[int | None, ...], *others: str) -> str:
-        return task_of_ports({**ids, **dict.fromkeys(others)}, {"logits": Port("logits", float32, shape)}).name
+    def task(shape: tuple[int | None, ...], *port_names: str) -> str:
+        return task_of_ports({**ids, **dict.fromkeys(port_names)}, {"logits": Port("logits", float32, shape)}).name
 
     assert task((None, 3)) == "logits_classifier"
     assert task((None, None, 9), "attention_mask") == "logits_token_classifier"

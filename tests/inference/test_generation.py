@@ -23,7 +23,7 @@ from graphopt.inference.session import Session, load
 from tests.small_models import byte_tokenizer, counting_model
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [41], [3, 200, 17], [250, 4, 9, 33, 8]]
-DRAWN = Sampling(temperature=1.0, seed=7)
+SAMPLING = Sampling(temperature=1.0, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def counting(folder: Path, **facts: object) -> Session:
 def test_greedy_tokens_are_those_of_transformers(session: Session, llama: Any, prompt: list[int]) -> None:
     # Exact: two of these models' logits would have to agree to 1e-6 of the largest before rounding could choose.
     ids = torch.tensor([prompt])
-    made = llama.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, pad_token_id=0)
-    expected = made[0, len(prompt) :].tolist()
+    rows = llama.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, pad_token_id=0)
+    expected = rows[0, len(prompt) :].tolist()
     completion = generate(session, [prompt], max_new_tokens=40)[0]
     assert completion.prompt == prompt
     if expected[-1] in session.manifest.model.eos_token_ids:
@@ -60,11 +60,11 @@ def test_greedy_tokens_are_those_of_transformers(session: Session, llama: Any, p
         assert (completion.tokens, completion.stopped) == (expected, "length")
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), DRAWN, Sampling(0.7, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLING, Sampling(0.7, top_k=20, top_p=0.9)])
 def test_a_batch_gives_what_its_rows_give_alone(session: Session, sampling: Sampling) -> None:
-    together = generate(session, PROMPTS, max_new_tokens=30, sampling=sampling)
-    alone = [generate(session, [prompt], max_new_tokens=30, sampling=sampling)[0] for prompt in PROMPTS]
-    assert together == alone
+    batch = generate(session, PROMPTS, max_new_tokens=30, sampling=sampling)
+    single_rows = [generate(session, [prompt], max_new_tokens=30, sampling=sampling)[0] for prompt in PROMPTS]
+    assert batch == single_rows
 
 
 def test_pieces_of_a_long_prompt_change_nothing(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,17 +78,17 @@ def test_pieces_of_a_long_prompt_change_nothing(session: Session, monkeypatch: p
 
 
 def test_a_seed_fixes_the_tokens(session: Session) -> None:
-    first, again = (generate(session, PROMPTS, max_new_tokens=20, sampling=DRAWN) for _ in range(2))
-    other = generate(session, PROMPTS, max_new_tokens=20, sampling=dataclasses.replace(DRAWN, seed=8))
-    assert first == again
-    assert first != other
+    first, second = (generate(session, PROMPTS, max_new_tokens=20, sampling=SAMPLING) for _ in range(2))
+    other_seed = generate(session, PROMPTS, max_new_tokens=20, sampling=dataclasses.replace(SAMPLING, seed=8))
+    assert first == second
+    assert first != other_seed
 
 
 def test_the_same_prompt_twice_gives_two_answers(session: Session) -> None:
-    first, second, _ = generate(session, [PROMPTS[0], PROMPTS[0], PROMPTS[1]], max_new_tokens=20, sampling=DRAWN)
-    alone = generate(session, [PROMPTS[0]], max_new_tokens=20, sampling=DRAWN)[0]
-    assert first == alone
-    assert second.tokens != alone.tokens
+    first, second, _ = generate(session, [PROMPTS[0], PROMPTS[0], PROMPTS[1]], max_new_tokens=20, sampling=SAMPLING)
+    single = generate(session, [PROMPTS[0]], max_new_tokens=20, sampling=SAMPLING)[0]
+    assert first == single
+    assert second.tokens != single.tokens
 
 
 LOGITS = stn.arrays(
@@ -100,29 +100,29 @@ TEMPERATURES = st.floats(0.05, 5)
 @given(LOGITS, TEMPERATURES, st.integers(1, 45))
 def test_top_k_keeps_the_k_most_likely(logits: np.ndarray, temperature: float, k: int) -> None:
     probabilities = Sampling(temperature, top_k=k).probabilities(logits)
-    kept = probabilities > 0
-    assert kept.sum() <= k
-    assert kept.any()
+    candidates = probabilities > 0
+    assert candidates.sum() <= k
+    assert candidates.any()
     # What was dropped is at most as likely as what was kept, or too unlikely for a float64.
-    assert logits[~kept].max(initial=-np.inf) <= logits[kept].min()
+    assert logits[~candidates].max(initial=-np.inf) <= logits[candidates].min()
     assert probabilities.sum() == pytest.approx(1, abs=1e-12)  # 40 float64 terms
 
 
 @given(LOGITS, TEMPERATURES, st.floats(0.01, 1))
 def test_top_p_keeps_the_fewest_that_reach_p(logits: np.ndarray, temperature: float, p: float) -> None:
     full = Sampling(temperature).probabilities(logits)
-    kept = Sampling(temperature, top_p=p).probabilities(logits) > 0
-    assert logits[~kept].max(initial=-np.inf) <= logits[kept].min()
+    nucleus = Sampling(temperature, top_p=p).probabilities(logits) > 0
+    assert logits[~nucleus].max(initial=-np.inf) <= logits[nucleus].min()
     # 1e-12: sums of 40 float64 terms, taken in another order than in the code.
-    assert full[kept].sum() >= p - 1e-12
-    if kept.sum() > 1:
-        assert full[kept].sum() - full[kept].min() < p + 1e-12
+    assert full[nucleus].sum() >= p - 1e-12
+    if nucleus.sum() > 1:
+        assert full[nucleus].sum() - full[nucleus].min() < p + 1e-12
 
 
 @given(LOGITS, TEMPERATURES)
 def test_all_tokens_have_their_softmax(logits: np.ndarray, temperature: float) -> None:
-    scaled = torch.from_numpy(logits).double() / temperature
-    expected = torch.softmax(scaled, dim=-1).numpy()
+    exponents = torch.from_numpy(logits).double() / temperature
+    expected = torch.softmax(exponents, dim=-1).numpy()
     # float64 on both sides; exponents of up to 60 / 0.05 = 1200 lose 1200 x 1e-16 of their precision
     np.testing.assert_allclose(Sampling(temperature).probabilities(logits), expected, rtol=1e-12, atol=1e-300)
 
@@ -131,9 +131,9 @@ def test_frequencies_are_the_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.2, 0.2, 0.1, 1e-30])).astype(np.float32)
     sampling = Sampling(1.0, seed=3)
     random = sampling.stream([1])
-    drawn = np.bincount([sampling.choose(logits, random) for _ in range(20_000)], minlength=5) / 20_000
+    frequencies = np.bincount([sampling.choose(logits, random) for _ in range(20_000)], minlength=5) / 20_000
     # Four standard deviations of a frequency at 20 000 draws: 4 sqrt(0.25 / 20 000) = 0.014.
-    np.testing.assert_allclose(drawn, [0.5, 0.2, 0.2, 0.1, 0], atol=0.014)
+    np.testing.assert_allclose(frequencies, [0.5, 0.2, 0.2, 0.1, 0], atol=0.014)
 
 
 @given(LOGITS)
@@ -185,11 +185,11 @@ def test_max_new_tokens_is_the_length(tmp_path: Path) -> None:
     assert (completion.tokens, completion.stopped) == ([2, 3, 4], "length")
 
 
-@pytest.mark.parametrize(("prompt", "made"), [([0], 4), ([0, 1, 2], 2), ([0, 1, 2, 3], 1)])
-def test_positions_run_out(tmp_path: Path, prompt: list[int], made: int) -> None:
+@pytest.mark.parametrize(("prompt", "new_tokens"), [([0], 4), ([0, 1, 2], 2), ([0, 1, 2, 3], 1)])
+def test_positions_run_out(tmp_path: Path, prompt: list[int], new_tokens: int) -> None:
     # 4 positions: the token that the last one predicts is made, and never fed.
     completion = generate(counting(tmp_path, max_positions=4), [prompt], max_new_tokens=10)[0]
-    assert (len(completion.tokens), completion.stopped) == (made, "positions")
+    assert (len(completion.tokens), completion.stopped) == (new_tokens, "positions")
 
 
 def test_rows_end_apart_at_the_positions(session: Session) -> None:
@@ -210,14 +210,14 @@ def test_rows_end_apart_at_the_positions(session: Session) -> None:
 
 def test_steps_add_up_to_the_completions(session: Session) -> None:
     prompts: list[Prompt] = ["def ", [5], "class Été:\n    pass"]
-    completions = generate(session, prompts, max_new_tokens=25, sampling=DRAWN)
-    steps = list(stream(session, prompts, max_new_tokens=25, sampling=DRAWN))
+    completions = generate(session, prompts, max_new_tokens=25, sampling=SAMPLING)
+    steps = list(stream(session, prompts, max_new_tokens=25, sampling=SAMPLING))
     for row, completion in enumerate(completions):
         assert [step.tokens[row] for step in steps if step.tokens[row] is not None] == completion.tokens
         assert "".join(step.texts[row] for step in steps) == completion.text == session.decode(completion.tokens)
-        stopped = [step.stopped[row] for step in steps]
-        assert stopped[-1] == completion.stopped
-        assert stopped.count(None) == stopped.index(completion.stopped)  # once it has ended, a row stays so
+        reasons = [step.stopped[row] for step in steps]
+        assert reasons[-1] == completion.stopped
+        assert reasons.count(None) == reasons.index(completion.stopped)  # once it has ended, a row stays so
 
 
 CHARACTERS = "aé€😀 \n\ufffd"
@@ -250,9 +250,9 @@ def test_a_space_before_a_word_is_not_lost() -> None:
     tokenizer.decoder = decoders.Metaspace()
     stub = tokenizer_only(tokenizer)
     assert stub.decode([1, 0]) == "b a"
-    after_text, alone = TextStream(stub, stub.encode("a b a")), TextStream(stub, [])
+    after_text, from_start = TextStream(stub, stub.encode("a b a")), TextStream(stub, [])
     assert [after_text.push(token) for token in (1, 0, 1)] == [" b", " a", " b"]
-    assert [alone.push(token) for token in (1, 0, 1)] == ["b", " a", " b"]
+    assert [from_start.push(token) for token in (1, 0, 1)] == ["b", " a", " b"]
 
 
 def tokenizer_only(tokenizer: Tokenizer) -> Session:

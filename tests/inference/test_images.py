@@ -85,10 +85,10 @@ def test_texts_and_logits_are_those_of_transformers(family: str, pictures: list[
         np.testing.assert_allclose(logits, expected, rtol=0, atol=FLOAT32)
         assert len(set(tokens)) > 1
     # A row of a batch, with padding in front, is what it is alone.
-    both = complete(session, [prompt for prompt, _ in prompts], GREEDY)
-    assert [row.tokens for row in both] == [complete(session, [prompt], GREEDY)[0].tokens for prompt, _ in prompts]
-    streamed = "".join(step.texts[0] for step in steps(session, [prompts[0][0]], GREEDY))
-    assert streamed == both[0].text
+    batch = complete(session, [prompt for prompt, _ in prompts], GREEDY)
+    assert [row.tokens for row in batch] == [complete(session, [prompt], GREEDY)[0].tokens for prompt, _ in prompts]
+    text = "".join(step.texts[0] for step in steps(session, [prompts[0][0]], GREEDY))
+    assert text == batch[0].text
 
 
 def test_images_whose_tokens_see_one_another_are_fed_whole(
@@ -120,8 +120,8 @@ def test_a_text_without_images_is_a_text(pictures: list[Path]) -> None:
     # The token of an image is a token like others where there is no image.
     rows = session.logits(np.array([[5, IMAGE_ID, 7]]))
     with torch.no_grad():
-        theirs = model(torch.tensor([[5, IMAGE_ID, 7]])).logits.numpy()
-    np.testing.assert_allclose(rows, theirs, rtol=0, atol=FLOAT32)
+        reference = model(torch.tensor([[5, IMAGE_ID, 7]])).logits.numpy()
+    np.testing.assert_allclose(rows, reference, rtol=0, atol=FLOAT32)
     assert len(pictures) == 2
 
 
@@ -156,8 +156,8 @@ def test_all_graphs_are_quantized_and_judged(recipe: str, pictures: list[Path], 
     session = load_vision_language(tmp_path / "out")
     assert session.decoder.interface.has_pages == (recipe == "rotate-kv4-rtn")
     prompts = [prompt for prompt, _ in prompts_of("llava", session, pictures)]
-    both = complete(session, prompts, GREEDY)
-    assert [row.tokens for row in both] == [complete(session, [prompt], GREEDY)[0].tokens for prompt in prompts]
+    batch = complete(session, prompts, GREEDY)
+    assert [row.tokens for row in batch] == [complete(session, [prompt], GREEDY)[0].tokens for prompt in prompts]
     if recipe != "rotate-kv4-rtn":
         for part in ("", "vision", "embedding"):
             size, before = ((root / part / "model.onnx.data").stat().st_size for root in (tmp_path / "out", folder))
@@ -244,8 +244,8 @@ def test_genai_writes_the_same_text(family: str, pictures: list[Path]) -> None:
 
     folder = artifact_of(family)
     session = load_vision_language(folder)
-    place = placeholder(family)
-    numbers = session.processor(text=[f"import {place} os"], images=open_images(pictures[:1]), return_tensors="np")
+    marker = placeholder(family)
+    numbers = session.processor(text=[f"import {marker} os"], images=open_images(pictures[:1]), return_tensors="np")
     prompt = session.prompt_of_numbers(numbers["input_ids"][0], numbers)
     tensors = og.NamedTensors()
     tensors["input_ids"] = np.array([prompt.tokens], np.int32)

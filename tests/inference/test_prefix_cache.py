@@ -29,15 +29,15 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_that_shares_a_document_feeds_the_rest(session: Session) -> None:
     cache = PrefixCache(session)
     questions = [[*DOCUMENT, *end] for end in ([7, 8, 9], [11, 12], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16])]
-    fed = []
+    fed_counts = []
     for question in questions:
         (with_cache,) = generate(session, [question], max_new_tokens=6, cache=cache)
-        (alone,) = generate(session, [question], max_new_tokens=6)
-        assert with_cache.tokens == alone.tokens
-        fed.append(cache.fed_tokens)
+        (plain,) = generate(session, [question], max_new_tokens=6)
+        assert with_cache.tokens == plain.tokens
+        fed_counts.append(cache.fed_tokens)
     # All of the first, then the question alone: both part at the end of the document, where a piece began. The third
     # goes on behind the prompt of the first.
-    assert fed == [43, 2, 7]
+    assert fed_counts == [43, 2, 7]
 
 
 def test_several_prompts_begin_at_what_all_share(session: Session) -> None:

@@ -44,60 +44,60 @@ def session(
 
 
 @pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def call_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of all calls of the model."""
     calls: list[int] = []
     step = Decoder.step
 
-    def counted(self: Decoder, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    def count_step(self: Decoder, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
         calls.append(ids.shape[1])
         return step(self, ids, mask)
 
-    monkeypatch.setattr(Decoder, "step", counted)
+    monkeypatch.setattr(Decoder, "step", count_step)
     return calls
 
 
 def test_texts_behind_a_kept_prompt_are_those_of_the_whole_prompt(
-    session: Session, fed: list[int], tmp_path: Path
+    session: Session, call_lengths: list[int], tmp_path: Path
 ) -> None:
     cache = PromptCache.read_text(session, BEGINNING)
     cache.save(tmp_path / "beginning.cache")
     cache = PromptCache.load(session, tmp_path / "beginning.cache")
     prompts = [BEGINNING + end for end in ENDS]
     expected = generate(session, prompts, max_new_tokens=8)
-    whole = sum(fed)
-    fed.clear()
+    whole = sum(call_lengths)
+    call_lengths.clear()
     # twice: a cache is copied before it goes on
     for _ in range(2):
         assert generate(session, prompts, max_new_tokens=8, cache=cache) == expected
-    assert sum(fed) < whole - len(cache.prompt.tokens)
+    assert sum(call_lengths) < whole - len(cache.prompt.tokens)
     assert cache.decoder.tokens.tolist() == [len(cache.prompt.tokens)]
 
 
-def test_a_prompt_that_goes_another_way_is_read_from_where_it_does(session: Session, fed: list[int]) -> None:
+def test_a_prompt_that_goes_another_way_is_read_from_where_it_does(session: Session, call_lengths: list[int]) -> None:
     cache = PromptCache.read_text(session, BEGINNING)
-    fed.clear()
+    call_lengths.clear()
     for prompt in (BEGINNING[:60] + "ly", "import re", BEGINNING):
         expected = generate(session, [prompt], max_new_tokens=4)
         assert generate(session, [prompt], max_new_tokens=4, cache=cache) == expected
     # the last prompt is the cache itself: its last token is fed again
-    assert fed[-4:] == [1, 1, 1, 1]
+    assert call_lengths[-4:] == [1, 1, 1, 1]
 
 
-def test_a_chat_begins_behind_a_kept_system_prompt(session: Session, fed: list[int], tmp_path: Path) -> None:
+def test_a_chat_begins_behind_a_kept_system_prompt(session: Session, call_lengths: list[int], tmp_path: Path) -> None:
     system = "Answer as a programmer would. " * 4
     settings = Settings(max_new_tokens=8)
     expected = Conversation(session, system=system, settings=settings)
     replies = [expected.reply(message).text for message in ("a stack", "a queue")]
-    whole = sum(fed)
+    whole = sum(call_lengths)
     cache = PromptCache.read_system(session, system)
     cache.save(tmp_path / "system.cache")
     cache = PromptCache.load(session, tmp_path / "system.cache")
-    fed.clear()
+    call_lengths.clear()
     conversation = Conversation(session, settings=settings, cache=cache)
     assert [conversation.reply(message).text for message in ("a stack", "a queue")] == replies
     assert conversation.messages == expected.messages
-    assert sum(fed) == whole - len(cache.prompt.tokens)
+    assert sum(call_lengths) == whole - len(cache.prompt.tokens)
 
 
 def test_files_that_hold_no_prompt_or_are_of_another_model_are_refused(
@@ -157,7 +157,7 @@ def test_commands_make_show_and_use_a_cache(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_text_is_edited_where_it_differs(
-    session: Session, fed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: Session, call_lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = PromptCache.read_text(session, BEGINNING)
     text = BEGINNING.replace("texts", "strings", 1)
@@ -166,53 +166,53 @@ def test_a_text_is_edited_where_it_differs(
             cache.edit(text)
         assert cache.prompt.text == BEGINNING
         return
-    fed.clear()
+    call_lengths.clear()
     edits = cache.edit(text, reread=4)
-    assert sum(fed) == sum(len(edit.tokens) for edit in edits) + 4 < len(cache.prompt.tokens) / 4
+    assert sum(call_lengths) == sum(len(edit.tokens) for edit in edits) + 4 < len(cache.prompt.tokens) / 4
     assert cache.prompt.text == text
     assert cache.prompt.tokens == session.encode(text)
     assert cache.decoder.tokens.tolist() == [len(cache.prompt.tokens)]
-    fed.clear()
+    call_lengths.clear()
     assert cache.edit(text) == []
-    assert not fed
+    assert not call_lengths
     cache.save(tmp_path / "edited.cache")
-    loaded = PromptCache.load(session, tmp_path / "edited.cache")
-    assert loaded.prompt == cache.prompt
+    cache_again = PromptCache.load(session, tmp_path / "edited.cache")
+    assert cache_again.prompt == cache.prompt
     # what stands before an edit of a file is taken over from there, page by page
     monkeypatch.setattr(compression, "GROUP_TOKENS", 16)
     cache.save(tmp_path / "edited.cache")
-    loaded = PromptCache.load(session, tmp_path / "edited.cache")
-    loaded.edit(text + "import re\n", reread=4)
+    cache_again = PromptCache.load(session, tmp_path / "edited.cache")
+    cache_again.edit(text + "import re\n", reread=4)
     for name in ("edited.cache", "another.cache"):  # for the second one the first is another file by now
-        loaded.save(tmp_path / name)
-        again = PromptCache.load(session, tmp_path / name)
+        cache_again.save(tmp_path / name)
+        reloaded_cache = PromptCache.load(session, tmp_path / name)
         next_token = np.array([session.encode("a")[:1]])
-        logits = [each.decoder.fork([0]).step(next_token) for each in (loaded, again)]
+        logits = [prompt_cache.decoder.fork([0]).step(next_token) for prompt_cache in (cache_again, reloaded_cache)]
         assert np.array_equal(*logits)
     with pytest.raises(InputError, match="has no tokens"):
         cache.edit("")
 
 
 def test_commands_edit_a_cache(folder: Path, tmp_path: Path) -> None:
-    pages, file, other = tmp_path / "pages", tmp_path / "a.cache", tmp_path / "b.cache"
+    pages, file, edited_file = tmp_path / "pages", tmp_path / "a.cache", tmp_path / "b.cache"
     recipe = {"name": "pages", "steps": [{"step": "canonicalize"}, {"step": "page_kv", "page": 16}]}
     optimize(folder, Recipe.model_validate(recipe), pages, run=False)
     call("cache", "make", pages, "--prompt", BEGINNING, "--loss", "scales", "-o", file)
     text = BEGINNING + "import math\n"
     (tmp_path / "text").write_text(text)
-    assert "replaced: tokens" in call("cache", "edit", pages, file, "--text-file", tmp_path / "text", "-o", other)
-    report = json.loads(call("cache", "show", other, "--json"))
+    assert "replaced: tokens" in call("cache", "edit", pages, file, "--text-file", tmp_path / "text", "-o", edited_file)
+    report = json.loads(call("cache", "show", edited_file, "--json"))
     assert (report["text"], report["loss"]) == (text, "scales")
     # nothing stands behind what is new, so all was read
     options = ("--max-new-tokens", 6, "--threads", 1)
     expected = call("run", pages, "--prompt", text + ENDS[0], *options)
-    assert call("run", pages, "--cache", other, "--prompt", ENDS[0], *options) == expected
-    call("cache", "edit", pages, other, "--replace", "import math\n", "--json")
-    assert json.loads(call("cache", "show", other, "--json"))["text"] == BEGINNING
+    assert call("run", pages, "--cache", edited_file, "--prompt", ENDS[0], *options) == expected
+    call("cache", "edit", pages, edited_file, "--replace", "import math\n", "--json")
+    assert json.loads(call("cache", "show", edited_file, "--json"))["text"] == BEGINNING
     with pytest.raises(InputError, match="the text has 'import sys' 3 times"):
-        call("cache", "edit", pages, other, "--replace", "import sys")
+        call("cache", "edit", pages, edited_file, "--replace", "import sys")
     with pytest.raises(InputError, match="give --text, --text-file or --replace"):
-        call("cache", "edit", pages, other)
+        call("cache", "edit", pages, edited_file)
     call("cache", "make", pages, "--system", "Lists of numbers, and of texts.", "-o", file)
     call("cache", "edit", pages, file, "--replace", "numbers", "--by", "lists")
     report = json.loads(call("cache", "show", file, "--json"))

@@ -89,8 +89,8 @@ def test_a_recording_becomes_the_text_that_torch_writes(
             ids.append(int(logits.argmax()))
         assert completion.tokens == ids[4:][: len(completion.tokens)]
         assert completion.tokens
-    chosen = complete(session, session.source_of_recordings(features), Settings(3), language="de")
-    assert [completion.prompt for completion in chosen] == [[2, 11, 13, 15]] * 2
+    german_texts = complete(session, session.source_of_recordings(features), Settings(3), language="de")
+    assert [completion.prompt for completion in german_texts] == [[2, 11, 13, 15]] * 2
     with pytest.raises(InputError, match=r"does not know the language xx.*it knows de, en, fr"):
         complete(session, session.source_of_recordings(features), Settings(3), language="xx")
     with pytest.raises(InputError, match=r"a recording has the shape \[16, 2999\], and the encoder takes \[16, 3000\]"):
@@ -120,9 +120,9 @@ def test_genai_writes_the_same_text(folder: Path, tmp_path: Path) -> None:
     generator.append_tokens(np.array([beginning], np.int32))
     while not generator.is_done():
         generator.generate_next_token()
-    made = [int(token) for token in generator.get_sequence(0)]
-    assert made == ids[: len(made)]
-    assert len(made) > len(beginning)
+    tokens = [int(token) for token in generator.get_sequence(0)]
+    assert tokens == ids[: len(tokens)]
+    assert len(tokens) > len(beginning)
 
 
 def test_both_graphs_are_optimized_run_and_verified(

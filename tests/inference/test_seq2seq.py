@@ -41,7 +41,7 @@ def folder(family: str, make_artifact: Callable[[str], Path]) -> Path:
     return make_artifact(family)
 
 
-def written(session: Seq2SeqSession, settings: Settings = GREEDY, texts: list[str] = TEXTS) -> list[list[int]]:
+def write_tokens(session: Seq2SeqSession, settings: Settings = GREEDY, texts: list[str] = TEXTS) -> list[list[int]]:
     """Return the new tokens of each source."""
     return [
         completion.tokens for completion in complete(session, session.source_of_texts(*session.encode(texts)), settings)
@@ -70,18 +70,18 @@ def test_texts_are_those_of_transformers(family: str, folder: Path, make_folder:
     )
     begin = session.beginning
     assert begin == {"t5": [0], "bart": [3, 2]}[family]
-    for tokens, row in zip(written(session), expected.tolist(), strict=True):
+    for tokens, row in zip(write_tokens(session), expected.tolist(), strict=True):
         assert row[: len(begin)] == begin
         assert tokens == row[len(begin) :][: len(tokens)]
         assert len(tokens) > 2
     # A row of a batch is what it is alone, and drawn texts differ by their seed.
-    assert [written(session, texts=[text])[0] for text in TEXTS] == written(session)
-    drawn = [written(session, Settings(12, Sampling(temperature=1.0, seed=seed))) for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
+    assert [write_tokens(session, texts=[text])[0] for text in TEXTS] == write_tokens(session)
+    samples = [write_tokens(session, Settings(12, Sampling(temperature=1.0, seed=seed))) for seed in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2]
 
 
 def test_keys_and_values_of_the_source_are_made_once(folder: Path) -> None:
-    encoder, decoder = (artifact.read(place).model.graph for place in (folder / "encoder", folder))
+    encoder, decoder = (artifact.read(part_folder).model.graph for part_folder in (folder / "encoder", folder))
     states = {value.name: value for value in decoder.inputs if is_cross_port(value.name or "")}
     assert list(states) == [value.name for value in encoder.outputs]
     assert not [value.name for value in decoder.outputs if is_cross_port(value.name or "")]
@@ -104,7 +104,7 @@ def test_keys_and_values_of_the_source_are_made_once(folder: Path) -> None:
 
 def test_both_graphs_are_rotated_proved_and_verified(family: str, folder: Path, tmp_path: Path) -> None:
     result = graphopt.optimize(folder, "rotate", tmp_path / "out")
-    assert written(graphopt.load_seq2seq(tmp_path / "out")) == written(graphopt.load_seq2seq(folder))
+    assert write_tokens(graphopt.load_seq2seq(tmp_path / "out")) == write_tokens(graphopt.load_seq2seq(folder))
     for part in (result, *result.parts.values()):
         assert part.manifest.check("certificate", after="rotate").status == "proved"
         if family == "t5":  # the residual of both, since its last states are no output
@@ -132,11 +132,11 @@ def test_both_graphs_are_quantized_and_judged_together(
     assert 0 < quality.figures["kl_mean"] < 0.05
     assert "64 sentences" in str(quality.reason)
     assert not any(check.name == "quality" for check in result.parts["encoder"].manifest.checks)
-    for place in ("", "encoder"):
-        size, before = ((root / place / artifact.DATA).stat().st_size for root in (tmp_path / "out", folder))
+    for part in ("", "encoder"):
+        size, before = ((root / part / artifact.DATA).stat().st_size for root in (tmp_path / "out", folder))
         assert size < 0.4 * before
     session = graphopt.load_seq2seq(tmp_path / "out")
-    assert all(written(session))
+    assert all(write_tokens(session))
     figures = text_agreement(session, session, TEXTS)
     assert (figures["kl_mean"], figures["same_first_choice"], figures["texts"]) == (0, 1, 3)
     assert {check.status for check in verify(folder, tmp_path / "out").checks} <= {"measured", "proved"}
@@ -149,7 +149,7 @@ def test_run_and_eval_write_texts(
     prompts = [option for text in TEXTS for option in ("--prompt", text)]
     code, out, _ = call(monkeypatch, capsys, "run", folder, *prompts, "--max-new-tokens", 12, "--json")
     rows = json.loads(out)
-    assert (code, [row["tokens"] for row in rows]) == (0, written(session))
+    assert (code, [row["tokens"] for row in rows]) == (0, write_tokens(session))
     assert [row["source"] for row in rows] == TEXTS
     code, out, _ = call(monkeypatch, capsys, "run", folder, "--prompt", TEXTS[0], "--max-new-tokens", 12)
     assert (code, out.strip()) == (0, rows[0]["text"].strip())
@@ -170,10 +170,10 @@ def test_what_is_no_whole_encoder_decoder_is_refused(folder: Path, bert_artifact
         graphopt.load_seq2seq(folder).encode([])
     with pytest.raises(InputError, match="is made of several graphs"):
         evaluate_shard(folder, load_recipe("int4-rtn"), tmp_path / "out", 0, 2)
-    alone = tmp_path / "alone"
-    shutil.copytree(folder, alone)
-    shutil.rmtree(alone / "encoder")
+    decoder_only = tmp_path / "alone"
+    shutil.copytree(folder, decoder_only)
+    shutil.rmtree(decoder_only / "encoder")
     with pytest.raises(InputError, match=r"alone/encoder"):
-        graphopt.load_seq2seq(alone)
+        graphopt.load_seq2seq(decoder_only)
     with pytest.raises(InputError, match=r"alone/encoder"):
-        artifact.read(alone)
+        artifact.read(decoder_only)

@@ -75,9 +75,9 @@ def test_padding_is_not_seen(session: Session) -> None:
     ids = tokens(session, 2, 10)
     mask = np.ones_like(ids)
     mask[1, :4] = 0
-    padded = Decoder(session, 2).step(ids, mask)
-    assert close(padded[0], session.logits(ids[:1])[0])
-    assert close(padded[1, 4:], session.logits(ids[1:, 4:])[0])
+    logits = Decoder(session, 2).step(ids, mask)
+    assert close(logits[0], session.logits(ids[:1])[0])
+    assert close(logits[1, 4:], session.logits(ids[1:, 4:])[0])
 
 
 def test_logits_outlive_their_step(session: Session) -> None:
@@ -85,11 +85,11 @@ def test_logits_outlive_their_step(session: Session) -> None:
     ids = tokens(session, 1, 6)
     decoder = Decoder(session, 1)
     first = decoder.step(ids)
-    kept = first.copy()
+    logits = first.copy()
     for token in range(20):
         decoder.step(np.array([[token]]))
     del decoder
-    assert np.array_equal(first, kept)
+    assert np.array_equal(first, logits)
 
 
 def test_positions_end(session: Session) -> None:

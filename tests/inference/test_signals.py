@@ -46,9 +46,9 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """Return what runs `graphopt` and gives what it prints, of errors too, when it ends with the code."""
 
     def run(*arguments: object, code: int = 0) -> str:
-        ended, printed, complaints = call(monkeypatch, capsys, *arguments)
-        assert ended == code, complaints
-        return printed if code == 0 else " ".join(complaints.split())
+        exit_code, output, complaints = call(monkeypatch, capsys, *arguments)
+        assert exit_code == code, complaints
+        return output if code == 0 else " ".join(complaints.split())
 
     return run
 
@@ -119,8 +119,8 @@ def test_arrays_that_were_given_take_the_place_of_random_signals(command: Comman
     assert "3 samples" in str(manifest.check("quality").reason)
     assert not any(note.code == "graph.random-statistics" for note in manifest.notes)
     command("run", folder, "--inputs", file, "--save", tmp_path / "out.npz")
-    saved = np.load(tmp_path / "out.npz")["logits"]
-    np.testing.assert_allclose(saved[:, 0], load_signals(folder).run(images)["logits"], atol=FLOAT32)
+    logits = np.load(tmp_path / "out.npz")["logits"]
+    np.testing.assert_allclose(logits[:, 0], load_signals(folder).run(images)["logits"], atol=FLOAT32)
     message = command("run", folder, "--inputs", file, "--image", write_image(tmp_path / "a.png"), code=2)
     assert "files or arrays" in message
 
@@ -128,9 +128,9 @@ def test_arrays_that_were_given_take_the_place_of_random_signals(command: Comman
 def test_classes_of_an_image_are_printed_and_outputs_saved(command: Command, tmp_path: Path) -> None:
     folder, image = artifact_of("vit"), write_image(tmp_path / "a.png")
     rows = json.loads(command("run", folder, "--image", image, "--json", "--save", tmp_path / "out.npz"))
-    saved = np.load(tmp_path / "out.npz")["0.logits"]
-    assert saved.shape == (CLASSES,)
-    assert [row["class"] for row in rows] == [f"LABEL_{n}" for n in np.argsort(-saved, kind="stable")]
+    logits = np.load(tmp_path / "out.npz")["0.logits"]
+    assert logits.shape == (CLASSES,)
+    assert [row["class"] for row in rows] == [f"LABEL_{n}" for n in np.argsort(-logits, kind="stable")]
     assert sum(row["probability"] for row in rows) == pytest.approx(1)
     assert rows[0]["class"] in command("run", folder, "--image", image)
 
@@ -140,8 +140,8 @@ def test_text_of_a_recording_is_what_the_tokenizer_makes_of_it(command: Command,
     (row,) = json.loads(command("run", folder, "--audio", recording, "--json"))
     session = load_signals(folder)
     letters = session.run(session.read_file(recording))["logits"][0].argmax(-1)
-    merged = [LETTERS[n] for n, before in zip(letters, [-1, *letters[:-1]], strict=True) if n != before and n]
-    assert row["text"] == "".join(merged).replace("|", " ").strip()
+    letters_read = [LETTERS[n] for n, before in zip(letters, [-1, *letters[:-1]], strict=True) if n != before and n]
+    assert row["text"] == "".join(letters_read).replace("|", " ").strip()
 
 
 def save_head(folder: Path, outputs: dict[str, tuple[int, ...]], labels: int = 2) -> Path:
@@ -152,9 +152,9 @@ def save_head(folder: Path, outputs: dict[str, tuple[int, ...]], labels: int = 2
         target = ir.val(f"{name}.shape", const_value=ir.tensor([*shape], ir.DataType.INT64))
         graph.register_initializer(target)
         count = ir.val(f"{name}.count", const_value=ir.tensor([int(np.prod(shape))]))
-        zero, one = (ir.val(f"{name}.{n}", const_value=ir.tensor([n])) for n in (0, 1))
+        zero, unit = (ir.val(f"{name}.{n}", const_value=ir.tensor([n])) for n in (0, 1))
         row = ir.val(f"{name}.row", const_value=ir.tensor([-1]))
-        for value in (count, zero, one, row):
+        for value in (count, zero, unit, row):
             graph.register_initializer(value)
         flat = ir.node("Reshape", [image, row])
         part = ir.node("Slice", [flat.outputs[0], zero, count])
@@ -190,12 +190,12 @@ def test_boxes_are_in_pixels_of_the_file(command: Command, tmp_path: Path) -> No
 
 
 def test_shares_of_pixels_and_cosines_of_images_are_printed(command: Command, tmp_path: Path) -> None:
-    image, other = write_grey(tmp_path / "a.png", 102), write_grey(tmp_path / "b.png", 51)
+    image, second_image = write_grey(tmp_path / "a.png", 102), write_grey(tmp_path / "b.png", 51)
     segmenter = save_head(tmp_path / "segmenter", {"logits": (1, 2, 3, 3)})
     (row,) = json.loads(command("run", segmenter, "--image", image, "--json"))
     assert (row["class"], row["share of pixels"]) == ("thing 0", 1)
     encoder = save_head(tmp_path / "encoder", {"image_embeds": (1, 8)})
-    rows = json.loads(command("run", encoder, "--image", image, "--image", other, "--json"))
+    rows = json.loads(command("run", encoder, "--image", image, "--image", second_image, "--json"))
     assert [row["embedding"][0] for row in rows] == pytest.approx([0.4, 0.2])
     assert rows[0]["cosines"] == pytest.approx([1, 1], abs=1e-6)
     assert "cosines of 8 numbers of image_embeds" in command("run", encoder, "--image", image)

@@ -36,7 +36,7 @@ def test_a_number_that_scales_the_stream_does_not_pin_it() -> None:
     ("options", "node", "reason"),
     [
         ({"gains": True}, "norm0", "gain of its own"),
-        ({"gains": False, "observed": True}, "residual1.out", "graph output"),
+        ({"gains": False, "residual_output": True}, "residual1.out", "graph output"),
     ],
 )
 def test_pins_name_the_node_and_the_reason(options: dict[str, bool], node: str, reason: str) -> None:

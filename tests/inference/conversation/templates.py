@@ -184,17 +184,17 @@ TEMPLATES = {
     "phi-3": PHI_3,
 }
 
-ASKED: list[dict[str, Any]] = [{"role": "user", "content": "My name is Ada <3 & 'quotes' \"é😀\"  "}]
-TWO_TURNS = [*ASKED, {"role": "assistant", "content": "\n Hello.\n"}, {"role": "user", "content": "What is my name?"}]
+REQUEST: list[dict[str, Any]] = [{"role": "user", "content": "My name is Ada <3 & 'quotes' \"é😀\"  "}]
+TWO_TURNS = [*REQUEST, {"role": "assistant", "content": "\n Hello.\n"}, {"role": "user", "content": "What is my name?"}]
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "one turn": ASKED,
+    "one turn": REQUEST,
     "two turns": TWO_TURNS,
     "system": [{"role": "system", "content": " Be brief. "}, *TWO_TURNS],
-    "reasoning": [*ASKED, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello.", "reasoning": "hm"}],
-    "reasoned": [*ASKED, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."}, *ASKED],
-    "user twice": [*ASKED, *ASKED],
+    "reasoning": [*REQUEST, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello.", "reasoning": "hm"}],
+    "reasoned": [*REQUEST, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."}, *REQUEST],
+    "user twice": [*REQUEST, *REQUEST],
     "tool calls": [
-        *ASKED,
+        *REQUEST,
         {
             "role": "assistant",
             "content": "",

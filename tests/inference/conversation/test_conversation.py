@@ -30,16 +30,16 @@ SHORT = Settings(max_new_tokens=12)
 
 
 @pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def call_lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of all calls of the model."""
     calls: list[int] = []
     step = Decoder.step
 
-    def counted(self: Decoder, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
+    def count_step(self: Decoder, ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
         calls.append(ids.shape[1])
         return step(self, ids, mask)
 
-    monkeypatch.setattr(Decoder, "step", counted)
+    monkeypatch.setattr(Decoder, "step", count_step)
     return calls
 
 
@@ -63,15 +63,15 @@ def test_a_reply_is_the_completion_of_the_rendered_messages(session: Session) ->
     assert Conversation(session, system="Lists.", settings=SHORT).reply("a stack") == expected
 
 
-def test_a_second_turn_feeds_only_what_is_new(session: Session, fed: list[int]) -> None:
+def test_a_second_turn_feeds_only_what_is_new(session: Session, call_lengths: list[int]) -> None:
     conversation = Conversation(session, settings=SHORT)
     first = conversation.reply("a stack of names")
-    assert conversation.fed_tokens == len(first.prompt) == fed[0]
-    assert fed[1:] == [1] * 11  # the last token of a reply is fed by the next turn
-    fed.clear()
+    assert conversation.fed_tokens == len(first.prompt) == call_lengths[0]
+    assert call_lengths[1:] == [1] * 11  # the last token of a reply is fed by the next turn
+    call_lengths.clear()
     second = conversation.reply("its top")
     new = 1 + len(tokens_of(session, "\n\n# its top\n"))
-    assert conversation.fed_tokens == fed[0] == new
+    assert conversation.fed_tokens == call_lengths[0] == new
     assert second.prompt == [*first.prompt, *first.tokens, *second.prompt[-new + 1 :]]
     # it knows the first turn: the same tokens, fed from the beginning, are continued alike
     assert generate(session, [second.prompt], max_new_tokens=12)[0].tokens == second.tokens
@@ -81,26 +81,26 @@ def test_a_second_turn_feeds_only_what_is_new(session: Session, fed: list[int]) 
 
 
 def test_drafts_change_no_turn(session: Session) -> None:
-    said = ["a stack", "a stack", "a queue"]
+    messages = ["a stack", "a stack", "a queue"]
     plain = Conversation(session, settings=SHORT)
-    drafted = Conversation(session, settings=SHORT, proposer=Speculation(Lookup(), 3))
-    for message in said:
-        assert drafted.reply(message) == plain.reply(message)
-        assert drafted.fed_tokens == plain.fed_tokens
+    with_drafts = Conversation(session, settings=SHORT, proposer=Speculation(Lookup(), 3))
+    for message in messages:
+        assert with_drafts.reply(message) == plain.reply(message)
+        assert with_drafts.fed_tokens == plain.fed_tokens
     # A reply that is not read to its end: what was guessed behind it is no part of the conversation.
-    for conversation in (plain, drafted):
+    for conversation in (plain, with_drafts):
         pieces = conversation.stream("a list")
         next(iter(pieces))
         pieces.close()  # type: ignore[attr-defined]
-    assert drafted.reply("a stack") == plain.reply("a stack")
+    assert with_drafts.reply("a stack") == plain.reply("a stack")
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("pages", [False, True])
 def test_a_template_that_rewrites_a_reply_rewinds_the_cache(
-    paged: bool, chat_folder: Path, tmp_path: Path, fed: list[int], monkeypatch: pytest.MonkeyPatch
+    pages: bool, chat_folder: Path, tmp_path: Path, call_lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
-    recipe = graphopt.Recipe.model_validate({"name": "pages", "steps": [{"step": "page_kv"}] if paged else []})
+    recipe = graphopt.Recipe.model_validate({"name": "pages", "steps": [{"step": "page_kv"}] if pages else []})
     optimize(chat_folder, recipe, folder, run=False)
     session = load(folder, threads=1)
     assert ChatTemplate.of_folder(folder).source == PYTHON
@@ -108,16 +108,16 @@ def test_a_template_that_rewrites_a_reply_rewinds_the_cache(
     use_template(monkeypatch, source=PYTHON.replace("{{ message.content }}\n\n", "pass\n\n"))
     conversation = Conversation(session, settings=SHORT)
     first = conversation.reply("a stack of names")
-    fed.clear()
+    call_lengths.clear()
     second = conversation.reply("its top")
-    assert conversation.fed_tokens == fed[0] < len(second.prompt)
+    assert conversation.fed_tokens == call_lengths[0] < len(second.prompt)
     assert conversation.fed_tokens + len(first.prompt) >= len(second.prompt)
     # float32 caches, rewound: nothing is rounded
     assert generate(session, [second.prompt], max_new_tokens=12)[0].tokens == second.tokens
 
 
 def test_recurrent_states_go_back_to_the_end_of_the_prompt(
-    make_artifact: Callable[[str], Path], tmp_path: Path, fed: list[int], monkeypatch: pytest.MonkeyPatch
+    make_artifact: Callable[[str], Path], tmp_path: Path, call_lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(make_artifact("qwen3_next"), tmp_path / "model")
     save_tokenizer(folder)
@@ -126,17 +126,22 @@ def test_recurrent_states_go_back_to_the_end_of_the_prompt(
     use_template(monkeypatch, source=PYTHON.replace("{{ message.content }}\n\n", "pass\n\n"))
     conversation = Conversation(session, settings=SHORT)
     first = conversation.reply("a stack of names")
-    fed.clear()
+    call_lengths.clear()
     second = conversation.reply("its top")
     assert second.prompt[: len(first.prompt)] == first.prompt
-    assert conversation.fed_tokens == fed[0] == len(second.prompt) - len(first.prompt)
+    assert conversation.fed_tokens == call_lengths[0] == len(second.prompt) - len(first.prompt)
     assert generate(session, [second.prompt], max_new_tokens=12)[0].tokens == second.tokens
-    fed.clear()
-    other = Conversation(session, settings=SHORT)
-    other.reply("a queue")
-    other._tokens, other._text = [1, *other._tokens[1:]], ""  # as if it had begun in another way
-    assert other.reply("its end").prompt == other._tokens[: -len(other.last.tokens)]  # type: ignore[union-attr]
-    assert other.fed_tokens == len(other.last.prompt)  # type: ignore[union-attr]
+    call_lengths.clear()
+    queue_conversation = Conversation(session, settings=SHORT)
+    queue_conversation.reply("a queue")
+    queue_conversation._tokens, queue_conversation._text = (
+        [1, *queue_conversation._tokens[1:]],
+        "",
+    )  # as if it had begun in another way
+    assert (
+        queue_conversation.reply("its end").prompt == queue_conversation._tokens[: -len(queue_conversation.last.tokens)]
+    )  # type: ignore[union-attr]
+    assert queue_conversation.fed_tokens == len(queue_conversation.last.prompt)  # type: ignore[union-attr]
 
 
 def test_a_stop_string_is_not_part_of_the_conversation(session: Session) -> None:
@@ -157,9 +162,9 @@ def test_a_stop_string_is_not_part_of_the_conversation(session: Session) -> None
 def test_an_interrupted_reply_stays_as_far_as_it_came(session: Session) -> None:
     conversation = Conversation(session, settings=SHORT)
     pieces = iter(conversation.stream("a stack"))
-    said = next(pieces) + next(pieces)
+    beginning = next(pieces) + next(pieces)
     second = conversation.reply("more")  # ends the first
-    assert session.decode(second.prompt) == f"# a stack\n{said}\n\n# more\n"
+    assert session.decode(second.prompt) == f"# a stack\n{beginning}\n\n# more\n"
     assert generate(session, [second.prompt], max_new_tokens=12)[0].tokens == second.tokens
 
     runs = 0
@@ -169,10 +174,10 @@ def test_an_interrupted_reply_stays_as_far_as_it_came(session: Session) -> None:
         runs += 1
         return runs == 3
 
-    said = "".join(conversation.stream("again", third_run))
+    beginning = "".join(conversation.stream("again", third_run))
     assert conversation.last is not None
     assert (conversation.last.stopped, len(conversation.last.tokens)) == ("interrupted", 2)
-    assert conversation.messages[-1] == {"role": "assistant", "content": said}
+    assert conversation.messages[-1] == {"role": "assistant", "content": beginning}
 
 
 def test_a_turn_that_is_interrupted_before_its_reply_is_forgotten(
@@ -202,14 +207,14 @@ def test_a_conversation_longer_than_the_positions_is_refused_and_stays(session: 
 
 
 def test_the_eos_of_the_tokenizer_ends_a_reply_too(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [{"role": "user", "content": "a stack"}]
-    usual = chat(session, told, max_new_tokens=12)
+    messages = [{"role": "user", "content": "a stack"}]
+    plain = chat(session, messages, max_new_tokens=12)
     assert session.tokenizer is not None
-    last = session.tokenizer.id_to_token(usual.tokens[5])
+    last = session.tokenizer.id_to_token(plain.tokens[5])
     use_template(monkeypatch, special={"bos_token": "<|endoftext|>", "eos_token": last})
-    found = chat(session, told, max_new_tokens=12)
-    assert found.stopped == "end of text"
-    assert found.tokens == usual.tokens[: usual.tokens.index(usual.tokens[5])]
+    reply = chat(session, messages, max_new_tokens=12)
+    assert reply.stopped == "end of text"
+    assert reply.tokens == plain.tokens[: plain.tokens.index(plain.tokens[5])]
 
 
 def test_what_cannot_chat_is_refused(session: Session, shipped_artifact: Path) -> None:
@@ -222,8 +227,10 @@ def test_what_cannot_chat_is_refused(session: Session, shipped_artifact: Path) -
 
 
 def test_seeds_and_log_probabilities(session: Session) -> None:
-    told = [{"role": "user", "content": "a stack"}]
-    drawn = [chat(session, told, max_new_tokens=8, sampling=Sampling(1.0, seed=seed), logprobs=1) for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert drawn[0].logprobs is not None
-    assert [each.token for each in drawn[0].logprobs] == drawn[0].tokens
+    messages = [{"role": "user", "content": "a stack"}]
+    replies = [
+        chat(session, messages, max_new_tokens=8, sampling=Sampling(1.0, seed=seed), logprobs=1) for seed in (1, 1, 2)
+    ]
+    assert replies[0] == replies[1] != replies[2]
+    assert replies[0].logprobs is not None
+    assert [logprob.token for logprob in replies[0].logprobs] == replies[0].tokens

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.inference.conversation.template import CONFIG, SPECIAL, TEMPLATE, ChatTemplate
-from tests.inference.conversation.templates import ASKED, CONVERSATIONS, TEMPLATES, TOOL
+from tests.inference.conversation.templates import CONVERSATIONS, REQUEST, TEMPLATES, TOOL
 from tests.small_models import byte_tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
@@ -27,7 +27,7 @@ def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, Path("chat_template.jinja"), TOKENS)
 
 
-def rendered(render: Any) -> str | None:
+def render_text(render: Any) -> str | None:
     """The text, or nothing where the template refuses the messages."""
     try:
         return str(render())
@@ -42,21 +42,21 @@ def test_a_conversation_reads_as_in_transformers(
 ) -> None:
     messages, source = CONVERSATIONS[conversation], TEMPLATES[name]
     texts = set()
-    for prompted in (True, False):
-        for more in ({}, {"tools": [TOOL]}, {"enable_thinking": False}):
-            arguments = {"add_generation_prompt": prompted, **more}
-            expected = rendered(
+    for add_prompt in (True, False):
+        for options in ({}, {"tools": [TOOL]}, {"enable_thinking": False}):
+            arguments = {"add_generation_prompt": add_prompt, **options}
+            expected = render_text(
                 lambda arguments=arguments: tokenizer.apply_chat_template(
                     messages, chat_template=source, tokenize=False, **arguments
                 )
             )
-            assert rendered(lambda arguments=arguments: template(source).render(messages, **arguments)) == expected
+            assert render_text(lambda arguments=arguments: template(source).render(messages, **arguments)) == expected
             texts.add(expected)
-    assert texts != {None} or (name, conversation) in REFUSED
+    assert texts != {None} or (name, conversation) in REFUSALS
 
 
 # By their own words, or since a content is not a text there.
-REFUSED = {
+REFUSALS = {
     ("gemma", "system"),
     ("gemma", "user twice"),
     ("chatml", "tool calls"),
@@ -72,7 +72,7 @@ def test_a_refusal_says_what_the_template_says() -> None:
     with pytest.raises(InputError, match="refuses these messages: 'dict object' has no attribute 'content'"):
         template(TEMPLATES["chatml"]).render([{"role": "user"}])
     with pytest.raises(InputError, match="cannot be read: .*unknown tag 'nonsense'"):
-        template("{% nonsense %}").render(ASKED)
+        template("{% nonsense %}").render(REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_a_refusal_says_what_the_template_says() -> None:
     ],
 )
 def test_a_template_cannot_leave_its_sandbox(source: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    ours = rendered(lambda: template(source).render(ASKED))
-    assert not ours
-    assert not rendered(lambda: tokenizer.apply_chat_template(ASKED, chat_template=source, tokenize=False))
+    text = render_text(lambda: template(source).render(REQUEST))
+    assert not text
+    assert not render_text(lambda: tokenizer.apply_chat_template(REQUEST, chat_template=source, tokenize=False))
 
 
 def test_messages_are_plain_data_and_stay_as_they_are() -> None:
@@ -105,18 +105,18 @@ def test_messages_are_plain_data_and_stay_as_they_are() -> None:
 def test_where_a_template_is_read_from(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no chat template.*put the chat_template\.jinja.*--prompt TEXT"):
         ChatTemplate.of_folder(tmp_path)
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ eos_token }}"}]
-    config = {"eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None, "chat_template": named}
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ eos_token }}"}]
+    config = {"eos_token": {"content": "</s>", "lstrip": False}, "pad_token": None, "chat_template": templates}
     (tmp_path / CONFIG).write_text(json.dumps(config))
     (tmp_path / SPECIAL).write_text('{"bos_token": "<s>", "eos_token": "older"}')
-    found = ChatTemplate.of_folder(tmp_path)
-    assert (found.source, found.file.name) == ("{{ eos_token }}", CONFIG)
-    assert found.special == {"eos_token": "</s>", "bos_token": "<s>"}
-    assert found.render(ASKED) == "</s>"
+    chat_template = ChatTemplate.of_folder(tmp_path)
+    assert (chat_template.source, chat_template.file.name) == ("{{ eos_token }}", CONFIG)
+    assert chat_template.special == {"eos_token": "</s>", "bos_token": "<s>"}
+    assert chat_template.render(REQUEST) == "</s>"
     (tmp_path / CONFIG).write_text(json.dumps(config | {"chat_template": "{{ bos_token }}"}))
-    assert ChatTemplate.of_folder(tmp_path).render(ASKED) == "<s>"
+    assert ChatTemplate.of_folder(tmp_path).render(REQUEST) == "<s>"
     (tmp_path / TEMPLATE).write_text("é")
-    assert ChatTemplate.of_folder(tmp_path).render(ASKED) == "é"
+    assert ChatTemplate.of_folder(tmp_path).render(REQUEST) == "é"
     (tmp_path / TEMPLATE).write_bytes(b"\xff")
     with pytest.raises(InputError, match="not UTF-8"):
         ChatTemplate.of_folder(tmp_path)
@@ -129,4 +129,4 @@ def test_where_a_template_is_read_from(tmp_path: Path) -> None:
 def test_without_jinja2_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(MissingDependencyError, match=r'need jinja2, which is not installed.*"graphopt\[chat\]"'):
-        template("a").render(ASKED)
+        template("a").render(REQUEST)

@@ -57,15 +57,15 @@ class Terminal:
     def until(self, pattern: str, seconds: float = 30) -> str:
         """What is printed up to and with a pattern."""
         end = time.monotonic() + seconds
-        while not (found := re.search(pattern, self.text)):
+        while not (match := re.search(pattern, self.text)):
             ready, _, _ = select.select([self.master], [], [], max(0, end - time.monotonic()))
             assert ready, f"no {pattern!r} in {self.text!r}"
             try:
                 self.text += os.read(self.master, 65536).decode(errors="replace").replace("\r\n", "\n")
             except OSError:  # the program has ended
                 assert re.search(pattern, self.text), f"no {pattern!r} in {self.text!r}"
-        seen, self.text = self.text[: found.end()], self.text[found.end() :]
-        return seen
+        output, self.text = self.text[: match.end()], self.text[match.end() :]
+        return output
 
     def interrupt(self, pattern: str) -> None:
         """Press Ctrl-C at a prompt until a pattern is printed: Python may see a signal only with the next one.
@@ -87,17 +87,17 @@ class Terminal:
 
 @pytest.fixture
 def terminal(chat_folder: Path) -> Iterator[Terminal]:
-    made = Terminal("run", chat_folder, "--chat", "--max-new-tokens", 500, "--stop", "\n\n\n", "--threads", 1)
-    yield made
-    if made.process.poll() is None:
-        os.killpg(made.process.pid, signal.SIGKILL)
+    chat_terminal = Terminal("run", chat_folder, "--chat", "--max-new-tokens", 500, "--stop", "\n\n\n", "--threads", 1)
+    yield chat_terminal
+    if chat_terminal.process.poll() is None:
+        os.killpg(chat_terminal.process.pid, signal.SIGKILL)
 
 
 def counts(text: str) -> tuple[int, int, int]:
     """What /tokens says: tokens in all, tokens of the prompt that were fed, tokens that were made."""
-    found = re.search(r"(\d+) tokens in .* fed (\d+) and made (\d+) in", text)
-    assert found is not None
-    return int(found[1]), int(found[2]), int(found[3])
+    match = re.search(r"(\d+) tokens in .* fed (\d+) and made (\d+) in", text)
+    assert match is not None
+    return int(match[1]), int(match[2]), int(match[3])
 
 
 def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
@@ -109,9 +109,9 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.write("\x03")
     terminal.until(r"\(interrupted\)\n>>> $")
     terminal.write("/tokens\n")
-    total, fed, made = counts(terminal.until(r"tokens/s\n>>> $"))
-    assert total == fed + made
-    assert 0 < made < 500  # --max-new-tokens: the reply was cut off before
+    total, fed_count, made_count = counts(terminal.until(r"tokens/s\n>>> $"))
+    assert total == fed_count + made_count
+    assert 0 < made_count < 500  # --max-new-tokens: the reply was cut off before
 
     # the cache is not fed again: of the second turn only what is new
     terminal.write("its top, \\\n")
@@ -122,7 +122,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.until(r"\(interrupted\)\n>>> $")
     terminal.write("/tokens\n")
     total_then, fed_then, made_then = counts(terminal.until(r"tokens/s\n>>> $"))
-    assert fed_then < fed
+    assert fed_then < fed_count
     assert total_then == total + fed_then + made_then
 
     # at the prompt, Ctrl-C clears what was typed
@@ -153,7 +153,7 @@ def test_two_turns_in_tmux(chat_folder: Path, session: Session, tmp_path: Path) 
         command = [program, "-S", str(tmp_path / "socket"), "-f", "/dev/null", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    def said(prompts: int) -> list[str]:
+    def screen_lines(prompts: int) -> list[str]:
         """What is on the screen once there are so many prompts, without the command's own lines."""
         for _ in range(300):
             lines = tmux("capture-pane", "-p", "-t", "chat").rstrip().split("\n")
@@ -166,7 +166,7 @@ def test_two_turns_in_tmux(chat_folder: Path, session: Session, tmp_path: Path) 
     command = ["env", f"PYTHONPATH={ROOT}", *GRAPHOPT, "run", str(chat_folder), *options]
     tmux("new-session", "-d", "-s", "chat", "-x", "200", "-y", "50", shlex.join(command))
     try:
-        said(1)
+        screen_lines(1)
         messages: list[dict[str, str]] = []
         for turn, message in enumerate(("import os", "os"), 2):
             tmux("send-keys", "-t", "chat", "-l", message)
@@ -174,13 +174,13 @@ def test_two_turns_in_tmux(chat_folder: Path, session: Session, tmp_path: Path) 
             messages.append({"role": "user", "content": message})
             reply = chat(session, messages, max_new_tokens=8, stop=["\n"]).text
             messages.append({"role": "assistant", "content": reply})
-            lines = said(turn)
+            lines = screen_lines(turn)
             # the second reply is to both messages
             assert lines[lines.index(f">>> {message}") + 1] == reply.rstrip()
         assert reply != chat(session, messages[2:3], max_new_tokens=8, stop=["\n"]).text
         tmux("send-keys", "-t", "chat", "/tokens", "Enter")
-        total, fed, made = counts("\n".join(said(4)))
-        assert fed + made < total  # the cache was not fed again
+        total, fed_count, made_count = counts("\n".join(screen_lines(4)))
+        assert fed_count + made_count < total  # the cache was not fed again
     finally:
         with contextlib.suppress(subprocess.CalledProcessError):
             tmux("kill-server")
@@ -198,41 +198,41 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cha
             main()
         except SystemExit as stop:
             code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        streams = capsys.readouterr()
+        return code, streams.out, streams.err
 
     return call
 
 
 def test_lines_of_a_pipe_are_turns(run) -> None:
-    more = ("--chat", "--max-new-tokens", 6, "--json", "--logprobs", 1, "--system", "Lists.")
-    code, out, _ = run(*more, lines="a stack\n\nits top\n/exit\nnever")
+    options = ("--chat", "--max-new-tokens", 6, "--json", "--logprobs", 1, "--system", "Lists.")
+    code, out, _ = run(*options, lines="a stack\n\nits top\n/exit\nnever")
     assert code == 0
     turns = json.loads(out)
     assert [turn["message"] for turn in turns] == ["a stack", "its top"]
     assert turns[1]["fed"] < len(turns[1]["reply"]["prompt"])
     assert len(turns[1]["reply"]["logprobs"]) == 6
     # the same as turns of the command line
-    assert json.loads(run(*more, "--prompt", "a stack", "--prompt", "its top")[1]) == turns
-    _, streamed, told = run(*more[:3], *more[6:], lines="a stack\nits top\n")
-    assert streamed == "".join(turn["reply"]["text"] + "\n" for turn in turns)
-    assert told.count("stopped after 6 tokens") == 2
+    assert json.loads(run(*options, "--prompt", "a stack", "--prompt", "its top")[1]) == turns
+    _, stdout, stderr = run(*options[:3], *options[6:], lines="a stack\nits top\n")
+    assert stdout == "".join(turn["reply"]["text"] + "\n" for turn in turns)
+    assert stderr.count("stopped after 6 tokens") == 2
 
 
 def test_a_chat_draws_as_the_maker_recommends(
     run, chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ("--prompt", "a stack", "--max-new-tokens", 12)
-    greedy = run("--chat", *asked)[1]
-    said = {"do_sample": True, "temperature": 1.5, "top_k": 40}
-    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    prompt = ("--prompt", "a stack", "--max-new-tokens", 12)
+    greedy = run("--chat", *prompt)[1]
+    config = {"do_sample": True, "temperature": 1.5, "top_k": 40}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
     of_folder = Sampling.of_folder
     monkeypatch.setattr(Sampling, "of_folder", lambda folder, seed: of_folder(tmp_path, seed))
-    recommended = run("--chat", *asked)[1]
-    assert recommended not in ("", greedy)
+    sampled_text = run("--chat", *prompt)[1]
+    assert sampled_text not in ("", greedy)
     monkeypatch.setattr(Sampling, "of_folder", of_folder)
-    assert run("--chat", *asked, "--temperature", 1.5, "--top-k", 40)[1] == recommended
-    assert run("--chat", *asked, "--temperature", 0)[1] == greedy
+    assert run("--chat", *prompt, "--temperature", 1.5, "--top-k", 40)[1] == sampled_text
+    assert run("--chat", *prompt, "--temperature", 0)[1] == greedy
 
 
 def test_what_the_command_refuses(run, tmp_path: Path) -> None:

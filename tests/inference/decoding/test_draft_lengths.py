@@ -26,10 +26,10 @@ def test_length_follows_costs_and_chances() -> None:
     assert lengths.to_check([draft(0.05)], [1], CHEAP) == 0
     assert lengths.to_check([draft(0.95)], [1], DEAR) == 0
     # a row without a draft is paid for all the same: 2 + 0.5 tokens for 1.5 against 2 for 1
-    some = costs(1, 1.5, 2, 4, 6)
-    assert lengths.to_check([draft(0.9, 1)], [1], some) == 1
-    assert lengths.to_check([draft(0.9, 1), []], [1, 1], some) == 0
-    assert lengths.to_check([draft(0.9, 1), []], [1, 0], some) == 1
+    step_costs = costs(1, 1.5, 2, 4, 6)
+    assert lengths.to_check([draft(0.9, 1)], [1], step_costs) == 1
+    assert lengths.to_check([draft(0.9, 1), []], [1, 1], step_costs) == 0
+    assert lengths.to_check([draft(0.9, 1), []], [1, 0], step_costs) == 1
 
 
 def test_what_was_right_counts_more_than_what_the_proposer_thinks() -> None:
@@ -72,17 +72,17 @@ def test_a_guess_is_checked_now_and_then_all_the_same() -> None:
 def test_a_dear_proposer_is_left_alone_and_tried_again() -> None:
     lengths = Lengths()
     lengths.record_proposal(11 * 0.9, 11)
-    asked = [lengths.to_ask(CHEAP, 1) for _ in range(70)]
-    assert asked[:60] == [0] * 60
-    assert asked[65] == 3
+    limits = [lengths.to_ask(CHEAP, 1) for _ in range(70)]
+    assert limits[:60] == [0] * 60
+    assert limits[65] == 3
 
 
 def test_costs_follow_what_is_seen() -> None:
-    found = costs(1, 1.5, 2, 4, 6)
-    assert [found.seconds_of(columns) for columns in (1, 2, 3, 4, 5, 8, 12)] == [1, 1.5, 2, 2, 4, 4, 6]
+    step_costs = costs(1, 1.5, 2, 4, 6)
+    assert [step_costs.seconds_of(columns) for columns in (1, 2, 3, 4, 5, 8, 12)] == [1, 1.5, 2, 2, 4, 4, 6]
     for _ in range(200):
-        found.observe(1, 2.0)
-    assert math.isclose(found.seconds_of(1), 2.0, rel_tol=0.01)
-    assert found.seconds_of(8) > 6  # what makes one width slower makes all slower
-    found.observe(4, 1e9)
-    assert found.seconds_of(4) < 5  # a single time says little
+        step_costs.observe(1, 2.0)
+    assert math.isclose(step_costs.seconds_of(1), 2.0, rel_tol=0.01)
+    assert step_costs.seconds_of(8) > 6  # what makes one width slower makes all slower
+    step_costs.observe(4, 1e9)
+    assert step_costs.seconds_of(4) < 5  # a single time says little

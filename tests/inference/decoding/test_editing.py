@@ -31,7 +31,7 @@ from tests.graphs import relative
 
 PAGES = {"step": "page_kv", "page": 16}
 TOKENS = np.random.default_rng(0).integers(5, 90, 100).tolist()
-INSERTED = [7, 8, 9, 10, 11, 12, 13]
+NEW_TOKENS = [7, 8, 9, 10, 11, 12, 13]
 
 
 def in_pages(source: Path, folder: Path, *steps: dict[str, Any]) -> Session:
@@ -45,13 +45,13 @@ def llama(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Ses
     return in_pages(llama_artifact, tmp_path_factory.mktemp("editing") / "llama", PAGES)
 
 
-def behind(session: Session, tokens: Sequence[int]) -> Decoder:
+def decoder_after(session: Session, tokens: Sequence[int]) -> Decoder:
     decoder = Decoder(session, 1)
     decoder.step(np.array([tokens], np.int64))
     return decoder
 
 
-def stored(decoder: Decoder, layer: int) -> StoredTokens:
+def stored_tokens(decoder: Decoder, layer: int) -> StoredTokens:
     assert isinstance(decoder.states, PagedStates)
     state = {name: Row(tensor.buffers[0], 0) for name, tensor in decoder.states.tensors[layer].items()}
     count = int(decoder.tokens[0])
@@ -72,39 +72,41 @@ def test_the_first_layer_is_that_of_the_text_read_anew(
     family: str, make_artifact: Callable[[str], Path], tmp_path: Path
 ) -> None:
     session = in_pages(make_artifact(family.split(",")[0]), tmp_path / "model", *FAMILIES[family])
-    decoder = behind(session, TOKENS)
-    after = decoder.edit(TOKENS, [Edit(20, 24, INSERTED), Edit(60, 70, [])], reread=0)
-    assert after == [*TOKENS[:20], *INSERTED, *TOKENS[24:60], *TOKENS[70:]]
+    decoder = decoder_after(session, TOKENS)
+    after = decoder.edit(TOKENS, [Edit(20, 24, NEW_TOKENS), Edit(60, 70, [])], reread=0)
+    assert after == [*TOKENS[:20], *NEW_TOKENS, *TOKENS[24:60], *TOKENS[70:]]
     assert decoder.tokens.tolist() == [len(after)]
-    result, expected = stored(decoder, 0), stored(behind(session, after), 0)
+    result, expected = stored_tokens(decoder, 0), stored_tokens(decoder_after(session, after), 0)
     # float32: keys of size 1 at positions up to 100, in another order of sums
     assert np.allclose(result.keys, expected.keys, atol=2e-5 * np.abs(expected.keys).max())
     assert np.allclose(result.values, expected.values, atol=2e-5)
-    assert not np.allclose(result.keys[:, 40:], stored(behind(session, TOKENS), 0).keys[:, 40 : len(after)], atol=0.01)
+    assert not np.allclose(
+        result.keys[:, 40:], stored_tokens(decoder_after(session, TOKENS), 0).keys[:, 40 : len(after)], atol=0.01
+    )
     assert decoder.step(np.array([[3, 4]])).shape[:2] == (1, 2)
 
 
 def test_there_and_back(llama: Session) -> None:
-    decoder = behind(llama, TOKENS)
-    before = [stored(decoder, layer) for layer in range(len(llama.interface.layers))]
-    text = decoder.edit(TOKENS, [Edit(30, 30, INSERTED)], reread=0)
+    decoder = decoder_after(llama, TOKENS)
+    before = [stored_tokens(decoder, layer) for layer in range(len(llama.interface.layers))]
+    text = decoder.edit(TOKENS, [Edit(30, 30, NEW_TOKENS)], reread=0)
     text = decoder.edit(text, [Edit(30, 37, [])], reread=0)
     assert text == TOKENS
     for layer, expected in enumerate(before):
-        result = stored(decoder, layer)
+        result = stored_tokens(decoder, layer)
         assert np.allclose(result.keys, expected.keys, atol=1e-5 * np.abs(expected.keys).max())
         assert np.array_equal(result.values, expected.values)
     logits = decoder.step(np.array([[3]]))
-    assert relative(behind(llama, TOKENS).step(np.array([[3]])), logits) < 1e-4
+    assert relative(decoder_after(llama, TOKENS).step(np.array([[3]])), logits) < 1e-4
 
 
 def test_what_is_read_again_knows_the_new_text(llama: Session) -> None:
-    after = apply_edits(TOKENS, [Edit(90, 92, INSERTED)])
-    expected = behind(llama, after).step(np.array([[3]]))
+    after = apply_edits(TOKENS, [Edit(90, 92, NEW_TOKENS)])
+    expected = decoder_after(llama, after).step(np.array([[3]]))
     errors = []
     for reread in (0, 4, 8):
-        decoder = behind(llama, TOKENS)
-        assert decoder.edit(TOKENS, [Edit(90, 92, INSERTED)], reread=reread) == after
+        decoder = decoder_after(llama, TOKENS)
+        assert decoder.edit(TOKENS, [Edit(90, 92, NEW_TOKENS)], reread=reread) == after
         errors.append(relative(expected, decoder.step(np.array([[3]]))))
     assert errors[0] > errors[2]
     # nothing moved: the same steps in other lengths
@@ -119,18 +121,18 @@ def test_an_edit_costs_what_it_reads(llama: Session, monkeypatch: pytest.MonkeyP
         lengths.append(ids.shape[1])
         return step(self, ids, mask)
 
-    decoder = behind(llama, TOKENS)
+    decoder = decoder_after(llama, TOKENS)
     monkeypatch.setattr(Decoder, "step", count)
-    decoder.edit(TOKENS, [Edit(20, 24, INSERTED), Edit(60, 70, [])], reread=3)
-    assert lengths == [len(INSERTED) + 3, 3]
+    decoder.edit(TOKENS, [Edit(20, 24, NEW_TOKENS), Edit(60, 70, [])], reread=3)
+    assert lengths == [len(NEW_TOKENS) + 3, 3]
 
 
 @pytest.mark.parametrize("storage", ["int8", "float16"])
 def test_caches_of_few_bits(storage: str, llama_artifact: Path, tmp_path: Path) -> None:
     session = in_pages(llama_artifact, tmp_path / "model", {"step": "quantize_kv", "storage": storage, "page": 16})
-    decoder = behind(session, TOKENS)
-    after = decoder.edit(TOKENS, [Edit(20, 24, INSERTED)], reread=0)
-    result, expected = stored(decoder, 0), stored(behind(session, after), 0)
+    decoder = decoder_after(session, TOKENS)
+    after = decoder.edit(TOKENS, [Edit(20, 24, NEW_TOKENS)], reread=0)
+    result, expected = stored_tokens(decoder, 0), stored_tokens(decoder_after(session, after), 0)
     # each rounding moves a number by half a step of 255 levels of what 16 keys span, or by 2^-11 of it; there are three
     step = 1 / 255 if storage == "int8" else 2.0**-11
     assert np.abs(result.keys - expected.keys).max() < 3 * step * np.abs(expected.keys).max()
@@ -141,7 +143,7 @@ def test_caches_of_few_bits(storage: str, llama_artifact: Path, tmp_path: Path) 
 def test_edits_make_one_text_of_another(before: list[int], after: list[int], reread: int) -> None:
     edits = edits_between(before, after, reread)
     assert apply_edits(before, edits) == after
-    assert all(other.start - one.end > reread for one, other in itertools.pairwise(edits))
+    assert all(right.start - left.end > reread for left, right in itertools.pairwise(edits))
 
 
 @pytest.mark.parametrize("edits", [[Edit(5, 4, [])], [Edit(0, 101, [])], [Edit(5, 9, []), Edit(8, 10, [])]])
@@ -162,12 +164,12 @@ def test_models_whose_tokens_cannot_move(
     family: str, steps: list[dict[str, Any]], message: str, make_artifact: Callable[[str], Path], tmp_path: Path
 ) -> None:
     session = in_pages(make_artifact(family), tmp_path / "model", *steps)
-    decoder = behind(session, TOKENS)
+    decoder = decoder_after(session, TOKENS)
     with pytest.raises(InputError, match=message):
         decoder.edit(TOKENS, [Edit(20, 24, [])])
     # and it is as it was
     assert decoder.tokens.tolist() == [100]
-    assert np.array_equal(decoder.step(np.array([[3]])), behind(session, TOKENS).step(np.array([[3]])))
+    assert np.array_equal(decoder.step(np.array([[3]])), decoder_after(session, TOKENS).step(np.array([[3]])))
 
 
 def test_a_rotation_that_depends_on_the_length_is_refused(llama: Session, tmp_path: Path) -> None:
@@ -178,30 +180,30 @@ def test_a_rotation_that_depends_on_the_length_is_refused(llama: Session, tmp_pa
     threshold = ir.Value(name="threshold", const_value=ir.tensor(np.array(80), name="threshold"))
     model.graph.register_initializer(threshold)
     is_far = ir.node("Greater", [positions, threshold])
-    doubled = ir.node("Add", [positions, positions])
-    stretched = ir.node("Where", [is_far.outputs[0], doubled.outputs[0], positions])
-    for node in (stretched, doubled, is_far):
+    sum_node = ir.node("Add", [positions, positions])
+    choice = ir.node("Where", [is_far.outputs[0], sum_node.outputs[0], positions])
+    for node in (choice, sum_node, is_far):
         node.outputs[0].dtype, node.outputs[0].shape = ir.DataType.INT64, positions.shape
         model.graph.insert_before(model.graph[0], node)
     is_far.outputs[0].dtype = ir.DataType.BOOL
     for node, index in readers:
-        node.replace_input_with(index, stretched.outputs[0])
+        node.replace_input_with(index, choice.outputs[0])
     ir.save(model, tmp_path / "model.onnx", external_data="model.onnx.data")
     session = load(tmp_path / "model.onnx", threads=1)
-    decoder = behind(session, TOKENS)
+    decoder = decoder_after(session, TOKENS)
     with pytest.raises(InputError, match=r"keys of layer \d do not turn alike where 76 tokens from position 24 on"):
         decoder.edit(TOKENS, [Edit(20, 24, [])], reread=0)
     text = TOKENS[:70]
-    behind(session, text).edit(text, [Edit(20, 24, [])], reread=0)
+    decoder_after(session, text).edit(text, [Edit(20, 24, [])], reread=0)
 
 
 def test_rows_that_cannot_be_edited(llama: Session) -> None:
     edits = [Edit(3, 4, [])]
     with pytest.raises(InputError, match=r"rows of \[100, 100\] tokens, and a text of 100: edit one row"):
-        behind(llama, TOKENS).fork([0, 0]).edit(TOKENS, edits)
+        decoder_after(llama, TOKENS).fork([0, 0]).edit(TOKENS, edits)
     with pytest.raises(InputError, match=r"rows of \[100\] tokens, and a text of 99"):
-        behind(llama, TOKENS).edit(TOKENS[1:], edits)
-    decoder = behind(llama, TOKENS)
+        decoder_after(llama, TOKENS).edit(TOKENS[1:], edits)
+    decoder = decoder_after(llama, TOKENS)
     decoder.evict(Eviction(60, sinks=4, recent=20))
     with pytest.raises(InputError, match="tokens were evicted, and nothing says which"):
         decoder.edit(TOKENS[:60], edits)
@@ -212,11 +214,11 @@ def test_a_ring_is_edited_where_it_still_has_what_the_span_reads(llama_artifact:
     session = in_pages(llama_artifact, tmp_path / "model", PAGES, streaming)
     text = TOKENS * 3
     decoder = Decoder(session, 1)
-    for at in range(0, len(text), 10):
-        decoder.step(np.array([text[at : at + 10]]))
+    for begin in range(0, len(text), 10):
+        decoder.step(np.array([text[begin : begin + 10]]))
     with pytest.raises(InputError, match="cannot be rewound from 300 to 100 tokens"):
         decoder.edit(text, [Edit(100, 104, [])])
-    after = decoder.edit(text, [Edit(290, 292, INSERTED)], reread=8)
-    expected, result = (each.step(np.array([[3]])) for each in (behind(session, after), decoder))
+    after = decoder.edit(text, [Edit(290, 292, NEW_TOKENS)], reread=8)
+    expected, result = (text_decoder.step(np.array([[3]])) for text_decoder in (decoder_after(session, after), decoder))
     # all behind the span was read again
     assert relative(expected, result) < 1e-4

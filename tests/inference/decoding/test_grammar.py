@@ -38,14 +38,14 @@ def test_what_is_drawn_is_what_the_schema_describes(session: Session, seed: int)
     # Hot: without the grammar hardly a character would be in its place.
     sampling = Sampling(temperature=3.0, seed=seed)
     grammar = Grammar.json_schema(SCHEMA)
-    made = generate(session, "x = ", max_new_tokens=200, sampling=sampling, grammar=grammar)[0]
-    assert made.stopped == "end of text"
-    found = json.loads(made.text or "")
-    assert found["name"] in ("Ada", "Été 😀")
-    assert isinstance(found["age"], int)
-    assert set(found) <= {"name", "age", "tags"}
+    completion = generate(session, "x = ", max_new_tokens=200, sampling=sampling, grammar=grammar)[0]
+    assert completion.stopped == "end of text"
+    person = json.loads(completion.text or "")
+    assert person["name"] in ("Ada", "Été 😀")
+    assert isinstance(person["age"], int)
+    assert set(person) <= {"name", "age", "tags"}
     # as json.dumps writes it
-    assert made.text == json.dumps(found, ensure_ascii=False)
+    assert completion.text == json.dumps(person, ensure_ascii=False)
 
 
 def test_what_a_schema_forces_is_drafted(session: Session) -> None:
@@ -61,18 +61,18 @@ def test_what_a_schema_forces_is_drafted(session: Session) -> None:
 
 def test_rows_of_a_batch_each_have_their_own_place_in_the_grammar(session: Session) -> None:
     grammar, prompts = Grammar.regex("[0-9]{3}-[a-f]{2,4};"), ["a", "number = ", "id: "]
-    together = generate(session, prompts, max_new_tokens=30, grammar=grammar)
-    assert all(re.fullmatch("[0-9]{3}-[a-f]{2,4};", row.text or "") for row in together)
-    assert [row.stopped for row in together] == ["end of text"] * 3
-    assert together == [generate(session, each, max_new_tokens=30, grammar=grammar)[0] for each in prompts]
+    completions = generate(session, prompts, max_new_tokens=30, grammar=grammar)
+    assert all(re.fullmatch("[0-9]{3}-[a-f]{2,4};", row.text or "") for row in completions)
+    assert [row.stopped for row in completions] == ["end of text"] * 3
+    assert completions == [generate(session, prompt, max_new_tokens=30, grammar=grammar)[0] for prompt in prompts]
 
 
 def test_without_an_end_of_text_the_grammar_ends_it(session: Session) -> None:
     facts = session.manifest.model.model_copy(update={"eos_token_ids": []})
     endless = dataclasses.replace(session, manifest=session.manifest.model_copy(update={"model": facts}))
-    made = generate(endless, "a", grammar=Grammar.regex("yes|no"))[0]
-    assert made.text in ("yes", "no")
-    assert made.stopped == "end of text"
+    completion = generate(endless, "a", grammar=Grammar.regex("yes|no"))[0]
+    assert completion.text in ("yes", "no")
+    assert completion.stopped == "end of text"
 
 
 def test_a_grammar_that_allows_anything_changes_nothing(session: Session) -> None:

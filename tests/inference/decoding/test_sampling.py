@@ -8,14 +8,14 @@ from graphopt.inference.decoding.sampling import Sampling
 
 def by_definition(logits: np.ndarray, temperature: float, top_k: int | None, top_p: float) -> np.ndarray:
     """Sort everything, keep the first tokens that reach ``top_p`` of the first ``top_k``."""
-    scaled = logits.astype(np.float64) / temperature
-    weights = np.exp(scaled - scaled.max())
+    exponents = logits.astype(np.float64) / temperature
+    weights = np.exp(exponents - exponents.max())
     ranks = np.argsort(-weights)[:top_k]
     mass = np.cumsum(weights[ranks])
-    kept = ranks[: 1 + np.count_nonzero(mass[:-1] < top_p * mass[-1])] if top_p < 1 else ranks
-    found = np.zeros(len(logits))
-    found[kept] = weights[kept] / weights[kept].sum()
-    return found
+    nucleus = ranks[: 1 + np.count_nonzero(mass[:-1] < top_p * mass[-1])] if top_p < 1 else ranks
+    probabilities = np.zeros(len(logits))
+    probabilities[nucleus] = weights[nucleus] / weights[nucleus].sum()
+    return probabilities
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 5.0, 40.0])
@@ -28,14 +28,14 @@ def test_tokens_are_drawn_by_the_definition(temperature: float, top_k: int | Non
     for _ in range(20):
         logits = (spread * random.standard_normal(500)).astype(np.float32)
         want = by_definition(logits, temperature, top_k, top_p)
-        got = sampling.probabilities(logits)
-        assert np.array_equal(got > 0, want > 0)
+        probabilities = sampling.probabilities(logits)
+        assert np.array_equal(probabilities > 0, want > 0)
         # sums of up to 500 float64 in another order
-        np.testing.assert_allclose(got, want, rtol=1e-13)
+        np.testing.assert_allclose(probabilities, want, rtol=1e-13)
         # the place of one number on the scale of these probabilities, in the order of the vocabulary
         number = int(random.integers(1 << 30))
-        at = np.searchsorted(np.cumsum(want), np.random.default_rng(number).random(), side="right")
-        assert sampling.choose(logits, np.random.default_rng(number)) == at
+        token = np.searchsorted(np.cumsum(want), np.random.default_rng(number).random(), side="right")
+        assert sampling.choose(logits, np.random.default_rng(number)) == token
 
 
 def test_of_tokens_alike_only_as_many_are_kept_as_reach_it() -> None:

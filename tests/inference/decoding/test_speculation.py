@@ -57,7 +57,7 @@ PROMPTS = [
     [*BEGINNING[:31], 250, 4, 9, 33, 8, 9, 33, 8, 9],
     *([number] for number in range(4)),
 ]
-DRAWN = Sampling(0.8, top_p=0.9, seed=7)
+SAMPLING = Sampling(0.8, top_p=0.9, seed=7)
 
 
 class Nonsense(Proposer):
@@ -80,8 +80,8 @@ class Nonsense(Proposer):
         drafts = []
         for row, text, first, limit in zip(self.rows, self.texts, prefixes, limits, strict=True):
             length = limit if self.long else int(self.random.integers(0, limit + 1))
-            place = len(row.tokens) + len(first)
-            coming = text[place : place + length]
+            position = len(row.tokens) + len(first)
+            coming = text[position : position + length]
             coming = [*coming, *[0] * (length - len(coming))]
             wrong = self.random.random(length) >= self.honest
             tokens = np.where(wrong, self.random.integers(0, VOCABULARY, length), np.array(coming, int))
@@ -109,7 +109,7 @@ def make_session(make_paged: Callable[[str], Path]) -> Callable[[str, str, str],
     return make
 
 
-CASES = pairwise(STORAGES, list(POLICIES), PRODUCTS, (1, 8), (Sampling(), DRAWN), ("lookup", "right", "wrong"))
+CASES = pairwise(STORAGES, list(POLICIES), PRODUCTS, (1, 8), (Sampling(), SAMPLING), ("lookup", "right", "wrong"))
 
 
 @pytest.mark.parametrize(("storage", "policy", "products", "batch", "sampling", "proposer"), CASES)
@@ -121,41 +121,50 @@ def test_drafts_change_nothing(
     settings = Settings(40, sampling, logprobs=0)
     plain = complete(session, PROMPTS[:batch], settings)
     honest = {"right": 0.9, "wrong": 0.1}
-    made = Lookup() if proposer == "lookup" else Nonsense([each.tokens for each in plain], honest[proposer])
-    speculation = Speculation(made, 7)
+    drafter = (
+        Lookup() if proposer == "lookup" else Nonsense([completion.tokens for completion in plain], honest[proposer])
+    )
+    speculation = Speculation(drafter, 7)
     # Log probabilities too: their bits are those of the logits.
     assert complete(session, PROMPTS[:batch], settings, speculation) == plain
     stats = speculation.stats
-    assert stats.tokens == sum(len(each.tokens) - 1 + (each.stopped == "end of text") for each in plain)
+    assert stats.tokens == sum(
+        len(completion.tokens) - 1 + (completion.stopped == "end of text") for completion in plain
+    )
     assert sum(stats.checks.values()) > (0 if proposer == "lookup" else 5)
     if proposer == "right":
         assert stats.passes < 30  # plain decoding takes 39
 
 
 @settings(max_examples=10)
-@given(seed=st.integers(0, 99), honest=st.sampled_from([0.3, 0.8, 1.0]), asked=st.integers(1, 45), data=st.data())
+@given(
+    seed=st.integers(0, 99), honest=st.sampled_from([0.3, 0.8, 1.0]), steps_to_run=st.integers(1, 45), data=st.data()
+)
 def test_a_cache_holds_what_it_would_without_drafts(
-    make_session: Any, seed: int, honest: float, asked: int, data: st.DataObject
+    make_session: Any, seed: int, honest: float, steps_to_run: int, data: st.DataObject
 ) -> None:
     storage, policy = data.draw(st.sampled_from(STORAGES)), data.draw(st.sampled_from(list(POLICIES)))
     session, prompts = make_session("fp6-rtn", storage, policy), PROMPTS[:1]
-    texts = [each.tokens for each in generate(session, prompts, max_new_tokens=60)]
+    texts = [completion.tokens for completion in generate(session, prompts, max_new_tokens=60)]
 
-    def stopped(speculation: Speculation | None) -> tuple[Decoder, list[int]]:
+    def run_steps(speculation: Speculation | None) -> tuple[Decoder, list[int]]:
         rows = [start(session, prompt, Settings(60), name="it") for prompt in prompts]
         decoder = Decoder(session, 1)
         drafts = None if speculation is None else speculation.start(session, rows)
         with closing(run(decoder, rows, np.array(prompts), drafts=drafts)) as steps:
-            for _, _ in zip(range(asked), steps, strict=False):
+            for _, _ in zip(range(steps_to_run), steps, strict=False):
                 pass
         return decoder, rows[0].tokens
 
-    (plain, tokens), (drafted, same) = stopped(None), stopped(Speculation(Nonsense(texts, honest, seed), 11))
-    assert tokens == same
+    (plain, tokens), (draft_decoder, draft_tokens) = (
+        run_steps(None),
+        run_steps(Speculation(Nonsense(texts, honest, seed), 11)),
+    )
+    assert tokens == draft_tokens
     # Where a summary cannot be computed again the cache may lag behind: what it lacks is fed again.
-    assert storage in ("float16", "bfloat16", "float8") or drafted.tokens[0] == plain.tokens[0]
+    assert storage in ("float16", "bfloat16", "float8") or draft_decoder.tokens[0] == plain.tokens[0]
     text, logits = [*PROMPTS[0], *tokens, 7], []
-    for decoder in (plain, drafted):
+    for decoder in (plain, draft_decoder):
         logits.append(decoder.step(np.array([text[int(decoder.tokens[0]) :]]))[:, -1])
     assert np.array_equal(*logits)
 
@@ -171,24 +180,24 @@ def test_a_cache_that_grows_is_rewound(tmp_path: Path) -> None:
     assert speculation.stats.acceptance()["lookup"][0] == 1.0
     with pytest.raises(InputError, match="grows by columns.*page_kv"):
         generate(session, [[1], [2]], proposer=Lookup())
-    ended = generate(session, ["abcab"], max_new_tokens=40, stop=["f"], proposer=Speculation(Lookup(), 3))
-    assert ended == generate(session, ["abcab"], max_new_tokens=40, stop=["f"])
+    completion = generate(session, ["abcab"], max_new_tokens=40, stop=["f"], proposer=Speculation(Lookup(), 3))
+    assert completion == generate(session, ["abcab"], max_new_tokens=40, stop=["f"])
 
 
 class Wrong(Proposer):
     """Guesses what never comes, and remembers what it was told."""
 
     def __init__(self) -> None:
-        self.told: list[list[int]] = []
+        self.texts: list[list[int]] = []
 
     def begin(self, rows: Sequence[Continuation]) -> None:
-        self.told.append([])
+        self.texts.append([])
 
     def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
-        return [[Guess(self.told[-1][-1], 0.99, "wrong")] * min(1, limit) for limit in limits]  # the model counts
+        return [[Guess(self.texts[-1][-1], 0.99, "wrong")] * min(1, limit) for limit in limits]  # the model counts
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        self.told[-1] += tokens
+        self.texts[-1] += tokens
 
 
 @pytest.mark.parametrize("honest", [0.3, 0.9])
@@ -197,8 +206,8 @@ def test_states_of_recurrences_are_taken_back(family: str, honest: float, make_a
     session = load(make_artifact(family), threads=1)
     plain = generate(session, PROMPTS[:1], max_new_tokens=40)
     speculation = Speculation(Nonsense([plain[0].tokens], honest), 7)
-    drafted = generate(session, PROMPTS[:1], max_new_tokens=40, proposer=speculation)
-    assert drafted[0].tokens == plain[0].tokens
+    completions = generate(session, PROMPTS[:1], max_new_tokens=40, proposer=speculation)
+    assert completions[0].tokens == plain[0].tokens
     assert sum(speculation.stats.checks.values()) > 3
     assert honest < 0.5 or speculation.stats.passes < 35  # plain decoding takes 39
 
@@ -226,23 +235,23 @@ def test_steps_without_drafts_cost_the_proposer_nothing(tmp_path: Path, monkeypa
     generate(session, [[1]], max_new_tokens=20, proposer=speculation)
     drafting = speculation._newest
     assert drafting is not None
-    began = drafting._drafting  # the beginning is charged with the first step
-    assert (began, speculation.stats.widths) == (0.0, {1: 19})
-    lost = speculation.lengths.loss
+    first_seconds = drafting._drafting  # the beginning is charged with the first step
+    assert (first_seconds, speculation.stats.widths) == (0.0, {1: 19})
+    loss = speculation.lengths.loss
     for _ in range(5):
         drafting.learn(Verdict([1], [0], [False]), 1, 1.0)
-    assert speculation.lengths.loss == lost
+    assert speculation.lengths.loss == loss
 
 
 def test_a_stalled_step_is_charged_for_twice_its_time_at_most(tmp_path: Path) -> None:
     counting_model(tmp_path)
     session, speculation = load(tmp_path, threads=1), Speculation(Lookup(), 3)
     generate(session, [[1]], max_new_tokens=20, proposer=speculation)
-    drafting, lost = speculation._newest, speculation.lengths.loss
+    drafting, loss = speculation._newest, speculation.lengths.loss
     assert drafting is not None
     drafting.learn(Verdict([1], [0], [True]), 2, 1000.0)
     # _STALL times what such a step is now known to take, and not its 1000 s
-    assert speculation.lengths.loss - lost <= 2 * costs_of(session, 1).seconds_of(2)
+    assert speculation.lengths.loss - loss <= 2 * costs_of(session, 1).seconds_of(2)
 
 
 def test_products_that_differ_are_found_and_said(llama_artifact: Path) -> None:
@@ -280,7 +289,7 @@ def test_retrieval_that_sees_the_newest_page_is_refused(make_session: Any) -> No
 # for what is rounded (seen 0.88 to 1.0 by two sets of instructions). Of random weights, one that forgets most is right
 # less often (0.38 to 0.41; by retrieval more often), and so is one layer of two (0.08 to 0.16, where chance has 0.004).
 @pytest.mark.parametrize(
-    ("kind", "least"),
+    ("kind", "smallest_share"),
     [
         ("streaming=128", 0.85),
         ("streaming=16", 0.3),
@@ -289,48 +298,48 @@ def test_retrieval_that_sees_the_newest_page_is_refused(make_session: Any) -> No
         ("layers=1", 0.05),
     ],
 )
-def test_a_model_drafts_for_itself(make_session: Any, kind: str, least: float) -> None:
+def test_a_model_drafts_for_itself(make_session: Any, kind: str, smallest_share: float) -> None:
     session = make_session("int4-rtn", "int8", "dense")
-    for sampling in (Sampling(), DRAWN):
+    for sampling in (Sampling(), SAMPLING):
         plain = generate(session, PROMPTS[:3], max_new_tokens=40, sampling=sampling)
         speculation = Speculation(SelfProposer.open(session, kind), 3)
         assert generate(session, PROMPTS[:3], max_new_tokens=40, sampling=sampling, proposer=speculation) == plain
-        assert speculation.stats.acceptance()[f"self:{kind}"][0] > least
+        assert speculation.stats.acceptance()[f"self:{kind}"][0] > smallest_share
 
 
 def test_the_same_model_is_always_right(make_session: Any) -> None:
     session = make_session("int4-rtn", "float32", "dense")
     # Both draw with the same numbers.
-    for sampling in (Sampling(), DRAWN):
+    for sampling in (Sampling(), SAMPLING):
         speculation = Speculation(ModelProposer(session, min_chance=0.0), 7)
         generate(session, PROMPTS[:4], max_new_tokens=30, sampling=sampling, proposer=speculation)
         assert set(speculation.stats.acceptance()["model"]) == {1.0}
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), DRAWN])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLING])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_proposer_of_a_drafting_model_changes_nothing_but_how_often_that_runs(
     make_session: Any, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, batch: int
 ) -> None:
     """What the model in between guesses is its own: counts of right guesses stay, its steps become fewer."""
-    session, smaller = (make_session(each, "float32", "dense") for each in ("fp6-rtn", "int4-rtn"))
+    session, smaller = (make_session(products, "float32", "dense") for products in ("fp6-rtn", "int4-rtn"))
     settings = Settings(60, sampling)
-    plain = [each.tokens for each in complete(session, PROMPTS[:batch], settings)]
+    plain = [completion.tokens for completion in complete(session, PROMPTS[:batch], settings)]
     feed, runs = FollowedTexts.feed, []
     monkeypatch.setattr(FollowedTexts, "feed", lambda self, tokens: runs.append(1) or feed(self, tokens))
-    found = {}
+    runs_and_rates = {}
     for middle in (smaller, session):
         for honest in (None, 0.0, 0.9):
             inner = None if honest is None else Nonsense(plain, honest, long=True)
             runs.clear()
             speculation = Speculation(ModelProposer(middle, min_chance=0.0, proposer=inner), 7)
-            drafted = complete(session, PROMPTS[:batch], settings, speculation)
-            assert [each.tokens for each in drafted] == plain
-            found[honest] = (len(runs), speculation.stats.acceptance())
-        assert found[0.0][1] == found[0.9][1] == found[None][1]
+            completions = complete(session, PROMPTS[:batch], settings, speculation)
+            assert [completion.tokens for completion in completions] == plain
+            runs_and_rates[honest] = (len(runs), speculation.stats.acceptance())
+        assert runs_and_rates[0.0][1] == runs_and_rates[0.9][1] == runs_and_rates[None][1]
     # The last one in the middle says what comes, as nine in ten of three guesses do: 3 steps for 7 guesses, or 4.
-    assert found[0.9][0] < 0.7 * found[None][0]
-    assert found[0.0][0] > 0.9 * found[None][0]
+    assert runs_and_rates[0.9][0] < 0.7 * runs_and_rates[None][0]
+    assert runs_and_rates[0.0][0] > 0.9 * runs_and_rates[None][0]
 
 
 def test_proposers_of_proposers_have_names(make_session: Any, make_paged: Callable[[str], Path]) -> None:

@@ -32,9 +32,9 @@ def test_pieces_add_up_to_the_text_before_the_first_stop_string(pieces: list[str
         if watch.match is not None:
             assert watch.match in so_far
             break
-        held = so_far[len(given_out) :]
-        assert not held or any(stop.startswith(held) for stop in stops)
-        assert all(not so_far.endswith(stop[:n]) or n <= len(held) for stop in stops for n in range(len(stop)))
+        pending_text = so_far[len(given_out) :]
+        assert not pending_text or any(stop.startswith(pending_text) for stop in stops)
+        assert all(not so_far.endswith(stop[:n]) or n <= len(pending_text) for stop in stops for n in range(len(stop)))
     else:
         given_out += watch.finish()
     assert given_out == cut("".join(pieces), stops)

@@ -40,12 +40,12 @@ def sessions(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+def set_unpadded(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return a function that says whether prompts go apart."""
     return lambda yes: monkeypatch.setattr(decoding, "is_faster_unpadded", lambda mask: yes)
 
 
-def padded(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def padded_batch(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (len(counts), max(counts)))
     mask = (np.arange(max(counts)) >= max(counts) - np.array(counts)[:, None]).astype(np.int64)
     return ids, mask
@@ -53,59 +53,59 @@ def padded(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", STATES)
 def test_the_cache_and_the_logits_are_those_of_padding_to_the_bit(
-    sessions: dict[str, Session], apart: Callable[[bool], None], name: str
+    sessions: dict[str, Session], set_unpadded: Callable[[bool], None], name: str
 ) -> None:
-    ids, mask = padded([70, 3, 41, 16])
-    made = []
+    ids, mask = padded_batch([70, 3, 41, 16])
+    decoders = []
     for yes in (False, True):
-        apart(yes)
+        set_unpadded(yes)
         decoder = Decoder(sessions[name], 4)
         logits = [logits[:, -1:].copy() for _, logits in decoder.feed(ids, mask)][-1]
-        made.append((decoder, logits))
-    (side, first), (alone, second) = made
-    assert alone.tokens.tolist() == side.tokens.tolist() == [70, 3, 41, 16]
-    assert alone.length == side.length == 70
+        decoders.append((decoder, logits))
+    (side, first), (unpadded_decoder, second) = decoders
+    assert unpadded_decoder.tokens.tolist() == side.tokens.tolist() == [70, 3, 41, 16]
+    assert unpadded_decoder.length == side.length == 70
     assert np.array_equal(first, second)
     for _ in range(30):
         step = np.full((4, 1), 7)
-        assert np.array_equal(side.step(step), alone.step(step))
+        assert np.array_equal(side.step(step), unpadded_decoder.step(step))
 
 
 def test_hidden_states_are_those_of_padding_too(
-    llama_artifact: Path, tmp_path: Path, apart: Callable[[bool], None]
+    llama_artifact: Path, tmp_path: Path, set_unpadded: Callable[[bool], None]
 ) -> None:
     recipe = load_recipe("fp6-rtn", add=["expose_hidden"]).with_lower("ort-cpu:avx512")
     optimize(llama_artifact, recipe, tmp_path / "made", quality_tokens=0)
-    session, (ids, mask), found = load(tmp_path / "made", threads=1), padded([70, 3, 41]), []
+    session, (ids, mask), hidden_states = load(tmp_path / "made", threads=1), padded_batch([70, 3, 41]), []
     for yes in (False, True):
-        apart(yes)
+        set_unpadded(yes)
         decoder = Decoder(session, 3)
         for _ in decoder.feed(ids, mask):
             pass
         assert decoder.hidden is not None
-        found.append(decoder.hidden[:, -1:].copy())
-    assert found[1].shape[:2] == (3, 1)
-    assert np.array_equal(*found)
+        hidden_states.append(decoder.hidden[:, -1:].copy())
+    assert hidden_states[1].shape[:2] == (3, 1)
+    assert np.array_equal(*hidden_states)
 
 
 @settings(max_examples=15)
 @given(counts=st.lists(st.integers(1, 60), min_size=2, max_size=5), name=st.sampled_from(sorted(STATES)))
 def test_texts_are_the_same(sessions: dict[str, Session], counts: list[int], name: str) -> None:
-    ids, mask = padded(counts)
+    ids, mask = padded_batch(counts)
     prompts = [row[keep.astype(bool)].tolist() for row, keep in zip(ids, mask, strict=True)]
-    found = []
+    texts = []
     for yes in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decoding, "is_faster_unpadded", lambda mask, yes=yes: yes)
-            found.append([each.tokens for each in generate(sessions[name], prompts, max_new_tokens=8)])
-    assert found[0] == found[1]
+            texts.append([completion.tokens for completion in generate(sessions[name], prompts, max_new_tokens=8)])
+    assert texts[0] == texts[1]
 
 
 def test_a_caller_that_stops_finds_what_rows_were_fed(
-    sessions: dict[str, Session], apart: Callable[[bool], None]
+    sessions: dict[str, Session], set_unpadded: Callable[[bool], None]
 ) -> None:
-    apart(True)
-    ids, mask = padded([20, 5, 9])
+    set_unpadded(True)
+    ids, mask = padded_batch([20, 5, 9])
     decoder = Decoder(sessions["dense"], 3)
     for number, _ in enumerate(decoder.feed(ids, mask)):
         assert decoder.tokens.tolist() == [[20, 0, 0], [20, 5, 0], [20, 5, 9]][number]
@@ -123,4 +123,4 @@ def test_a_caller_that_stops_finds_what_rows_were_fed(
 )
 def test_prompts_go_apart_where_padding_would_cost_more(counts: list[int], pays: bool) -> None:
     """A prompt of 5 counts as 32, as a step of few rows costs hardly less."""
-    assert is_faster_unpadded(padded(counts)[1]) is pays
+    assert is_faster_unpadded(padded_batch(counts)[1]) is pays

@@ -52,9 +52,9 @@ def test_embeddings_are_means_over_the_tokens_of_a_text(
     import transformers
 
     session = load_encoder(bert_artifact)
-    found = session.embed(TEXTS)
+    embeddings = session.embed(TEXTS)
     model = transformers.AutoModel.from_pretrained(make_folder("bert")).eval()
-    for text, embedding in zip(TEXTS, found, strict=True):
+    for text, embedding in zip(TEXTS, embeddings, strict=True):
         ids = session.encode(text)
         assert (ids[0], ids[-1]) == (2, 3)
         with torch.no_grad():
@@ -80,13 +80,13 @@ def test_presets_make_an_encoder_smaller_and_keep_its_embeddings(
     recipe: str | Recipe, smallest: float, share: float, bert_artifact: Path, tmp_path: Path
 ) -> None:
     """What is lost is that of random weights in groups of 64 or less, which is more than trained ones lose."""
-    made = optimize(bert_artifact, recipe, tmp_path / "out")
-    assert made.manifest.task == "encoder"
-    compared = [check for check in made.manifest.checks if check.name == "hidden states"]
-    assert {check.after for check in compared} == {report.name for report in made.manifest.passes}
-    assert all(check.status == "measured" and "cosine_with_start_smallest" in check.figures for check in compared)
+    outcome = optimize(bert_artifact, recipe, tmp_path / "out")
+    assert outcome.manifest.task == "encoder"
+    hidden_checks = [check for check in outcome.manifest.checks if check.name == "hidden states"]
+    assert {check.after for check in hidden_checks} == {report.name for report in outcome.manifest.passes}
+    assert all(check.status == "measured" and "cosine_with_start_smallest" in check.figures for check in hidden_checks)
     if "rotate" in str(recipe):
-        assert made.manifest.check("certificate", after="rotate").status == "proved"
+        assert outcome.manifest.check("certificate", after="rotate").status == "proved"
     text = "\n".join([*TEXTS, "", TEXTS[0], "import " * 200])
     result = evaluate_embeddings(load_encoder(tmp_path / "out"), load_encoder(bert_artifact), text)
     assert (result.texts, result.cut, result.width) == (5, 1, 64)
@@ -139,17 +139,17 @@ def test_what_is_no_encoder_or_no_text_is_refused(bert_artifact: Path, llama_art
         session.embed(["import " * 200])
     with pytest.raises(InputError, match="no line to embed"):
         evaluate_embeddings(session, session, " \n\n")
-    other = tmp_path / "other"
-    shutil.copytree(bert_artifact, other)
-    (other / "manifest.json").unlink()
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    bare_folder = tmp_path / "other"
+    shutil.copytree(bert_artifact, bare_folder)
+    (bare_folder / "manifest.json").unlink()
+    tokenizer = json.loads((bare_folder / "tokenizer.json").read_text())
     tokenizer["post_processor"] = None
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (bare_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(InputError, match="the reference has another tokenizer"):
-        evaluate_embeddings(session, load_encoder(other), "import os")
-    (other / "tokenizer.json").unlink()
+        evaluate_embeddings(session, load_encoder(bare_folder), "import os")
+    (bare_folder / "tokenizer.json").unlink()
     with pytest.raises(InputError, match=r"no tokenizer\.json, so it can read no text"):
-        load_encoder(other).embed(["import os"])
+        load_encoder(bare_folder).embed(["import os"])
 
 
 @pytest.mark.parametrize("family", ["modernbert_reranker", "nomic_bert", "eurobert"])
@@ -167,9 +167,9 @@ def test_rotary_encoders_count_positions_for_each_row(
     # Positions are repeated once, not for each layer and not for each of query and key.
     expands = [node.outputs[0] for node in model.graph if node.op_type == "Expand"]
     assert len([value for value in expands if str(value.shape) in ROWS]) == 1
-    made = optimize(folder, "rotate", tmp_path / "out")
-    assert made.manifest.check("certificate", after="rotate").status == "proved"
-    assert all(check.status != "not covered" for check in made.manifest.checks if check.after == "rotate")
+    result = optimize(folder, "rotate", tmp_path / "out")
+    assert result.manifest.check("certificate", after="rotate").status == "proved"
+    assert all(check.status != "not covered" for check in result.manifest.checks if check.after == "rotate")
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ FLOAT32 = 1e-6
 
 def by_definition(states: np.ndarray, way: Pooling) -> np.ndarray:
     """Pool the hidden states [tokens, width] of one text."""
-    places = np.arange(1, len(states) + 1)[:, None]
+    positions = np.arange(1, len(states) + 1)[:, None]
     return {
         "mean": states.sum(0) / len(states),
         "mean_sqrt_len_tokens": states.sum(0) / np.sqrt(len(states)),
-        "weightedmean": (places * states).sum(0) / places.sum(),
+        "weightedmean": (positions * states).sum(0) / positions.sum(),
         "max": states.max(0),
         "cls": states[0],
         "lasttoken": states[-1],
@@ -36,15 +36,17 @@ def test_padding_counts_for_nothing(way: Pooling) -> None:
     lengths = [6, 1, 4]
     mask = np.arange(6) < np.array(lengths)[:, None]
     hidden[~mask] = 1e6
-    found = pool(hidden, mask, [way])
+    pooled_rows = pool(hidden, mask, [way])
     for row, length in enumerate(lengths):
-        np.testing.assert_allclose(found[row], by_definition(hidden[row, :length], way), atol=FLOAT32, rtol=FLOAT32)
+        np.testing.assert_allclose(
+            pooled_rows[row], by_definition(hidden[row, :length], way), atol=FLOAT32, rtol=FLOAT32
+        )
 
 
 def test_several_ways_stand_side_by_side_and_none_is_the_mean() -> None:
     hidden, mask = np.random.default_rng(1).standard_normal((2, 3, 4)).astype(np.float32), np.ones((2, 3), bool)
-    apart = [pool(hidden, mask, ["cls"]), pool(hidden, mask, [])]
-    np.testing.assert_array_equal(pool(hidden, mask, ["cls", "mean"]), np.concatenate(apart, axis=1))
+    parts = [pool(hidden, mask, ["cls"]), pool(hidden, mask, [])]
+    np.testing.assert_array_equal(pool(hidden, mask, ["cls", "mean"]), np.concatenate(parts, axis=1))
 
 
 @pytest.mark.parametrize(

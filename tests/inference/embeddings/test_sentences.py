@@ -80,8 +80,8 @@ def test_a_decoder_embeds_as_its_modules_say(
         session.embed(TEXTS, prompt="passage")
     prompts = ("--prompt", TEXTS[0], "--prompt", TEXTS[1], "--json")
     rows = [
-        json.loads(call(monkeypatch, capsys, "run", tmp_path / "rotated", *prompts, *more)[1])[0]["embedding"]
-        for more in ([], ["--prompt-name", "query"])
+        json.loads(call(monkeypatch, capsys, "run", tmp_path / "rotated", *prompts, *options)[1])[0]["embedding"]
+        for options in ([], ["--prompt-name", "query"])
     ]
     np.testing.assert_allclose(rows, [session.embed(TEXTS[:1], prompt=name)[0] for name in (None, "query")], atol=1e-6)
     code, _, err = call(monkeypatch, capsys, "run", tmp_path / "rotated", *prompts, "--prompt-name", "passage")

@@ -24,10 +24,10 @@ DETOUR = "model.layers.1.mlp.detour"
 
 
 @pytest.fixture(scope="module")
-def detoured(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def detour_artifact(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that multiplies by two large matrices in one layer, for nothing."""
-    made = artifact.read(llama_artifact)
-    model = made.model
+    source = artifact.read(llama_artifact)
+    model = source.model
     (gate,) = [node for node in model.graph if node.name == "model.layers.1.mlp.gate_proj.MatMul"]
     width = gate.inputs[1].const_value.shape[1]
     random = np.random.default_rng(0)
@@ -43,35 +43,35 @@ def detoured(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     for use in uses:
         use.node.replace_input_with(use.idx, value)
     folder = tmp_path_factory.mktemp("profiled") / "detoured"
-    artifact.write(made, folder)
+    artifact.write(source, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def found(detoured: Path) -> Profile:
-    return profile(detoured, prompt=64, tokens=9, repeats=5, threads=1)
+def detour_profile(detour_artifact: Path) -> Profile:
+    return profile(detour_artifact, prompt=64, tokens=9, repeats=5, threads=1)
 
 
-def test_a_planted_detour_is_the_slowest(found: Profile, detoured: Path) -> None:
-    for run in (found.prompt, found.token):
+def test_a_planted_detour_is_the_slowest(detour_profile: Profile, detour_artifact: Path) -> None:
+    for run in (detour_profile.prompt, detour_profile.token):
         assert run is not None
         # medians of several runs: other programs on this machine do not disturb one node in most of them
         slowest = max(run.nodes, key=run.nodes.__getitem__)
         assert slowest.startswith(DETOUR)
         assert run.kernels[slowest] == ["MatMul"]
-    traced = trace(detoured)
-    first = next(row for row in rows(traced, found.prompt) if row.role != OUTSIDE)
+    trace_of_model = trace(detour_artifact)
+    first = next(row for row in rows(trace_of_model, detour_profile.prompt) if row.role != OUTSIDE)
     assert first.worst[1].startswith(DETOUR)
 
 
-def test_shares_add_up_to_the_whole(found: Profile, detoured: Path) -> None:
-    traced = trace(detoured)
-    for run in (found.prompt, found.token):
+def test_shares_add_up_to_the_whole(detour_profile: Profile, detour_artifact: Path) -> None:
+    trace_of_model = trace(detour_artifact)
+    for run in (detour_profile.prompt, detour_profile.token):
         assert run is not None
         assert sum(run.nodes.values()) + run.between == pytest.approx(run.seconds, rel=0.05)
-        assert sum(row.seconds for row in rows(traced, run)) == pytest.approx(run.seconds, rel=0.05)
-        assert sum(seconds for _, seconds in by_pass(traced, run)) == pytest.approx(sum(run.nodes.values()))
-    assert found.bandwidth > 1e8
+        assert sum(row.seconds for row in rows(trace_of_model, run)) == pytest.approx(run.seconds, rel=0.05)
+        assert sum(seconds for _, seconds in by_pass(trace_of_model, run)) == pytest.approx(sum(run.nodes.values()))
+    assert detour_profile.bandwidth > 1e8
 
 
 @pytest.mark.parametrize(("preset", "target"), [("int4-rtn", None), ("w4a4-rtn", None), ("rotate-kv4-rtn", None)])
@@ -79,51 +79,51 @@ def test_what_onnxruntime_runs_leads_back_to_the_file(
     llama_artifact: Path, tmp_path: Path, preset: str, target: str | None
 ) -> None:
     optimize(llama_artifact, preset, tmp_path / "made", run=False)
-    found = profile(tmp_path / "made", prompt=16, tokens=3, repeats=2, threads=1)
+    measurements = profile(tmp_path / "made", prompt=16, tokens=3, repeats=2, threads=1)
     nodes = {node.name for node in artifact.read(tmp_path / "made").model.graph}
-    for run in (found.prompt, found.token):
+    for run in (measurements.prompt, measurements.token):
         assert run is not None
-        lost = {name for name in run.nodes if name not in nodes}
-        assert not lost, lost
+        foreign_nodes = {name for name in run.nodes if name not in nodes}
+        assert not foreign_nodes, foreign_nodes
     # products are told by themselves, not by what reads them
-    assert found.token is not None
-    products = {name for name in found.token.nodes if name.endswith("_proj.MatMul")}
+    assert measurements.token is not None
+    products = {name for name in measurements.token.nodes if name.endswith("_proj.MatMul")}
     assert len(products) == 14
 
 
 def test_a_fused_node_stands_for_the_last_of_its_nodes() -> None:
     def node(kind: str, inputs: list[ir.Value], name: str, output: str) -> ir.Node:
-        made = ir.node(kind, inputs, name=name)
-        made.outputs[0].name = output
-        return made
+        new_node = ir.node(kind, inputs, name=name)
+        new_node.outputs[0].name = output
+        return new_node
 
     x = ir.val("x", ir.DataType.FLOAT, [1])
     first = node("Sigmoid", [x], "sigmoid", "s")
     last = node("Mul", [x, first.outputs[0]], "mul", "m")
     end = node("Relu", [last.outputs[0]], "relu", "y")
     file = ir.Graph([x], end.outputs, nodes=[first, last, end], name="file")
-    other = ir.val("x", ir.DataType.FLOAT, [1])
-    inner = node("Abs", [other], "_inlined_abs", "_inlined_value")
-    fused = node("QuickGelu", [inner.outputs[0]], "fused", "m")
-    relu = node("Relu", [fused.outputs[0]], "relu", "y")
-    ran = ir.Graph([other], relu.outputs, nodes=[inner, fused, relu], name="ran")
-    assert origins(file, ran) == {"relu": "relu", "fused": "mul", "_inlined_abs": "mul"}
+    body_input = ir.val("x", ir.DataType.FLOAT, [1])
+    inner = node("Abs", [body_input], "_inlined_abs", "_inlined_value")
+    fusion = node("QuickGelu", [inner.outputs[0]], "fused", "m")
+    relu = node("Relu", [fusion.outputs[0]], "relu", "y")
+    run_graph = ir.Graph([body_input], relu.outputs, nodes=[inner, fusion, relu], name="ran")
+    assert origins(file, run_graph) == {"relu": "relu", "fused": "mul", "_inlined_abs": "mul"}
 
 
 def test_a_body_whose_last_node_is_gone_stands_for_what_its_reader_reads() -> None:
     x = ir.val("x", ir.DataType.FLOAT, [1])
-    ours = ir.node("MatMulTable", [x], domain="ai.graphopt", name="product")
-    ours.outputs[0].name = "p"
-    add = ir.node("Add", [x, ours.outputs[0]], name="add")
+    product = ir.node("MatMulTable", [x], domain="ai.graphopt", name="product")
+    product.outputs[0].name = "p"
+    add = ir.node("Add", [x, product.outputs[0]], name="add")
     add.outputs[0].name = "y"
-    file = ir.Graph([x], add.outputs, nodes=[ours, add], name="file")
-    other = ir.val("x", ir.DataType.FLOAT, [1])
-    inner = ir.node("MatMul", [other, other], name="_inlined_MatMul")
+    file = ir.Graph([x], add.outputs, nodes=[product, add], name="file")
+    body_input = ir.val("x", ir.DataType.FLOAT, [1])
+    inner = ir.node("MatMul", [body_input, body_input], name="_inlined_MatMul")
     inner.outputs[0].name = "_inlined_1"
-    reader = ir.node("Add", [other, inner.outputs[0]], name="add")
+    reader = ir.node("Add", [body_input, inner.outputs[0]], name="add")
     reader.outputs[0].name = "y"
-    ran = ir.Graph([other], reader.outputs, nodes=[inner, reader], name="ran")
-    assert origins(file, ran) == {"add": "add", "_inlined_MatMul": "product"}
+    run_graph = ir.Graph([body_input], reader.outputs, nodes=[inner, reader], name="ran")
+    assert origins(file, run_graph) == {"add": "add", "_inlined_MatMul": "product"}
 
 
 @pytest.mark.parametrize("content", ["", "{}", '[{"cat": "Node", "name": 5}]', '[{"cat": "Session"}]'])
@@ -138,29 +138,29 @@ def test_a_prompt_that_is_too_long_is_refused(llama_artifact: Path) -> None:
         profile(llama_artifact, prompt=100_000)
 
 
-def test_the_command_and_the_page(detoured: Path, tmp_path: Path) -> None:
+def test_the_command_and_the_page(detour_artifact: Path, tmp_path: Path) -> None:
     options = ["--prompt-tokens", "8", "--tokens", "2", "--threads", "1", "--perfetto", str(tmp_path / "trace.json")]
-    result = CliRunner().invoke(app, ["profile", str(detoured), *options, "--json"])
+    result = CliRunner().invoke(app, ["profile", str(detour_artifact), *options, "--json"])
     assert result.exit_code == 0
-    found = Profile.model_validate(json.loads(result.stdout))
+    measurements = Profile.model_validate(json.loads(result.stdout))
     assert any(event.get("cat") == "Node" for event in json.loads((tmp_path / "trace.json").read_text()))
-    result = CliRunner().invoke(app, ["profile", str(detoured), *options])
+    result = CliRunner().invoke(app, ["profile", str(detour_artifact), *options])
     assert "tokens/s" in result.stdout
-    page = report(trace(detoured), None, None, None, found)
+    page = report(trace(detour_artifact), None, None, None, measurements)
     assert 'id="time"' in page
     assert DETOUR in page
-    result = CliRunner().invoke(app, ["explain", str(detoured), f"{DETOUR}0", "--time"])
+    result = CliRunner().invoke(app, ["explain", str(detour_artifact), f"{DETOUR}0", "--time"])
     assert "of one token, run as MatMul" in result.stdout
 
 
-def test_hostile_names_of_kernels_are_text(detoured: Path) -> None:
+def test_hostile_names_of_kernels_are_text(detour_artifact: Path) -> None:
     name = "</script><img src=x onerror=alert(1)>"
     run = Run(tokens=1, runs=1, seconds=1, profiled=1, nodes={name: 0.5}, kernels={name: [name]}, between=0.5)
-    found = Profile(model=name, threads=1, bandwidth=1e9, prompt=run)
-    traced = trace(detoured)
-    assert "<img" not in report(traced, None, None, None, found)
-    assert len(times_table(traced, run, 1e9).rows) == 2
-    assert all("\n" not in line for line in summary_lines(traced, found))
+    measurements = Profile(model=name, threads=1, bandwidth=1e9, prompt=run)
+    trace_of_model = trace(detour_artifact)
+    assert "<img" not in report(trace_of_model, None, None, None, measurements)
+    assert len(times_table(trace_of_model, run, 1e9).rows) == 2
+    assert all("\n" not in line for line in summary_lines(trace_of_model, measurements))
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.56e-5, "45.6 us"), (0, "0")])

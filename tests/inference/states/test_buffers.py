@@ -26,8 +26,8 @@ def memory(interpreted_library: Path) -> DeviceMemory:
 
 def numbers(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
     """Any bits, as a copy must not look at what it copies."""
-    drawn = np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
-    return drawn.view(dtype).reshape(shape)
+    octets = np.random.default_rng(seed).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    return octets.view(dtype).reshape(shape)
 
 
 def equal(a: np.ndarray, b: np.ndarray) -> bool:
@@ -37,33 +37,33 @@ def equal(a: np.ndarray, b: np.ndarray) -> bool:
 @given(
     dtype=st.sampled_from(TYPES),
     sizes=st.tuples(SIZES, SIZES, SIZES, st.integers(1, 5)),
-    more=st.integers(0, 3),
+    spare=st.integers(0, 3),
     data=st.data(),
 )
 def test_they_agree(
-    memory: DeviceMemory, dtype: np.dtype, sizes: tuple[int, int, int, int], more: int, data: st.DataObject
+    memory: DeviceMemory, dtype: np.dtype, sizes: tuple[int, int, int, int], spare: int, data: st.DataObject
 ) -> None:
-    batch, heads, places, size = sizes
-    shape, larger = (batch, heads, places, size), (batch + 1, heads, places + more, size)
-    count = data.draw(st.integers(1, places))
+    batch, heads, positions, size = sizes
+    shape, larger = (batch, heads, positions, size), (batch + 1, heads, positions + spare, size)
+    count = data.draw(st.integers(1, positions))
     row, to_row = data.draw(st.integers(0, batch - 1)), data.draw(st.integers(0, batch))
-    first, to = data.draw(st.integers(0, places - count)), data.draw(st.integers(0, places + more - count))
+    first, to_first = data.draw(st.integers(0, positions - count)), data.draw(st.integers(0, positions + spare - count))
 
-    def use(where: Memory) -> list[np.ndarray]:
-        source, target = where.zeros(StateTensor(shape, dtype)), where.zeros(StateTensor(larger, dtype))
-        for each in range(batch):
-            source.write(each, 0, numbers(shape[1:], dtype, each))
+    def use(device: Memory) -> list[np.ndarray]:
+        source, target = device.zeros(StateTensor(shape, dtype)), device.zeros(StateTensor(larger, dtype))
+        for index in range(batch):
+            source.write(index, 0, numbers(shape[1:], dtype, index))
         source.write(row, first, numbers((heads, count, size), dtype, 10))
         Row(source, row).write(first, numbers((heads, size), dtype, 11))
-        target.copy(to_row, to, source, row, first, count)
-        assert source.nbytes == batch * heads * places * size * dtype.itemsize
-        read = [Row(buffer, row).get(first) for buffer in (source, target)]
-        return [*read, source.array_of(count), source.array_of(places), target.array_of(places + more)]
+        target.copy(to_row, to_first, source, row, first, count)
+        assert source.nbytes == batch * heads * positions * size * dtype.itemsize
+        rows = [Row(buffer, row).get(first) for buffer in (source, target)]
+        return [*rows, source.array_of(count), source.array_of(positions), target.array_of(positions + spare)]
 
-    expected, found = use(HostMemory()), use(memory)
-    assert all(equal(*each) for each in zip(expected, found, strict=True))
+    expected, result = use(HostMemory()), use(memory)
+    assert all(equal(*pair) for pair in zip(expected, result, strict=True))
     # and they are not all zeros
-    assert equal(expected[-1][to_row, :, to], expected[0])
+    assert equal(expected[-1][to_row, :, to_first], expected[0])
     assert not equal(expected[0], np.zeros_like(expected[0])) or size * heads * dtype.itemsize < 3
 
 
@@ -83,19 +83,21 @@ def test_memory_that_cannot_be_had_is_an_error_that_names_the_library(memory: De
 
 
 def test_memory_comes_back_with_its_last_user(memory: DeviceMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    freed = []
+    pointers = []
     free = memory._library.graphopt_cuda_free
-    monkeypatch.setattr(memory._library, "graphopt_cuda_free", lambda at: (freed.append(at), free(at)))
+    monkeypatch.setattr(
+        memory._library, "graphopt_cuda_free", lambda address: (pointers.append(address), free(address))
+    )
     buffer: Buffer | None = memory.zeros(StateTensor((1, 2, 3, 4)))
     assert buffer is not None
-    where = buffer._pointer
+    pointer = buffer._pointer
     row: Row | None = Row(buffer, 0)
     del buffer
     gc.collect()
-    assert freed == []
+    assert pointers == []
     row = None
     gc.collect()
-    assert freed == [where]
+    assert pointers == [pointer]
     assert row is None
 
 

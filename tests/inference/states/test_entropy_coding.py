@@ -30,8 +30,8 @@ def test_symbols_take_the_bits_that_their_contexts_leave_open() -> None:
     # the library loses a 2^-8th or less for each symbol of a context, and has tables of 100 bytes at most here
     assert bits / 8 * 0.999 < len(stream) < bits / 8 * 1.004 + 300
     reader = SymbolReader(stream, 4)
-    found = [reader.next_symbols(contexts[part]) for part in (slice(0, 7), slice(7, n))]
-    assert np.array_equal(np.concatenate(found), symbols)
+    runs = [reader.next_symbols(contexts[part]) for part in (slice(0, 7), slice(7, n))]
+    assert np.array_equal(np.concatenate(runs), symbols)
     for context in (3, 1):  # which never had one, and which has no more
         with pytest.raises(ValueError, match="the symbols of a context end before"):
             reader.next_symbols(np.array([context], np.uint8))
@@ -43,25 +43,25 @@ def test_numbers_of_any_type_come_back(dtype: type, shape: tuple[int, ...]) -> N
     numbers = (np.random.default_rng(1).normal(size=shape) * 20).astype(dtype)
     if numbers.size > 2 and dtype in (np.float32, np.float16):
         numbers.ravel()[:3] = [np.nan, -0.0, np.inf]
-    packed = pack_numbers(numbers)
-    found = unpack_numbers(packed, numbers.dtype, shape)
-    assert found.dtype == numbers.dtype
-    assert found.tobytes() == numbers.tobytes()
+    stream = pack_numbers(numbers)
+    result = unpack_numbers(stream, numbers.dtype, shape)
+    assert result.dtype == numbers.dtype
+    assert result.tobytes() == numbers.tobytes()
     # what the library says before the numbers, and of how many
-    assert len(packed) <= numbers.nbytes + 64
+    assert len(stream) <= numbers.nbytes + 64
     if shape == (2, 4000) and dtype in (np.float32, np.int64):
-        assert len(packed) < 0.9 * numbers.nbytes  # exponents, and upper bytes
+        assert len(stream) < 0.9 * numbers.nbytes  # exponents, and upper bytes
 
 
 def test_bytes_that_are_not_those_of_numbers_are_refused() -> None:
-    packed = pack_numbers(np.arange(5000, dtype=np.float32) ** 2)
-    for end in (0, 3, len(packed) // 2, len(packed) - 1):
+    stream = pack_numbers(np.arange(5000, dtype=np.float32) ** 2)
+    for end in (0, 3, len(stream) // 2, len(stream) - 1):
         with pytest.raises(ValueError, match="bytes (hold|are not)"):
-            unpack_numbers(packed[:end], np.dtype(np.float32), (5000,))
+            unpack_numbers(stream[:end], np.dtype(np.float32), (5000,))
     with pytest.raises(ValueError, match="hold 5000 numbers of float32"):
-        unpack_numbers(packed, np.dtype(np.float32), (5001,))
+        unpack_numbers(stream, np.dtype(np.float32), (5001,))
     with pytest.raises(ValueError, match="are not numbers of float16"):
-        unpack_numbers(packed, np.dtype(np.float16), (5000,))
+        unpack_numbers(stream, np.dtype(np.float16), (5000,))
 
 
 def test_parts_are_split_where_they_were_joined() -> None:

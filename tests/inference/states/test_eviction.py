@@ -22,17 +22,17 @@ from tests.runtime_ops.kv_cases import Fed, attributes_of, tokens_of
 COUNT, KEEP = 100, 41
 
 
-def paged(source: Path, folder: Path) -> graphopt.Session:
+def open_paged(source: Path, folder: Path) -> graphopt.Session:
     steps = [{"step": "canonicalize"}, {"step": "page_kv", "page": 16}]
     recipe = graphopt.Recipe.model_validate({"name": "pages", "steps": steps})
     graphopt.optimize(source, recipe, folder, run=False)
     return load(folder)
 
 
-ALIKE = [(storage, "", factors) for storage in STORAGES for factors in (0, 1)]
+SAME_STORAGES = [(storage, "", factors) for storage in STORAGES for factors in (0, 1)]
 
 
-@pytest.mark.parametrize(("storage", "values", "factors"), [*ALIKE, ("int8", "int6", 0), ("int4", "int2", 1)])
+@pytest.mark.parametrize(("storage", "values", "factors"), [*SAME_STORAGES, ("int8", "int6", 0), ("int4", "int2", 1)])
 def test_the_state_is_that_of_the_tokens_that_stay(storage: str, values: str, factors: int) -> None:
     codes = storage.startswith("int")
     if factors and not codes:
@@ -40,17 +40,17 @@ def test_the_state_is_that_of_the_tokens_that_stay(storage: str, values: str, fa
     kv = attributes_of(storage=storage, value_storage=values, sink_pages=1, recent_pages=1, token_factors=factors)
     tokens = tokens_of(kv, COUNT, batch=2, head_size=32)
     pages = -(-COUNT // kv.page)
-    fed = Fed(kv, tokens, pages)
-    fed.call(COUNT)
+    feed = Fed(kv, tokens, pages)
+    feed.call(COUNT)
     layer = PagedLayer(0, tokens["key"].shape[2] // kv.kv_heads, kv)
-    state = {name: fed.state[name] for name in layer.states(2, pages)}
+    state = {name: feed.state[name] for name in layer.states(2, pages)}
     eviction = Eviction(KEEP, sinks=5, recent=9)
     after = evict(layer, state, np.array([COUNT, COUNT]), eviction, -(-KEEP // kv.page))
     assert sum(array.nbytes for array in after.values()) < sum(array.nbytes for array in state.values())
     for row in range(2):
         numbers = []
         for head in range(kv.kv_heads):
-            parts = stored_tokens(kv, row_of(fed.state, row), head, np.arange(COUNT), COUNT, layer.head_size)
+            parts = stored_tokens(kv, row_of(feed.state, row), head, np.arange(COUNT), COUNT, layer.head_size)
             numbers.append([part.numbers.astype(np.float32) for part in parts])
         keys, values = (np.stack(part) for part in zip(*numbers, strict=True))
         index = eviction.tokens_that_stay(keys, values)
@@ -61,17 +61,17 @@ def test_the_state_is_that_of_the_tokens_that_stay(storage: str, values: str, fa
             np.take_along_axis(part, index[..., None], 1).transpose(1, 0, 2)[None] for part in (keys, values)
         )
         zeros = kv.state(1, -(-KEEP // kv.page), layer.head_size).zeros()
-        wanted = append(kv, zeros, keys, values, np.zeros(1, np.int64), np.full(1, KEEP))
-        found = {**zeros, **{name: array[row : row + 1] for name, array in after.items()}}
+        expected = append(kv, zeros, keys, values, np.zeros(1, np.int64), np.full(1, KEEP))
+        result = {**zeros, **{name: array[row : row + 1] for name, array in after.items()}}
         for head in range(kv.kv_heads):
-            for one, other in zip(
+            for left, right in zip(
                 *(
-                    stored_tokens(kv, row_of(each, 0), head, np.arange(KEEP), KEEP, layer.head_size)
-                    for each in (wanted, found)
+                    stored_tokens(kv, row_of(state, 0), head, np.arange(KEEP), KEEP, layer.head_size)
+                    for state in (expected, result)
                 ),
                 strict=True,
             ):
-                assert np.array_equal(one.numbers, other.numbers)
+                assert np.array_equal(left.numbers, right.numbers)
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -86,11 +86,11 @@ def test_the_best_of_each_head_stay(score: str) -> None:
 
 
 def test_a_decoder_goes_on_in_less_memory(llama_artifact: Path, tmp_path: Path) -> None:
-    session = paged(llama_artifact, tmp_path / "made")
+    session = open_paged(llama_artifact, tmp_path / "made")
     ids = np.random.default_rng(0).integers(0, 300, (1, 110))
     whole, decoder = Decoder(session, 1), Decoder(session, 1)
-    for each in (whole, decoder):
-        each.step(ids)
+    for text_decoder in (whole, decoder):
+        text_decoder.step(ids)
     before = decoder.states.bytes
     eviction = Eviction(30, sinks=4, recent=20, slack=5)
     decoder.evict(eviction)
@@ -112,17 +112,17 @@ def test_a_decoder_goes_on_in_less_memory(llama_artifact: Path, tmp_path: Path) 
     all_but_one = Decoder(session, 1)
     all_but_one.step(ids)
     all_but_one.evict(Eviction(109, sinks=4, recent=20))
-    expected, other = whole.step(ids[:, 3:4]), all_but_one.step(ids[:, :3])
-    del other
+    expected, logits = whole.step(ids[:, 3:4]), all_but_one.step(ids[:, :3])
+    del logits
     assert relative(expected, all_but_one.step(ids[:, 3:4])) < 0.1
 
 
 def test_generate_evicts(llama_artifact: Path, tmp_path: Path) -> None:
-    session = paged(llama_artifact, tmp_path / "made")
+    session = open_paged(llama_artifact, tmp_path / "made")
     prompt = np.random.default_rng(1).integers(0, 300, 100).tolist()
     plain = graphopt.generate(session, [prompt], max_new_tokens=12)
-    same = graphopt.generate(session, [prompt], max_new_tokens=12, eviction=Eviction(320))
-    assert same[0].tokens == plain[0].tokens
+    roomy = graphopt.generate(session, [prompt], max_new_tokens=12, eviction=Eviction(320))
+    assert roomy[0].tokens == plain[0].tokens
     fewer = graphopt.generate(session, [prompt], max_new_tokens=12, eviction=Eviction(40, "key-norm", 4, 16, 3))
     assert len(fewer[0].tokens) == 12
     assert fewer[0].tokens[0] == plain[0].tokens[0]  # it is of the whole prompt

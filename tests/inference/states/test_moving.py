@@ -20,7 +20,7 @@ CAPACITY = 8
 """Pages of a row: more than any test fills."""
 
 
-def appended(kv: KVAttributes, state: State, keys: np.ndarray, values: np.ndarray, count: int) -> State:
+def append_by_definition(kv: KVAttributes, state: State, keys: np.ndarray, values: np.ndarray, count: int) -> State:
     """The state of one row after more keys and values [HEADS, n, SIZE], by the definition."""
     token_rows = [numbers.transpose(1, 0, 2)[None] for numbers in (keys, values)]
     return append(kv, state, *token_rows, np.array([count]), np.array([keys.shape[1]]))
@@ -39,7 +39,7 @@ def numbers_of(layer: PagedLayer, state: State, count: int) -> np.ndarray:
     return np.stack([[part.numbers for part in kinds] for kinds in zip(*parts, strict=True)]).astype(np.float32)
 
 
-def drawn(seed: int, count: int) -> np.ndarray:
+def random_tokens(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((2, HEADS, count, SIZE)).astype(np.float32)
 
 
@@ -71,17 +71,17 @@ def test_a_row_goes_on_with_the_numbers_of_another(
     first = data.draw(st.integers(0, tokens - 1))
     end = data.draw(st.integers(first + 1, tokens))
     empty = kv.state(1, CAPACITY, SIZE).zeros()
-    source = appended(kv, empty, *drawn(0, tokens), 0)
-    before = appended(kv, empty, *drawn(1, count), 0)
-    turn = data.draw(st.sampled_from([None, np.linalg.qr(drawn(2, SIZE)[0])[0]]))
+    source = append_by_definition(kv, empty, *random_tokens(0, tokens), 0)
+    before = append_by_definition(kv, empty, *random_tokens(1, count), 0)
+    turn = data.draw(st.sampled_from([None, np.linalg.qr(random_tokens(2, SIZE)[0])[0]]))
     target = {name: tensor.copy() for name, tensor in before.items()}
     move_tokens(layer, rows_of(source), tokens, first, end, rows_of(target), count, turn)
 
     moved_keys, moved_values = numbers_of(layer, source, tokens)[:, :, first:end]
     turned_keys = moved_keys if turn is None else moved_keys @ turn.swapaxes(-1, -2)
-    wanted = appended(kv, before, turned_keys, moved_values, count)
+    expected_state = append_by_definition(kv, before, turned_keys, moved_values, count)
     total = count + end - first
-    expected, result = numbers_of(layer, wanted, total), numbers_of(layer, target, total)
+    expected, result = numbers_of(layer, expected_state, total), numbers_of(layer, target, total)
     # a number of codes may go the other way where it lies halfway between two: they were computed in another order
     step = 0.0 if kv.levels is None else 12 / min(kv.levels, kv.value_levels or kv.levels)
     assert (np.abs(expected - result) > 1e-4).mean() < 0.01 or options["clip"] < 1 or turn is None
@@ -90,10 +90,13 @@ def test_a_row_goes_on_with_the_numbers_of_another(
         assert np.allclose(expected, result, atol=0.15 if storage == "float8" and turn is not None else 1e-5)
     for name in ("summaries",) if kv.summarizes else ():
         in_use = -(-total // kv.page)
-        assert np.allclose(wanted[name][:, :, :in_use], target[name][:, :, :in_use], atol=1e-4)
+        assert np.allclose(expected_state[name][:, :, :in_use], target[name][:, :, :in_use], atol=1e-4)
     # and it goes on as any row
-    later = drawn(3, 40)
-    after = [numbers_of(layer, appended(kv, state, *later, total), total + 40) for state in (wanted, target)]
+    later = random_tokens(3, 40)
+    after = [
+        numbers_of(layer, append_by_definition(kv, state, *later, total), total + 40)
+        for state in (expected_state, target)
+    ]
     assert np.allclose(after[0][:, :, total:], after[1][:, :, total:], atol=1e-4) or kv.levels is not None
 
 
@@ -103,8 +106,8 @@ def test_values_keep_their_codes(storage: str, options: dict[str, float]) -> Non
     kv = KVAttributes(HEADS, 1.0, page=32, storage=storage, **options)  # type: ignore[arg-type]
     layer = PagedLayer(0, SIZE, kv)
     empty = kv.state(1, CAPACITY, SIZE).zeros()
-    source = appended(kv, empty, *drawn(0, 200), 0)
-    target = appended(kv, empty, *drawn(1, 5), 0)
+    source = append_by_definition(kv, empty, *random_tokens(0, 200), 0)
+    target = append_by_definition(kv, empty, *random_tokens(1, 5), 0)
     move_tokens(layer, rows_of(source), 200, 9, 180, rows_of(target), 5, None)
     values = [numbers_of(layer, state, count)[1] for state, count in ((source, 200), (target, 176))]
     # the page that is floats still, and those of float32 itself
@@ -116,8 +119,8 @@ def test_whole_pages_come_to_whole_pages_bit_by_bit(storage: str) -> None:
     kv = KVAttributes(HEADS, 1.0, page=unit_of(storage), storage=storage)
     layer, page = PagedLayer(0, SIZE, kv), kv.page
     empty = kv.state(1, CAPACITY, SIZE).zeros()
-    source = appended(kv, empty, *drawn(0, 5 * page + 3), 0)
-    target = appended(kv, empty, *drawn(1, page), 0)
+    source = append_by_definition(kv, empty, *random_tokens(0, 5 * page + 3), 0)
+    target = append_by_definition(kv, empty, *random_tokens(1, page), 0)
     move_tokens(layer, rows_of(source), 5 * page + 3, 2 * page, 5 * page + 3, rows_of(target), page, None)
     for name in ("keys", "values", "scales"):
         assert np.array_equal(source[name][:, :, 2:5], target[name][:, :, 1:4]), name
@@ -126,7 +129,7 @@ def test_whole_pages_come_to_whole_pages_bit_by_bit(storage: str) -> None:
 def test_tokens_are_read_as_they_are_stored() -> None:
     kv = KVAttributes(HEADS, 1.0, page=16, storage="int8", sink_pages=1, recent_pages=1)
     layer = PagedLayer(0, SIZE, kv)
-    state = appended(kv, kv.state(1, CAPACITY, SIZE).zeros(), *drawn(0, 100), 0)
+    state = append_by_definition(kv, kv.state(1, CAPACITY, SIZE).zeros(), *random_tokens(0, 100), 0)
     tokens = read_tokens(layer, rows_of(state), 7, 99, 100)
     assert np.allclose(np.stack([tokens.keys, tokens.values]), numbers_of(layer, state, 100)[:, :, 7:99], atol=1e-6)
     # the first page, the newest and the one before it are floats

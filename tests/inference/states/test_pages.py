@@ -32,18 +32,18 @@ PROMPTS = ["def f(x):", "import os, sys\nfor a in b:\n    print(a)", "x"]
 @pytest.fixture(scope="module")
 def make_session(make_artifact: MakeArtifact, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Session]:
     """Return a function that opens a family after a step of a recipe; each is made once."""
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def make(
         family: str, step: str = "page_kv", *, native: bool = True, device: Device = "cpu", **options: Any
     ) -> Session:
         key = f"{family} {step} {options}"
-        if key not in made:
+        if key not in folders:
             steps = [{"step": "canonicalize"}, {"step": step, **options}]
-            made[key] = tmp_path_factory.mktemp("paged") / "model"
+            folders[key] = tmp_path_factory.mktemp("paged") / "model"
             recipe = Recipe.model_validate({"name": step, "steps": steps})
-            optimize(make_artifact(family), recipe, made[key], quality_tokens=0)
-        return load(made[key], native=native, device=device)
+            optimize(make_artifact(family), recipe, folders[key], quality_tokens=0)
+        return load(folders[key], native=native, device=device)
 
     return make
 
@@ -53,16 +53,16 @@ def device(request: pytest.FixtureRequest) -> Device:
     """What a session computes on."""
     if request.param == "cuda":
         request.getfixturevalue("interpreted_gpu")
-    named: Device = request.param
-    return named
+    device_name: Device = request.param
+    return device_name
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCABULARY, (batch, length))
 
 
-def close(expected: np.ndarray, found: np.ndarray) -> bool:
-    return bool(np.abs(expected - found).max() < FLOAT32 * np.abs(expected).max())
+def close(expected: np.ndarray, result: np.ndarray) -> bool:
+    return bool(np.abs(expected - result).max() < FLOAT32 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -118,9 +118,9 @@ def test_rows_that_ended_and_padding_cost_no_room(make_session: Callable[..., Se
     assert decoder.tokens.tolist() == [3, 15]
     assert decoder.length == 15
     # the row that waited continues unchanged
-    alone = Decoder(session, 1)
-    alone.step(ids[:1, 9:])
-    assert close(alone.step(ids[:1, :1])[0], decoder.step(ids[:, :1])[0])
+    single = Decoder(session, 1)
+    single.step(ids[:1, 9:])
+    assert close(single.step(ids[:1, :1])[0], decoder.step(ids[:, :1])[0])
 
 
 def test_padding_behind_tokens_is_refused(make_session: Callable[..., Session]) -> None:
@@ -142,17 +142,17 @@ def test_the_cache_grows_by_doubling_and_reports_its_memory(
     make_session: Callable[..., Session], device: Device
 ) -> None:
     decoder = Decoder(make_session("llama", page=16, device=device), 1)
-    seen = []
+    capacities = []
     for _ in range(70):
         decoder.step(tokens(1, 1))
-        seen.append(decoder.states.capacity)
-    assert sorted(set(seen)) == [16, 32, 64, 128]
+        capacities.append(decoder.states.capacity)
+    assert sorted(set(capacities)) == [16, 32, 64, 128]
     assert decoder.states.pages == (8, 8)
     # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes, and a second set where a body cannot write in place
     sets = 1 if decoder.session.in_place else 2
     assert decoder.states.bytes == sets * 128 * 2 * 2 * 2 * 16 * 4
-    buffers = [each for layer in decoder.states.tensors for state in layer.values() for each in state.buffers]
-    assert {type(each) for each in buffers} == {DeviceBuffer if device == "cuda" else HostBuffer}
+    buffers = [buffer for layer in decoder.states.tensors for state in layer.values() for buffer in state.buffers]
+    assert {type(buffer) for buffer in buffers} == {DeviceBuffer if device == "cuda" else HostBuffer}
 
 
 def test_room_for_what_is_expected_is_made_at_once(make_session: Callable[..., Session]) -> None:
@@ -176,20 +176,20 @@ def test_what_is_expected_is_no_more_than_a_wish(make_session: Callable[..., Ses
 
 
 def test_generating_grows_no_cache(make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
-    session, grown = make_session("llama", page=16), []
+    session, growths = make_session("llama", page=16), []
     grow = PagedStates._grow
-    monkeypatch.setattr(PagedStates, "_grow", lambda *given: (grown.append(given), grow(*given)))
+    monkeypatch.setattr(PagedStates, "_grow", lambda *arguments: (growths.append(arguments), grow(*arguments)))
     generate(session, [[1] * 20, [2] * 3], max_new_tokens=50)
-    assert len(grown) == 1
+    assert len(growths) == 1
 
 
 @pytest.mark.parametrize("step", ["page_kv", "canonicalize"])
 def test_logits_stay_what_they_were_while_others_are_made(make_session: Callable[..., Session], step: str) -> None:
     decoder = Decoder(make_session("llama", step), 1)
-    kept = [decoder.step(tokens(1, 3, seed)) for seed in range(4)]
-    again = Decoder(make_session("llama", step), 1)
-    for seed, logits in enumerate(kept):
-        assert np.array_equal(logits, again.step(tokens(1, 3, seed)).copy())
+    all_logits = [decoder.step(tokens(1, 3, seed)) for seed in range(4)]
+    second = Decoder(make_session("llama", step), 1)
+    for seed, logits in enumerate(all_logits):
+        assert np.array_equal(logits, second.step(tokens(1, 3, seed)).copy())
 
 
 def test_too_little_memory_is_said_before_it_runs_out(make_session: Callable[..., Session]) -> None:
@@ -215,8 +215,8 @@ def test_a_window_keeps_the_cache_from_growing(
     ids = tokens(2, 120)
     decoder, whole = Decoder(session, 2), Decoder(load(make_artifact("mistral_window")), 2)
     expected = whole.step(ids)
-    found = [decoder.step(ids[:, :7]), *(decoder.step(ids[:, [column]]) for column in range(7, 120))]
-    assert close(expected, np.concatenate(found, axis=1))
+    parts = [decoder.step(ids[:, :7]), *(decoder.step(ids[:, [column]]) for column in range(7, 120))]
+    assert close(expected, np.concatenate(parts, axis=1))
     # window 6, calls of 7 and a page: two pages of 16
     assert decoder.states.pages == (2,)
 
@@ -230,25 +230,25 @@ def test_a_larger_call_moves_pages_that_have_gone_round(
     mask = np.ones_like(ids)
     mask[1, :50] = 0  # rows stand at different places
     expected = whole.step(ids, mask)
-    found = [decoder.step(ids[:, begin : begin + 5], mask[:, begin : begin + 5]) for begin in range(0, 80, 5)]
-    found.append(decoder.step(ids[:, 80:], mask[:, 80:]))
-    assert close(expected[mask == 1], np.concatenate(found, axis=1)[mask == 1])
+    parts = [decoder.step(ids[:, begin : begin + 5], mask[:, begin : begin + 5]) for begin in range(0, 80, 5)]
+    parts.append(decoder.step(ids[:, 80:], mask[:, 80:]))
+    assert close(expected[mask == 1], np.concatenate(parts, axis=1)[mask == 1])
 
 
 def test_rewound_it_goes_on_as_if_it_had_never_been_further(
     make_session: Callable[..., Session], device: Device
 ) -> None:
     session = make_session("llama", page=16, device=device)
-    ids, other = tokens(2, 60), tokens(2, 20, seed=1)
+    ids, next_ids = tokens(2, 60), tokens(2, 20, seed=1)
     decoder, straight = Decoder(session, 2), Decoder(session, 2)
     decoder.step(ids)
     decoder.rewind(np.array([37, 21]))
     assert decoder.tokens.tolist() == [37, 21]
     mask = np.ones((2, 37), np.int64)
     mask[1, :16] = 0
-    kept = np.where(mask, np.stack([ids[0, :37], np.roll(ids[1, :37], 16)]), 0)
-    straight.step(kept, mask)
-    assert np.array_equal(straight.step(other), decoder.step(other))
+    padded_ids = np.where(mask, np.stack([ids[0, :37], np.roll(ids[1, :37], 16)]), 0)
+    straight.step(padded_ids, mask)
+    assert np.array_equal(straight.step(next_ids), decoder.step(next_ids))
 
 
 @pytest.mark.parametrize("storage", ["int8", "int4"])
@@ -258,20 +258,20 @@ def test_codes_can_be_rewound_within_the_pages_that_are_floats(
     session = make_session(
         "llama", "quantize_kv", storage=storage, page=16, sink_pages=0, recent_pages=1, device=device
     )
-    ids, other = tokens(1, 60), tokens(1, 20, seed=1)
+    ids, next_ids = tokens(1, 60), tokens(1, 20, seed=1)
     decoder, straight = Decoder(session, 1), Decoder(session, 1)
     straight.step(ids[:, :50])
-    expected = straight.step(other)
+    expected = straight.step(next_ids)
     decoder.step(ids)
     decoder.rewind(50)
-    assert np.array_equal(expected, decoder.step(other))
+    assert np.array_equal(expected, decoder.step(next_ids))
     # further back a page comes back from its codes: half a step of a range of a few numbers, through two layers
     decoder.rewind(50)
     decoder.rewind(20)
     decoder.step(ids[:, 20:50])
-    found = decoder.step(other)
+    result = decoder.step(next_ids)
     # (and what is rounded again mostly finds its old code)
-    assert np.abs(expected - found).max() < {"int8": 0.03, "int4": 0.5}[storage] * np.abs(expected).max()
+    assert np.abs(expected - result).max() < {"int8": 0.03, "int4": 0.5}[storage] * np.abs(expected).max()
 
 
 def test_what_cannot_be_rewound(make_session: Callable[..., Session]) -> None:
@@ -283,20 +283,20 @@ def test_what_cannot_be_rewound(make_session: Callable[..., Session]) -> None:
 
 def test_a_cache_that_grows_can_be_rewound(llama_artifact: Path) -> None:
     session = load(llama_artifact, threads=1)
-    ids, other = tokens(2, 30), tokens(2, 5, seed=1)
+    ids, next_ids = tokens(2, 30), tokens(2, 5, seed=1)
     mask = np.ones_like(ids)
     mask[1, :12] = 0
     decoder, straight = Decoder(session, 2), Decoder(session, 2)
     decoder.step(ids, mask)
     with pytest.raises(InputError, match="row 0 has 30 tokens and cannot be rewound to 31"):
         decoder.rewind(np.array([31, 18]))
-    for kept in (np.array([20, 9]), 10):  # by different columns
+    for lengths in (np.array([20, 9]), 10):  # by different columns
         with pytest.raises(InputError, match=r"rows of a cache that grows.*page_kv"):
-            decoder.rewind(kept)
+            decoder.rewind(lengths)
     decoder.rewind(np.array([25, 13]))
     assert decoder.tokens.tolist() == [25, 13]
     straight.step(ids[:, :25], mask[:, :25])
-    assert close(straight.step(other), decoder.step(other))
+    assert close(straight.step(next_ids), decoder.step(next_ids))
     decoder = Decoder(session, 2)
     first = decoder.step(ids).copy()
     decoder.rewind(0)
@@ -323,17 +323,17 @@ def test_a_window_can_be_rewound_as_far_as_its_pages_are_there(
 
 def test_a_prompt_is_shared_by_forking(make_session: Callable[..., Session], device: Device) -> None:
     session = make_session("llama", page=16, device=device)
-    prompt, more = tokens(2, 25), tokens(3, 9, seed=2)
+    prompt, next_ids = tokens(2, 25), tokens(3, 9, seed=2)
     decoder = Decoder(session, 2)
     decoder.step(prompt)
-    forked = decoder.fork([1, 1, 0])
-    found = forked.step(more)
+    forks = decoder.fork([1, 1, 0])
+    result = forks.step(next_ids)
     straight = Decoder(session, 3)
     straight.step(prompt[[1, 1, 0]])
-    assert np.array_equal(straight.step(more), found)
+    assert np.array_equal(straight.step(next_ids), result)
     # the one it came from is as it was
     assert decoder.tokens.tolist() == [25, 25]
-    assert np.array_equal(decoder.step(more[:1].repeat(2, 0))[1], found[0])
+    assert np.array_equal(decoder.step(next_ids[:1].repeat(2, 0))[1], result[0])
     with pytest.raises(InputError, match="batch of 2"):
         decoder.fork([2])
 
@@ -344,22 +344,24 @@ def test_caches_of_types_that_numpy_has_not_are_rewound_forked_saved_and_restore
     storage: str, native: bool, make_session: Callable[..., Session], device: Device, tmp_path: Path
 ) -> None:
     session = make_session("llama", "quantize_kv", native=native, storage=storage, page=16, device=device)
-    ids, more = tokens(2, 40), tokens(2, 9, seed=1)
+    ids, next_ids = tokens(2, 40), tokens(2, 9, seed=1)
     straight, decoder = Decoder(session, 2), Decoder(session, 2)
     straight.step(ids)
-    expected = straight.step(more)
+    expected = straight.step(next_ids)
     decoder.step(ids)
-    decoder.step(more[:, ::-1].copy())
+    decoder.step(next_ids[:, ::-1].copy())
     decoder.rewind(40)
     decoder.save(tmp_path / "cache.safetensors")
-    restored = Decoder.restore(session, tmp_path / "cache.safetensors")
-    assert {array.dtype.name for array in restored.states.contents().values()} == {FLOATS[storage].name}
-    forked = decoder.fork([1, 0])
-    assert np.array_equal(decoder.step(more), expected)
-    assert np.array_equal(restored.step(more), expected)
-    assert np.array_equal(forked.step(more[::-1]), expected[::-1])
+    copy = Decoder.restore(session, tmp_path / "cache.safetensors")
+    assert {array.dtype.name for array in copy.states.contents().values()} == {FLOATS[storage].name}
+    forks = decoder.fork([1, 0])
+    assert np.array_equal(decoder.step(next_ids), expected)
+    assert np.array_equal(copy.step(next_ids), expected)
+    assert np.array_equal(forks.step(next_ids[::-1]), expected[::-1])
     # what a model says in one run without a cache of the caller
-    assert close(straight.step(ids[:, :1])[:, -1], session.logits(np.concatenate([ids, more, ids[:, :1]], 1))[:, -1])
+    assert close(
+        straight.step(ids[:, :1])[:, -1], session.logits(np.concatenate([ids, next_ids, ids[:, :1]], 1))[:, -1]
+    )
     content, name = (tmp_path / "cache.safetensors").read_bytes(), FLOATS[storage].name.encode()
     (tmp_path / "cache.safetensors").write_bytes(content.replace(name, b"?" * len(name)))
     with pytest.raises(InputError, match="has changed since it was written"):
@@ -375,10 +377,10 @@ def test_a_cache_is_saved_and_restored(
     for begin in range(0, 50, 10):
         decoder.step(tokens(2, 50)[:, begin : begin + 10])
     decoder.save(tmp_path / "a" / "cache.safetensors")
-    restored = Decoder.restore(session, tmp_path / "a" / "cache.safetensors")
-    assert restored.length == 50
-    more = tokens(2, 20, seed=3)
-    assert np.array_equal(decoder.step(more), restored.step(more))
+    copy = Decoder.restore(session, tmp_path / "a" / "cache.safetensors")
+    assert copy.length == 50
+    next_ids = tokens(2, 20, seed=3)
+    assert np.array_equal(decoder.step(next_ids), copy.step(next_ids))
     # only pages in use are stored: 4 of 8
     assert (tmp_path / "a" / "cache.safetensors").stat().st_size < 2 * 4 * 16 * 2 * 2 * 2 * 16 * 4 + 3000
 

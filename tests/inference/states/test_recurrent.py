@@ -99,13 +99,13 @@ def test_states_in_a_file(session: Session, expected: np.ndarray, tmp_path: Path
     decoder = Decoder(session, 1)
     decoder.step(IDS[:1, :8])
     decoder.save(tmp_path / "states")
-    restored = Decoder.restore(session, tmp_path / "states")
-    assert restored.tokens.tolist() == [8]
-    assert np.allclose(restored.step(IDS[:1, 8:])[0], expected[8:], atol=ATOL)
-    padded = Decoder(session, 2)
-    padded.step(IDS[:, :8], (np.arange(8) >= np.array([[0], [3]])).astype(np.int64))
+    copy = Decoder.restore(session, tmp_path / "states")
+    assert copy.tokens.tolist() == [8]
+    assert np.allclose(copy.step(IDS[:1, 8:])[0], expected[8:], atol=ATOL)
+    pair = Decoder(session, 2)
+    pair.step(IDS[:, :8], (np.arange(8) >= np.array([[0], [3]])).astype(np.int64))
     with pytest.raises(InputError, match="without padding"):
-        padded.save(tmp_path / "padded")
+        pair.save(tmp_path / "padded")
     assert not (tmp_path / "padded").exists()
 
 

@@ -21,7 +21,7 @@ HEADS, SIZE, PAGE = 2, 32, 16  # a head of every storage; a page of most, see un
 EACH_STORAGE = st.sampled_from(STORAGES)
 
 
-def filled(layer: PagedLayer, pages: int, rows: list[np.ndarray]) -> State:
+def state_of_keys(layer: PagedLayer, pages: int, rows: list[np.ndarray]) -> State:
     """The state after the keys of each row, [n, HEADS, SIZE]; values are their negatives."""
     empty = layer.attributes.state(len(rows), pages, SIZE).zeros()
     longest = max(len(row) for row in rows)
@@ -46,7 +46,7 @@ def by_token(name: str, page: np.ndarray) -> np.ndarray:
     )
 
 
-def drawn(seed: int, count: int) -> np.ndarray:
+def random_keys(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((count, HEADS, SIZE)).astype(np.float32)
 
 
@@ -84,13 +84,13 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
         **means,
     )
     layer = PagedLayer(0, SIZE, kv)
-    kept = data.draw(st.integers(1, tokens))
-    first, second = drawn(0, tokens), drawn(1, 40)
-    rewound = filled(layer, 10, [first])
-    rewind_row(layer, first_row(rewound), tokens, kept)
-    after = append(kv, rewound, second[None], -second[None], np.array([kept]), np.array([40]))
-    straight = filled(layer, 10, [np.concatenate([first[:kept], second])])
-    total = kept + 40
+    length = data.draw(st.integers(1, tokens))
+    first, second = random_keys(0, tokens), random_keys(1, 40)
+    rewound = state_of_keys(layer, 10, [first])
+    rewind_row(layer, first_row(rewound), tokens, length)
+    after = append(kv, rewound, second[None], -second[None], np.array([length]), np.array([40]))
+    straight = state_of_keys(layer, 10, [np.concatenate([first[:length], second])])
+    total = length + 40
     for page in range(-(-total // of_page)):
         valid = min(of_page, total - page * of_page)
         # narrow keys are rounded before a summary is made of them again, up to half of the last place of a 4, and codes
@@ -102,8 +102,8 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
         assert np.abs(summaries[0] - summaries[1]).max() <= rounding
         if not kv.levels:
             for name in ("keys", "values"):
-                both = [by_token(name, state[name][0, :, page])[:valid] for state in (after, straight)]
-                assert np.array_equal(*both)
+                pages_of_states = [by_token(name, state[name][0, :, page])[:valid] for state in (after, straight)]
+                assert np.array_equal(*pages_of_states)
         elif kv.is_recent(page, total):
             slots = [
                 state["recent"][0, :, int(kv.slot(page))].reshape(HEADS, 2, of_page, SIZE)[:, :, :valid]
@@ -116,17 +116,17 @@ def test_keys_with_factors_become_the_floats_that_were_read() -> None:
     kv = KVAttributes(HEADS, 1.0, page=PAGE, storage="int4", token_factors=1)
     layer, keys = (
         PagedLayer(0, SIZE, kv),
-        drawn(3, 2 * PAGE) * np.linspace(1, 9, 2 * PAGE, dtype=np.float32)[:, None, None],
+        random_keys(3, 2 * PAGE) * np.linspace(1, 9, 2 * PAGE, dtype=np.float32)[:, None, None],
     )
-    state = filled(layer, 2, [keys])
-    read = [
+    state = state_of_keys(layer, 2, [keys])
+    floats = [
         [numbers.numbers for numbers in stored_tokens(kv, row_of(state, 0), head, np.arange(PAGE), 2 * PAGE, SIZE)]
         for head in range(HEADS)
     ]
     rewind_row(layer, first_row(state), 2 * PAGE, PAGE)
     slot = state["recent"][0, :, int(kv.slot(0))].reshape(HEADS, 2, PAGE, SIZE)
     # a product and a sum in float32, and a product with the factor
-    np.testing.assert_allclose(slot, read, rtol=0, atol=2**-20 * np.abs(keys).max())
+    np.testing.assert_allclose(slot, floats, rtol=0, atol=2**-20 * np.abs(keys).max())
 
 
 @given(
@@ -154,15 +154,15 @@ def test_a_rewound_ring_still_has_the_mean_of_what_it_dropped(
     oldest = max(0, -(-tokens // of_page) - (pages - kv.first_pages))
     first = first_length(layer, oldest)
     assume(first <= tokens)
-    kept = data.draw(st.integers(max(first, 1), tokens))
-    check_length(layer, oldest, tokens, kept, 0)
+    length = data.draw(st.integers(max(first, 1), tokens))
+    check_length(layer, oldest, tokens, length, 0)
     if 1 < first < tokens:
         with pytest.raises(InputError, match="cannot be rewound"):
             check_length(layer, oldest, tokens, first - 1, 0)
-    rewind_row(layer, first_row(row.state), tokens, kept)
-    row.past, row.column = np.array([kept]), kept
+    rewind_row(layer, first_row(row.state), tokens, length)
+    row.past, row.column = np.array([length]), length
     straight = Fed(kv, drawn_tokens, -(-total // of_page))
-    straight.call(kept)
+    straight.call(length)
     # float16 and codes are what the page that was cut is read as: a share of 2^-11 of 4, or half a step of numbers up
     # to 4, in a mean; codes themselves are read, too, where straight rows have floats still
     narrow = {"float16": 4e-3, "bfloat16": 0.1, "float8": 2}
@@ -171,18 +171,20 @@ def test_a_rewound_ring_still_has_the_mean_of_what_it_dropped(
         assert np.abs(row.call(columns) - straight.call(columns)).max() < rounding
 
 
-@given(lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3), more=st.integers(1, 6), sinks=st.integers(0, 20))
-def test_pages_move_to_where_a_larger_cache_would_have_them(lengths: list[int], more: int, sinks: int) -> None:
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3), new_pages=st.integers(1, 6), sinks=st.integers(0, 20)
+)
+def test_pages_move_to_where_a_larger_cache_would_have_them(lengths: list[int], new_pages: int, sinks: int) -> None:
     kv = KVAttributes(HEADS, 1.0, page=PAGE, policies=(1,), sinks=sinks, recent=20)
     layer = PagedLayer(0, SIZE, kv)
     pages = kv.first_pages + 3
-    rows = [drawn(index, length) for index, length in enumerate(lengths)]
+    rows = [random_keys(index, length) for index, length in enumerate(lengths)]
     # token by token, as pages go round only for calls that leave what they read
     state = kv.state(len(rows), pages, SIZE).zeros()
-    larger = kv.state(len(rows), pages + more, SIZE).zeros()
+    larger = kv.state(len(rows), pages + new_pages, SIZE).zeros()
     for position in range(max(lengths)):
-        nothing = np.zeros((1, HEADS, SIZE), np.float32)
-        keys = np.stack([row[position][None] if position < len(row) else nothing for row in rows])
+        zeros = np.zeros((1, HEADS, SIZE), np.float32)
+        keys = np.stack([row[position][None] if position < len(row) else zeros for row in rows])
         past = np.array([min(position, len(row)) for row in rows])
         new = np.array([int(position < len(row)) for row in rows])
         state = append(kv, state, keys, -keys, past, new)
@@ -190,11 +192,11 @@ def test_pages_move_to_where_a_larger_cache_would_have_them(lengths: list[int], 
     whole = -(-np.array(lengths) // PAGE)
     oldest = np.maximum(0, whole - (pages - kv.first_pages))
     for name in ("keys", "values"):
-        moved = np.zeros_like(larger[name])
-        move_pages(layer, HostBuffer(state[name]), HostBuffer(moved), np.array(lengths), oldest)
+        target = np.zeros_like(larger[name])
+        move_pages(layer, HostBuffer(state[name]), HostBuffer(target), np.array(lengths), oldest)
         for row, count in enumerate(whole):
             for page in range(count):
                 if page < kv.first_pages or page >= oldest[row]:
-                    place, valid = int(kv.physical_page(page, pages + more)), lengths[row] - page * PAGE
-                    both = [by_token(name, each[row, :, place])[:valid] for each in (moved, larger[name])]
-                    assert np.array_equal(*both)
+                    slot, valid = int(kv.physical_page(page, pages + new_pages)), lengths[row] - page * PAGE
+                    contents = [by_token(name, tensor[row, :, slot])[:valid] for tensor in (target, larger[name])]
+                    assert np.array_equal(*contents)

@@ -37,9 +37,9 @@ def test_states_that_grow_are_copied_and_saved(llama_artifact: Path, tmp_path: P
     assert isinstance(decoder.states, GrowingStates)
     decoder.step(ids)
     decoder.save(tmp_path / "states")
-    fork, restored = decoder.fork([1, 0]), Decoder.restore(session, tmp_path / "states")
+    fork, copy = decoder.fork([1, 0]), Decoder.restore(session, tmp_path / "states")
     expected = decoder.step(ids)
-    assert np.array_equal(restored.step(ids), expected)
+    assert np.array_equal(copy.step(ids), expected)
     assert np.allclose(fork.step(ids[::-1]), expected[::-1], atol=1e-6)  # rows of a product may be summed otherwise
 
 

@@ -24,7 +24,7 @@ def both(model: ir.Model, folder: Path) -> list[np.ndarray]:
     return list(opened.run([port.name for port in opened.get_outputs()], {"input_ids": ids}))
 
 
-@pytest.mark.parametrize("given", [{}, {"biased": True}, {"tied": True}])
+@pytest.mark.parametrize("given", [{}, {"biases": True}, {"tied": True}])
 def test_the_state_is_what_the_lm_head_reads(given: dict[str, Any], tmp_path: Path) -> None:
     model = residual_model(**given)
     (before,) = both(model, tmp_path / "before")
@@ -36,7 +36,7 @@ def test_the_state_is_what_the_lm_head_reads(given: dict[str, Any], tmp_path: Pa
     assert np.array_equal(before, after)
     weights = {name: value.const_value for name, value in model.graph.initializers.items()}
     matrix = weights["table"].numpy().T if "tied" in given else weights["head.weight"].numpy()  # type: ignore[union-attr]
-    bias = weights["head.bias"].numpy() if "biased" in given else 0  # type: ignore[union-attr]
+    bias = weights["head.bias"].numpy() if "biases" in given else 0  # type: ignore[union-attr]
     # sums of 16 numbers in another order
     assert np.abs(hidden @ matrix + bias - after).max() < 1e-6 * np.abs(after).max()
 

@@ -26,7 +26,7 @@ def last(model: ir.Model) -> Any:
     return LastLogits()(model).report
 
 
-@pytest.mark.parametrize("given", [{}, {"biased": True}, {"tied": True}])
+@pytest.mark.parametrize("given", [{}, {"biases": True}, {"tied": True}])
 def test_the_logits_of_the_last_position_stay(given: dict[str, bool], tmp_path: Path) -> None:
     model = residual_model(**given)  # type: ignore[arg-type]
     before = logits(model, tmp_path / "before")

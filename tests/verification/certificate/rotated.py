@@ -85,7 +85,7 @@ def rotated_residual(
         edit(after, name, lambda W: W @ Q)
     for name in [*(f"up{n}.weight" for n in range(layers)), "head.weight"]:
         edit(after, name, lambda W: Q.T @ W)
-    if options.get("biased"):
+    if options.get("biases"):
         for n in range(layers):
             edit(after, f"down{n}.bias", lambda b: b @ Q)
     return before, after, Claims(rotations={"r": rotation}, tensors=tuple(claim(t, "r") for t in writers.values()))

@@ -38,18 +38,18 @@ rotations = st.builds(
 @given(
     rotation=rotations,
     layers=st.integers(1, 3),
-    biased=st.booleans(),
+    biases=st.booleans(),
     multiplier=st.sampled_from([None, 3.0]),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=40)
 def test_any_rotation_of_a_residual_stream_is_proved(
-    rotation: RotationClaim, layers: int, biased: bool, multiplier: float | None, seed: int
+    rotation: RotationClaim, layers: int, biases: bool, multiplier: float | None, seed: int
 ) -> None:
-    before, after, claims = rotated_residual(rotation, layers=layers, biased=biased, multiplier=multiplier, seed=seed)
+    before, after, claims = rotated_residual(rotation, layers=layers, biases=biases, multiplier=multiplier, seed=seed)
     certificate = check(before, after, claims, seed=seed)
     assert certificate.status == "proved", first_fault(certificate)
-    assert certificate.weights == 2 + 2 * layers + (layers if biased else 0)
+    assert certificate.weights == 2 + 2 * layers + (layers if biases else 0)
     assert 0 < certificate.largest_error_ratio <= 1
     assert certificate.rotations == 1
     assert certificate.nodes == len(after.graph)
@@ -57,7 +57,7 @@ def test_any_rotation_of_a_residual_stream_is_proved(
 
 def test_any_number_of_threads_says_the_same_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Findings of matrices come late where threads compare them."""
-    before, after, claims = rotated_residual(layers=3, biased=True)
+    before, after, claims = rotated_residual(layers=3, biases=True)
     edit(after, "down1.weight", lambda weight: weight * 1.01)
     said = []
     for threads in (1, 3):
@@ -68,12 +68,12 @@ def test_any_number_of_threads_says_the_same_in_the_same_order(monkeypatch: pyte
     assert {status for _, status, _ in said[0]} == {"proved", "failed"}
 
 
-@given(rotation=rotations, biased=st.booleans(), seed=st.integers(0, 1000), data=st.data())
+@given(rotation=rotations, biases=st.booleans(), seed=st.integers(0, 1000), data=st.data())
 @settings(max_examples=40)
 def test_one_entry_of_one_weight_off_by_a_thousandth_is_found(
-    rotation: RotationClaim, biased: bool, seed: int, data: st.DataObject
+    rotation: RotationClaim, biases: bool, seed: int, data: st.DataObject
 ) -> None:
-    before, after, claims = rotated_residual(rotation, biased=biased, seed=seed)
+    before, after, claims = rotated_residual(rotation, biases=biases, seed=seed)
     names = sorted(name for name, value in after.graph.initializers.items() if not name.endswith("gain"))
     name = data.draw(st.sampled_from(names))
     array = after.graph.initializers[name].const_value.numpy()  # type: ignore[union-attr]

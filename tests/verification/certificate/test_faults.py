@@ -52,7 +52,7 @@ def forgotten_reader() -> Planted:
 
 
 def forgotten_bias() -> Planted:
-    before, after, claims = rotated_residual(biased=True)
+    before, after, claims = rotated_residual(biases=True)
     after.graph.initializers["down1.bias"].const_value = before.graph.initializers["down1.bias"].const_value
     return before, after, claims, "down1.add_bias", "down1.bias"
 
@@ -192,7 +192,7 @@ def crossed_inputs() -> Planted:
 
 
 def output_left_rotated() -> Planted:
-    before, after, claims = rotated_residual(observed=True)
+    before, after, claims = rotated_residual(residual_output=True)
     return before, after, claims, "residual1", "residual1.out"
 
 

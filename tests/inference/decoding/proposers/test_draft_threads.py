@@ -11,7 +11,7 @@ from graphopt.inference.session import Session, load, open_folder, session_from
 from graphopt.ort.session import Entries
 
 
-def opened(folder: Path, calls: list[tuple[int, dict[str, str]]]) -> Any:
+def opener(folder: Path, calls: list[tuple[int, dict[str, str]]]) -> Any:
     def open_with(threads: int, entries: Entries) -> Session:
         calls.append((threads, dict(entries)))
         return session_from(open_folder(folder, threads=threads, entries=entries))
@@ -20,28 +20,28 @@ def opened(folder: Path, calls: list[tuple[int, dict[str, str]]]) -> Any:
 
 
 def threads_of(session: Session) -> int:
-    found: int = session.inference.get_session_options().intra_op_num_threads
-    return found
+    threads: int = session.inference.get_session_options().intra_op_num_threads
+    return threads
 
 
-@pytest.mark.parametrize(("together", "threads"), [(0.5, 2), (0.97, 1), (2.0, 1)])
+@pytest.mark.parametrize(("shared_seconds", "threads"), [(0.5, 2), (0.97, 1), (2.0, 1)])
 def test_the_faster_number_of_threads_is_kept(
-    llama_artifact: Path, monkeypatch: pytest.MonkeyPatch, together: float, threads: int
+    llama_artifact: Path, monkeypatch: pytest.MonkeyPatch, shared_seconds: float, threads: int
 ) -> None:
     def seconds(turn: Any) -> float:
-        return together if threads_of(turn.smaller) == 2 else 1.0
+        return shared_seconds if threads_of(turn.smaller) == 2 else 1.0
 
     monkeypatch.setattr(draft_threads._Turn, "seconds", seconds)
     calls: list[tuple[int, dict[str, str]]] = []
-    chosen = draft_threads.choose_threads(load(llama_artifact, threads=2), opened(llama_artifact, calls))
+    session = draft_threads.choose_threads(load(llama_artifact, threads=2), opener(llama_artifact, calls))
     assert calls == [(1, {}), (2, draft_threads.STOP)]
-    assert threads_of(chosen) == threads
+    assert threads_of(session) == threads
 
 
 def test_one_thread_is_one_thread(llama_artifact: Path) -> None:
     calls: list[tuple[int, dict[str, str]]] = []
-    chosen = draft_threads.choose_threads(load(llama_artifact, threads=1), opened(llama_artifact, calls))
-    assert (calls, threads_of(chosen)) == ([(1, {})], 1)
+    session = draft_threads.choose_threads(load(llama_artifact, threads=1), opener(llama_artifact, calls))
+    assert (calls, threads_of(session)) == ([(1, {})], 1)
 
 
 def test_turns_are_measured(llama_artifact: Path) -> None:

@@ -28,13 +28,13 @@ from tests.native import needs_library
 pytestmark = [needs_library, pytest.mark.usefixtures("costs_are_measured_briefly")]
 
 PROMPTS = [[*range(60, 100), 5, 6, 7], [41], [3, 200, 17, 3, 200]]
-DRAWN = Sampling(0.8, top_p=0.9, seed=7)
+SAMPLING = Sampling(0.8, top_p=0.9, seed=7)
 # Of a layer that looks at one token alone, where all else is a tenth of what it is in a random model.
 SHARE = 0.1
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mtp_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in DeepSeek-V3's layout whose layer often guesses right."""
     folder = tmp_path_factory.mktemp("mtp")
     write_mtp_checkpoint(folder / "checkpoint", "deepseek_v3", SHARE)
@@ -43,24 +43,26 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def session(exported: Path) -> Session:
+def session(mtp_artifact: Path) -> Session:
     """The model and its head, rotated, in codes of 8 bits, with caches in pages."""
     recipe = load_recipe("rotate-int4-rtn").with_lower("ort-cpu:avx2")
     recipe = recipe.setting("quantize_weights", linear={"format": "int8", "group": 64})
-    optimize(exported, recipe, exported.parent / "made", quality_tokens=0)
-    return load(exported.parent / "made", threads=1)
+    optimize(mtp_artifact, recipe, mtp_artifact.parent / "made", quality_tokens=0)
+    return load(mtp_artifact.parent / "made", threads=1)
 
 
-@pytest.mark.parametrize(("sampling", "least"), [(GREEDY, 0.3), (DRAWN, 0.05)])  # half and a sixth when it was written
+@pytest.mark.parametrize(
+    ("sampling", "smallest_share"), [(GREEDY, 0.3), (SAMPLING, 0.05)]
+)  # half and a sixth when it was written
 def test_right_guesses_save_steps_and_wrong_ones_change_no_text(
-    session: Session, sampling: Sampling, least: float
+    session: Session, sampling: Sampling, smallest_share: float
 ) -> None:
     prompt = PROMPTS[:1]
     expected = generate(session, prompt, max_new_tokens=40, sampling=sampling)
     speculation = Speculation(Mtp(session, min_chance=0), 3)
     assert generate(session, prompt, max_new_tokens=40, sampling=sampling, proposer=speculation) == expected
-    right, checked = (sum(counts.values()) for counts in (speculation.stats.right, speculation.stats.checks))
-    assert least * checked < right < checked  # both kinds are there
+    right, checks = (sum(counts.values()) for counts in (speculation.stats.right, speculation.stats.checks))
+    assert smallest_share * checks < right < checks  # both kinds are there
     assert sum(speculation.stats.widths.values()) == 39 - right  # without drafts there are 39 steps behind the prompt
 
 
@@ -88,8 +90,8 @@ def test_one_head_serves_texts_one_after_the_other_and_goes_on_with_the_last(ses
         expected = generate(session, [text], max_new_tokens=8)
         assert generate(session, [text], max_new_tokens=8, proposer=speculation) == expected
         text = [*text, *expected[0].tokens, 11]
-    other = generate(session, PROMPTS[:1], max_new_tokens=8)
-    assert generate(session, PROMPTS[:1], max_new_tokens=8, proposer=speculation) == other
+    expected_last = generate(session, PROMPTS[:1], max_new_tokens=8)
+    assert generate(session, PROMPTS[:1], max_new_tokens=8, proposer=speculation) == expected_last
 
 
 def test_another_proposer_may_guess_before_it(session: Session) -> None:
@@ -115,21 +117,21 @@ class _After(Mtp):
 
 def test_a_head_in_the_layout_of_qwen3_next_has_the_weights_of_its_checkpoint(tmp_path: Path) -> None:
     head = write_mtp_checkpoint(tmp_path, "qwen3_next")
-    loaded = load_head(load_checkpoint(str(tmp_path)), "here")
+    loaded_head = load_head(load_checkpoint(str(tmp_path)), "here")
     expected = {f"mtp.{name}": tensor for name, tensor in head.named_parameters() if name.startswith("layers.")}
     assert len(expected) > 10
     for name, tensor in expected.items():
-        assert np.array_equal(loaded.weights[name].numpy(), tensor.detach().numpy()), name
-    assert not loaded.notes
+        assert np.array_equal(loaded_head.weights[name].numpy(), tensor.detach().numpy()), name
+    assert not loaded_head.notes
 
 
 def test_what_has_no_head_is_refused_with_what_to_do(
-    session: Session, exported: Path, llama_artifact: Path, tmp_path: Path
+    session: Session, mtp_artifact: Path, llama_artifact: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match="without a layer that predicts") as error:
         Mtp(load(llama_artifact, threads=1))
     assert "--mtp" in str(error.value)
-    checkpoint = exported.parent / "checkpoint"
+    checkpoint = mtp_artifact.parent / "checkpoint"
     from safetensors.numpy import load_file, save_file
 
     shutil.copytree(checkpoint, tmp_path / "plain")
@@ -139,11 +141,11 @@ def test_what_has_no_head_is_refused_with_what_to_do(
     save_file({name: tensor for name, tensor in tensors.items() if name not in of_head}, file, {"format": "pt"})
     with pytest.raises(InputError, match="no layer that predicts one more token"):
         export(tmp_path / "plain", tmp_path / "out", mtp=True)
-    dropped = "model.layers.1.eh_proj.weight"
-    save_file({name: tensor for name, tensor in tensors.items() if name != dropped}, file, {"format": "pt"})
+    weight_name = "model.layers.1.eh_proj.weight"
+    save_file({name: tensor for name, tensor in tensors.items() if name != weight_name}, file, {"format": "pt"})
     with pytest.raises(InputError, match="lacks 1 weight") as error:
         export(tmp_path / "plain", tmp_path / "out", mtp=True)
     assert "eh_proj" in str(error.value)
     with pytest.raises(InputError, match="Hugging Face model only"):
-        export(exported, tmp_path / "out", mtp=True)
-    assert (exported / MTP / "model.onnx").is_file()
+        export(mtp_artifact, tmp_path / "out", mtp=True)
+    assert (mtp_artifact / MTP / "model.onnx").is_file()
