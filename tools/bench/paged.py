@@ -177,8 +177,11 @@ def blocks(work: Work, numbers: Array, storage: str, block: int, *, share: bool 
         share: whether requests name the same blocks for their prefix.
     """
     storage, has_residuals = storage.removesuffix(RESIDUALS), storage.endswith(RESIDUALS)
-    parts = _PAGE // block
-    columns = work.pages * parts
+    if block > _PAGE:
+        numbers = _longer_pages(numbers, block // _PAGE)
+    page = numbers.shape[4]
+    parts = page // block
+    columns = numbers.shape[2] * parts
     table = np.random.default_rng(2).permutation(work.requests * columns).reshape(work.requests, columns)
     pools: dict[str, Array] = {}
     for name, pool_numbers in zip(("keys", "values"), numbers, strict=True):
@@ -216,10 +219,19 @@ def blocks(work: Work, numbers: Array, storage: str, block: int, *, share: bool 
     return Engine("PagedAttention", attributes, feeds, pools)
 
 
+def _longer_pages(numbers: Array, count: int) -> Array:
+    """Return numbers [2, request, page, head, token, channel] with ``count`` pages in one, the last filled up."""
+    shape = numbers.shape
+    padding = np.zeros((*shape[:2], -shape[2] % count, *shape[3:]), numbers.dtype)
+    pages = np.concatenate([numbers, padding], axis=2).reshape(*shape[:2], -1, count, *shape[3:])
+    return pages.swapaxes(3, 4).reshape(*shape[:2], -1, shape[3], count * shape[4], shape[5])
+
+
 def _put_residuals(numbers: Array, page_codes: Array, scales: Array, storage: str, block: int, past: int) -> None:
     """Give the newest of ``past`` tokens, of pages [requests, pages, heads, tokens, size], second codes."""
-    page, stored_count, target_slots = past // _PAGE, past % block, residual_slots(block)
-    begin = past % _PAGE - stored_count
+    page_size = numbers.shape[3]
+    page, stored_count, target_slots = past // page_size, past % block, residual_slots(block)
+    begin = past % page_size - stored_count
     kept_tokens = np.arange(max(0, first_with_residual(stored_count, block)), stored_count)
     tokens = numbers[:, page, :, begin + kept_tokens].astype(np.float32)
     first = restore_tokens(

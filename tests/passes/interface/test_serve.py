@@ -228,6 +228,29 @@ def test_blocks_have_no_residuals_where_bodies_read_them(shipped_artifact: Path)
     nodes = [node for node in model.graph if node.op_type == "PagedAttention"]
     assert nodes
     assert all("residuals" not in node.attributes for node in nodes)
+    assert json.loads(model.metadata_props[POOL])["block_size"] == 64, "long blocks are for second codes"
+
+
+@pytest.mark.parametrize(
+    ("storage", "options", "block"),
+    [
+        ("int4", {}, 128),
+        ("int4", {"residuals": False}, 64),
+        ("int4", {"block": 16}, 16),
+        ("int8", {}, 64),
+    ],
+)
+def test_blocks_are_long_where_newest_tokens_have_second_codes(
+    storage: str, options: dict[str, Any], block: int, shipped_artifact: Path
+) -> None:
+    model = canonical(shipped_artifact)
+    run_pass(model, "quantize_kv", storage=storage)
+    run_pass(model, "serve", memory=4_000_000, **options)
+    # 6 layers of keys and values, 2 heads: 64 codes and a scale
+    of_block = 6 * 2 * block * 2 * ({"int8": 64, "int4": 32}[storage] + 4)
+    assert json.loads(model.metadata_props[POOL]) == {"block_size": block, "num_blocks": 4_000_000 // of_block}
+    shapes = {tuple(value.shape)[1:3] for value in model.graph.inputs if "past_key_values" in str(value.name)}
+    assert shapes == {(block, 2)}
 
 
 def test_the_folder_is_whole(served: Path) -> None:

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context
 
 _PAGE = 64
+_BLOCK = 64
+"""Tokens of a block, where the recipe does not say."""
+_BLOCK_WITH_RESIDUALS = 128
+"""The same where the newest tokens of a block have second codes: the longer a block is, the more of them do."""
 _WITH_RESIDUALS = ("int4",)
 _EMPTY_BLOCKS = 1 << 14
 """Blocks of a graph without attention: they hold nothing, and bound the tokens of all requests together."""
@@ -146,8 +150,9 @@ class Serve(Pass):
     A model without attention gets blocks that hold nothing, since an engine counts tokens by blocks.
 
     Attributes:
-        block: tokens of a block. Short ones waste less at the end of a request, and a prefix of fewer tokens is
-            shared; blocks of 16 were read at 1.2 times the time of longer ones.
+        block: tokens of a block. By default 64, and 128 where the newest tokens have second codes, which more of them
+            have in long blocks. Short ones waste less at the end of a request, and a prefix of fewer tokens is shared;
+            blocks of 16 were read at 1.2 times the time of longer ones.
         memory: bytes of all caches together, such as ``4GB``: the number of blocks that an engine allocates.
         residuals: whether blocks of int4 keep second codes of their newest tokens in slots that are free.
     """
@@ -155,7 +160,7 @@ class Serve(Pass):
     name: ClassVar[str] = "serve"
     effect: ClassVar[Effect] = "exact"
 
-    block: Literal[16, 32, 64, 128] = 64
+    block: Literal[16, 32, 64, 128] | None = None
     memory: Annotated[int, BeforeValidator(_bytes_of), Field(ge=1)] = 1 << 30
     residuals: bool = True
 
@@ -168,18 +173,19 @@ class Serve(Pass):
             return
         has_attention = bool(attentions(model) or kv_nodes(graph))
         path = path_to_lm_head(graph, next(value for value in graph.outputs if value.name == LOGITS))
-        refuse = partial(self._why_not_chosen, path)
+        refuse = partial(self._why_not_chosen, path, context.target)
         choices = page_attention(model, context, _PAGE, refuse) if has_attention else {}
         layers = {node: layer_of(node) for node in kv_nodes(graph)}
         if has_attention and not layers:
             return
         stored_layers = equal_layers(layers)
+        block = self._tokens_of_block(stored_layers, context.target)
         refusals = {
             node: refusal
             for node, layer in stored_layers.items()
-            if (refusal := why_not_shared(node, layer, self.block)) is not None
+            if (refusal := why_not_shared(node, layer, block)) is not None
         }
-        size = 0 if refusals else self._bytes_of_block(stored_layers)
+        size = 0 if refusals else _bytes_of_block(stored_layers, block)
         blocks = self.memory // size if size else _EMPTY_BLOCKS
         reason = self._why_not(path, refusals, size) or _why_not_alike(layers)
         if reason is None and not layers:
@@ -192,48 +198,56 @@ class Serve(Pass):
             return
         assert not isinstance(path, Fact)
         tokens = PackedTokens(graph)
-        chosen_tokens = ChosenTokens(graph, tokens, self.block)
+        chosen_tokens = ChosenTokens(graph, tokens, block)
         for node, layer in stored_layers.items():
             has_residuals = self._has_residuals(layer)
-            keeps_residuals = has_residuals and context.target != "ort-cuda"
+            keeps_residuals = has_residuals and _can_read_residuals(context.target)
             rounding = _rounding(layer, RESIDUALS() if keeps_residuals else NO_RESIDUALS() if has_residuals else None)
             widening = _widen_layer(graph, node, layers[node], layer)
             choose, count = _way_to_choose(chosen_tokens, choices.get(node), node, layers[node])
-            attention = share_blocks(graph, node, layer, tokens, self.block, choose, has_residuals=keeps_residuals)
-            fact = SHARES(block=self.block, blocks=blocks, widened=widening, rounded=rounding, chosen=count)
+            attention = share_blocks(graph, node, layer, tokens, block, choose, has_residuals=keeps_residuals)
+            fact = SHARES(block=block, blocks=blocks, widened=widening, rounded=rounding, chosen=count)
             ledger.changed(attention, fact, [node])
             if rounding is not None:
                 ledger.report.effect = "lossy"
         give_each_request_a_row(graph, recurrent, tokens, ledger)
         number_states(graph)
         if not layers:
-            add_empty_blocks(graph, self.block, ledger)
+            add_empty_blocks(graph, block, ledger)
         _last_of_each(graph, path, tokens.starts)
         ledger.changed(path[-1], LAST_OF_EACH(), [path[-1]])
         _drop_unread(model)
         describe(model)
-        model.metadata_props[POOL] = json.dumps({"block_size": self.block, "num_blocks": int(blocks)})
+        model.metadata_props[POOL] = json.dumps({"block_size": block, "num_blocks": int(blocks)})
 
     def _has_residuals(self, layer: PagedLayer) -> bool:
         """Return whether the newest tokens of a block are to have second codes: those of few bits."""
         return self.residuals and layer.attributes.storage in _WITH_RESIDUALS
 
-    def _bytes_of_block(self, layers: Mapping[ir.Node, PagedLayer]) -> int:
-        """Return the bytes of a block of all layers."""
-        return sum(block_bytes(layer, self.block) for layer in layers.values())
+    def _tokens_of_block(self, layers: Mapping[ir.Node, PagedLayer], target: str) -> int:
+        """Return the tokens of a block of these layers."""
+        if self.block is not None:
+            return self.block
+        has_residuals = any(self._has_residuals(layer) for layer in layers.values())
+        return _BLOCK_WITH_RESIDUALS if has_residuals and _can_read_residuals(target) else _BLOCK
 
     def _why_not_chosen(
-        self, path: Sequence[ir.Node] | Fact, layers: Mapping[ir.Node, PagedLayer], choices: Mapping[ir.Node, Choice]
+        self,
+        path: Sequence[ir.Node] | Fact,
+        target: str,
+        layers: Mapping[ir.Node, PagedLayer],
+        choices: Mapping[ir.Node, Choice],
     ) -> Fact | None:
         """Return why blocks cannot store layers of which some read what an indexer chooses, before these change."""
         wide_layers = equal_layers(layers)
-        facts = [why_not_stored(layer, self.block) for layer in wide_layers.values()]
+        block = self._tokens_of_block(wide_layers, target)
+        facts = [why_not_stored(layer, block) for layer in wide_layers.values()]
         sources: set[ir.Node] = set()
         for node, choice in choices.items():
             sources |= {choice.top} if layers[node].number == choice.layer else set()
             facts.append(why_not_chosen(choice) if choice.top in sources else LATER_KEYS(node=choice.top.name))
         refusal = next((fact for fact in facts if fact is not None), None)
-        return refusal or self._why_not(path, {}, self._bytes_of_block(wide_layers))
+        return refusal or self._why_not(path, {}, _bytes_of_block(wide_layers, block))
 
     def _why_not(self, path: Sequence[ir.Node] | Fact, refusals: Mapping[ir.Node, Fact], size: int) -> Fact | None:
         """Return what keeps a graph as it is whose block of all layers takes ``size`` bytes."""
@@ -242,6 +256,16 @@ class Serve(Pass):
         if isinstance(path, Fact):
             return NO_LAST_LOGITS(why=path)
         return NO_BLOCKS(block=size, memory=int(self.memory)) if size > self.memory else None
+
+
+def _can_read_residuals(target: str) -> bool:
+    """Return whether blocks of a target may have second codes: not where standard operators read them."""
+    return target != "ort-cuda"
+
+
+def _bytes_of_block(layers: Mapping[ir.Node, PagedLayer], block: int) -> int:
+    """Return the bytes of a block of so many tokens, of all layers."""
+    return sum(block_bytes(layer, block) for layer in layers.values())
 
 
 def _way_to_choose(
