@@ -256,7 +256,8 @@ def search_cache(
         typer.Option("--token-bytes", help="what a token may take in all layers; by default as in the recipe"),
     ] = None,
     storages: Annotated[
-        list[str] | None, typer.Option("--storage", help="to choose from; by default int8, int6, int4, int3, int2")
+        list[str] | None,
+        typer.Option("--storage", help="to choose from; by default all integers, int8 to int1"),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="UTF-8 file to measure on; by default Python's own source")] = None,
     window: Annotated[int, typer.Option(min=2, help="tokens of a window of it")] = 1024,
@@ -268,9 +269,8 @@ def search_cache(
 ) -> None:
     """Find the storages of each layer's cache with which the model diverges least in some bytes; write a recipe.
 
-    Keys alone and values alone of each layer are stored in the coarsest codes, and the model is run: two runs for each
-    layer. What is measured is kept: a search that was cut off goes on where it was, and one for other bytes measures
-    nothing again.
+    Keys alone and values alone of each layer are stored as int2, and the model is run: two runs for each layer. What is
+    measured is kept: a search that was cut off goes on where it was, and one for other bytes measures nothing again.
     """
     from graphopt.compile.search import STORAGES, search_caches
     from graphopt.quantization.statistics.options import CalibrationOptions
@@ -290,7 +290,7 @@ def search_cache(
     output.write_text(result.recipe.to_yaml(), encoding="utf-8")
     if as_json:
         return print_json(result)
-    columns = figure_columns(*(f"{part} alone as {result.coarsest}" for part in ("keys", "values")))
+    columns = figure_columns(*(f"{part} alone as int2" for part in ("keys", "values")))
     table = ConsoleTable(["layer", "keys", "values", *columns])
     for row in result.losses:
         keys, values = result.layers[row.layer]

@@ -35,7 +35,7 @@ def unit_of(storage: str) -> int:
     return max(16, STORAGE_OF[storage].unit if storage in LEVELS else 16)
 
 
-PAIRS = (("int8", "int6"), ("int6", "int3"), ("int3", "int4"), ("int4", "int2"), ("int2", "int8"))
+PAIRS = (("int8", "int6"), ("int6", "int3"), ("int3", "int4"), ("int4", "int2"), ("int2", "int1"), ("int1", "int8"))
 """Keys and values that are stored in different ways: each storage of codes for either, more bits for keys and fewer."""
 
 

@@ -38,6 +38,7 @@ _TYPES = {
     "int6": TensorProto.UINT8,
     "int3": TensorProto.UINT8,
     "int2": TensorProto.UINT8,
+    "int1": TensorProto.UINT8,
 }
 
 

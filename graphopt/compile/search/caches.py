@@ -1,10 +1,11 @@
 """Storages of caches by layer: keys and values of each layer in the bits that its divergence is worth.
 
 Layers differ by more than a bit does: in SmolLM2-135M six of thirty layers make 73% of what caches of two bits lose
-(docs/caches.md). So keys alone, and values alone, of each layer are stored in the coarsest codes, and the model is
-run; that of finer codes follows from the step, as divergence is quadratic in a small error:
+(docs/caches.md). So keys alone, and values alone, of each layer are stored as int2, and the model is run; what other
+codes lose follows from the mean square e by which they round normal numbers, as divergence is quadratic in a small
+error:
 
-    KL(b bits) = KL(coarsest) (L(coarsest) / L(b))^2,      L(b) = 2^b - 1
+    KL(int b) = KL(int2) e(int b) / e(int2)
 
 Small divergences add up, so an integer program picks the storages (KVTuner, Li et al. 2025, arXiv:2502.04420, searches
 pairs of keys and values by layer, too). What comes out is judged by the model as a whole.
@@ -36,6 +37,7 @@ from graphopt.quality.figures import Comparison, Floats, log_probabilities
 from graphopt.quality.texts import held_out_texts
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS
+from graphopt.runtime_ops.kv_attention.spec.layout import round_page
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.util.progress import Progress, silent
 
@@ -49,11 +51,14 @@ if TYPE_CHECKING:
     from graphopt.tasks.ports import Array, IntArray
 
 RECIPE = "rotate-kv4"
-STORAGES = ("int8", "int6", "int4", "int3", "int2")
+STORAGES = ("int8", "int6", "int4", "int3", "int2", "int1")
 """What is chosen from by default."""
 
 TEXTS = CalibrationOptions(window=1024, windows=2)
 """What is read for each measurement by default; a window is shorter where the model has fewer positions."""
+
+_MEASURED = "int2"
+"""What a layer is measured in: fine enough for errors to count by their square, coarse enough to be seen."""
 
 _FLOATS = "float32"
 _EXACT = "int8"
@@ -68,7 +73,7 @@ class LayerLoss(BaseModel):
 
     Attributes:
         layer: N in ``past_key_values.N``.
-        keys: divergence in nats per token of the model whose keys of this layer alone are in the coarsest storage.
+        keys: divergence in nats per token of the model whose keys of this layer alone are int2.
         values: the same for its values.
     """
 
@@ -86,7 +91,6 @@ class CacheStorages(BaseModel):
         recipe: the recipe, with storages by layer.
         layers: the storages of keys and of values of each layer that the recipe stores as integers; others stay.
         losses: what was measured of each layer.
-        coarsest: the storage that it was measured in.
         bytes: of a token in the caches of all layers, scales included.
         recipe_bytes: the same as the recipe has it.
         loss: divergence of the model with all of them from the one with caches of floats, in nats per token of
@@ -99,7 +103,6 @@ class CacheStorages(BaseModel):
     recipe: Recipe
     layers: dict[int, Pair]
     losses: list[LayerLoss]
-    coarsest: str
     bytes: float
     recipe_bytes: float
     loss: float
@@ -141,16 +144,11 @@ def search_caches(
         )
     caches = _Caches(model, recipe, Path(folder), texts)
     coarse_first = sorted(storages, key=LEVELS.__getitem__)
-    losses = caches.losses(coarse_first[0], on_stage)
+    losses = caches.losses(on_stage)
     pairs: list[Pair] = [(keys, values) for keys in coarse_first for values in coarse_first]
     sizes = [[caches.token_bytes(row.layer, pair) for pair in pairs] for row in losses]
-    costs = [
-        [
-            row.keys * _share(keys, coarse_first[0]) + row.values * _share(values, coarse_first[0])
-            for keys, values in pairs
-        ]
-        for row in losses
-    ]
+    shares = {storage: caches.share_of_loss(storage) for storage in coarse_first}
+    costs = [[row.keys * shares[keys] + row.values * shares[values] for keys, values in pairs] for row in losses]
     recipe_bytes = caches.recipe_bytes
     numbers = solve(costs, sizes, recipe_bytes if room is None else room)
     layers = {row.layer: pairs[number] for row, number in zip(losses, numbers, strict=True)}
@@ -165,17 +163,11 @@ def search_caches(
         recipe=new_recipe.model_copy(update={"name": f"{new_recipe.name}-searched", "description": description}),
         layers=layers,
         losses=losses,
-        coarsest=coarse_first[0],
         bytes=total,
         recipe_bytes=recipe_bytes,
         loss=caches.held_out_loss(layers, on_stage),
         recipe_loss=caches.held_out_loss(None, on_stage),
     )
-
-
-def _share(storage: str, coarsest: str) -> float:
-    """Return what a storage loses of what the coarsest does."""
-    return (LEVELS[coarsest] / LEVELS[storage]) ** 2
 
 
 class _Caches:
@@ -243,16 +235,24 @@ class _Caches:
         layer = self._layers[number]
         return _token_bytes(replace(layer, attributes=self._step.attributes(layer, *pair)))
 
-    def losses(self, coarsest: str, on_stage: Progress) -> list[LayerLoss]:
-        """Return what keys alone and values alone of each layer cost in a storage."""
-        measurements = Lines(
-            self._folder / f"caches-{self._key}-{coarsest}.jsonl", LayerLoss, lambda row: str(row.layer)
-        )
+    def share_of_loss(self, storage: str) -> float:
+        """Return what a storage loses of what int2 does, by the mean square error of normal numbers."""
+        return self._mean_square(storage) / self._mean_square(_MEASURED)
+
+    def _mean_square(self, storage: str) -> float:
+        numbers = np.random.default_rng(0).standard_normal((1024, self._page), np.float32)
+        codes, low, step = round_page(numbers, -1, LEVELS[storage], self._step.share_of_codes(storage))
+        errors = low[:, np.newaxis] + step[:, np.newaxis] * codes.astype(np.float32) - numbers
+        return float(np.square(errors).mean())
+
+    def losses(self, on_stage: Progress) -> list[LayerLoss]:
+        """Return what keys alone and values alone of each layer cost as int2."""
+        measurements = Lines(self._folder / f"caches-{self._key}.jsonl", LayerLoss, lambda row: str(row.layer))
         for count, number in enumerate(self._layers):
             if str(number) not in measurements.rows:
                 on_stage("layers, one at a time", count, len(self._layers))
                 keys, values = (
-                    self._divergence({number: pair}, "all") for pair in ((coarsest, _EXACT), (_EXACT, coarsest))
+                    self._divergence({number: pair}, "all") for pair in ((_MEASURED, _EXACT), (_EXACT, _MEASURED))
                 )
                 measurements.add(LayerLoss(layer=number, keys=keys, values=values))
         return [measurements.rows[str(number)] for number in self._layers]

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.spec.layout import (
+    clip_of_rounded,
     factors_of_tokens,
     pack_keys,
     pack_values,
@@ -156,7 +157,7 @@ def evict(
 
 
 def paged_state(kv: KVAttributes, keys: Singles, values: Singles, pages: int) -> dict[str, Array]:
-    """Return what a row has of each state where keys and values [Hk, n, D] came one after the other."""
+    """Return what a row has of each state of keys and values [Hk, n, D], rounded before, that follow one another."""
     heads, count, size = keys.shape
     shape = (heads, pages, kv.page, size)
     token_rows = np.zeros((2, heads, pages * kv.page, size), np.float32)
@@ -169,8 +170,8 @@ def paged_state(kv: KVAttributes, keys: Singles, values: Singles, pages: int) ->
         if kv.is_recent(page, count):
             recent[:, int(kv.slot(page))] = np.stack([key_pages[:, page], value_pages[:, page]], axis=1)
     factors = factors_of_tokens(key_pages) if kv.token_factors else np.ones((1, 1, 1, 1), np.float32)
-    key_codes, *key_scales = round_page(key_pages / factors, -2, kv.levels, kv.clip)
-    value_codes, *value_scales = round_page(value_pages, -1, kv.value_levels, kv.clip)
+    key_codes, *key_scales = round_page(key_pages / factors, -2, kv.levels, clip_of_rounded(kv.clip))
+    value_codes, *value_scales = round_page(value_pages, -1, kv.value_levels)  # the codes that they had
     of_tokens = [factors.squeeze(-1)] if kv.token_factors else []
     return {
         "keys": pack_keys(key_codes, kv.storage),

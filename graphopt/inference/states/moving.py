@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from graphopt.inference.states.rewinding import running_mean
 from graphopt.runtime_ops.kv_attention.spec.layout import (
+    clip_of_rounded,
     factors_of_tokens,
     pack_keys,
     pack_values,
@@ -186,11 +187,14 @@ def _codes_of(kv: KVAttributes, keys: Singles, values: Singles, is_rounded: Arra
     if kv.token_factors:
         factors = [factors_of_tokens(keys)]
         keys = keys / factors[0]
-    key_codes, *scales = round_page(keys, -2, kv.levels, kv.clip)
+    key_parts = [round_page(keys, -2, kv.levels, clip) for clip in (clip_of_rounded(kv.clip), kv.clip)]
+    had_rounded = np.asarray(is_rounded.any(-1))[:, None]
+    key_codes = np.where(had_rounded[..., None], key_parts[0][0], key_parts[1][0])
+    scales = [np.where(had_rounded, *pair) for pair in zip(key_parts[0][1:], key_parts[1][1:], strict=True)]
     content = {"keys": pack_keys(key_codes, kv.storage)}
     if kv.parts > 1:
         # what was cut off once is not cut off again
-        parts = [round_page(values, -1, kv.value_levels, clip) for clip in (1.0, kv.clip)]
+        parts = [round_page(values, -1, kv.value_levels, clip) for clip in (1.0, kv.share_of_values)]
         was_rounded = np.broadcast_to(is_rounded, values.shape[:-1])
         value_codes = np.where(was_rounded[..., None], parts[0][0], parts[1][0])
         scales += [np.where(was_rounded, *pair) for pair in zip(parts[0][1:], parts[1][1:], strict=True)]

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 PAGE = 64
 """Tokens of a page, where neither the recipe nor the graph says another number."""
-_CLIPS = {"int2": 0.9}
-_WITH_FACTORS = ("int3", "int2")
+_CLIPS = {"int2": 0.9, "int1": 0.5}
+_WITH_FACTORS = ("int3", "int2", "int1")
 
 
 CACHE_STORED = Rule(
@@ -65,7 +65,7 @@ NO_TEXT = Rule(
 LATENT_FEEDBACK = Rule(
     "quantize_kv.latent-feedback", "its keys are values too: each channel is rounded by itself, without key_feedback"
 )
-CLIP_SHARE = Rule("quantize_kv.clipped", "codes span {share} of the numbers of a set")
+CLIP_SHARE = Rule("quantize_kv.clipped", "codes span {keys} of the numbers of a set of keys, {values} of one of values")
 FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
 STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
 LEFT_IN_FLOATS = Rule("quantize_kv.left-in-floats", "the recipe leaves its cache in floats")
@@ -103,7 +103,7 @@ def _check_layer(storage: str | tuple[str, str]) -> str | tuple[str, str]:
 
 
 class QuantizeKV(Pass):
-    """Store the pages of caches as float16, bfloat16, float8, or integers of 8, 6, 4, 3 or 2 bits.
+    """Store the pages of caches as float16, bfloat16, float8, or integers of 8, 6, 4, 3, 2 or 1 bits.
 
     before::
 
@@ -121,7 +121,9 @@ class QuantizeKV(Pass):
 
     With ``clip`` codes span the middle of a set only: low = least + (1 - clip) / 2 span, L step = clip span. The few
     numbers beyond it get the first or the last code, and all others have a smaller step (SKVQ, Duanmu et al. 2024).
-    That helps four levels, and harms more of them: a key that is cut off may be the one that a query looks for.
+    That helps two and four levels, and harms more of them: a key that is cut off may be the one that a query looks
+    for. Two levels lose least where they span half: then the product of a set with what it becomes is as large as that
+    with itself, so scores are neither smaller nor larger on average.
 
     With ``token_factors`` each key of a page is divided by its size before that, so that one step of a channel fits
     small and large keys: K = factor[t] (low[c] + step[c] codes[t, c]). Scores of a page are multiplied by the factors
@@ -152,20 +154,20 @@ class QuantizeKV(Pass):
     (KVTuner, Li et al. 2025, chooses such pairs per layer).
 
     Attributes:
-        storage: float16, bfloat16, float8, int8, int6, int4, int3 or int2; of keys and values alike, or of keys where
-            there is a ``value_storage``. GPUs have no kernels for int6, int3 and int2. int3 packs 32 numbers at a time:
-            pages and heads are multiples of 32.
-        value_storage: int8, int6, int4, int3 or int2, of values, where ``storage`` is one of these too; latents have no
-            values of their own. For CPUs only.
+        storage: float16, bfloat16, float8, int8, int6, int4, int3, int2 or int1; of keys and values alike, or of keys
+            where there is a ``value_storage``. GPUs have no kernels for int6, int3, int2 and int1. int3 and int1 pack
+            32 numbers at a time: pages and heads are multiples of 32. int1 is for layers that bear it: ``layers``.
+        value_storage: int8, int6, int4, int3, int2 or int1, of values, where ``storage`` is one of these too; latents
+            have no values of their own. For CPUs only.
         layers: by the N of a layer's ``past_key_values.N``: a storage for keys and values, or one for each, instead of
             the two above; ``float32`` leaves the layer as it is. ``graphopt search-cache`` finds them by measuring.
         page: tokens of a page, which share the scales of keys; ``None`` keeps it, or is 64 without pages.
         sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
         recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
-        clip: the share of what the numbers of a set span that codes span, for integers; ``None`` is 0.9 for int2 and
-            1 for the others: what lost least on a real model at 8192 tokens (docs/caches.md).
-        token_factors: whether keys of integers have a factor per token; ``None``: int3 and int2 have, more bits gain
-            nothing by it. For CPUs only.
+        clip: the share of what the numbers of a set span that codes span, for integers; ``None`` is 0.5 for int1,
+            0.9 for int2 and 1 for the others: what lost least on a real model at 8192 tokens (docs/caches.md).
+        token_factors: whether keys of integers have a factor per token; ``None``: int3, int2 and int1 have, more bits
+            gain nothing by it. For CPUs only.
         key_feedback: whether errors of channels of keys are made up for by those behind them, for integers. Needs a
             text to run the model on. Without a tokenizer, and on GPUs, each channel is rounded by itself, and the
             report says so.
@@ -232,7 +234,8 @@ class QuantizeKV(Pass):
             if node in moments:
                 _round_for_queries(model.graph, node, layer, *moments[node])
             floats = FLOATS(first=self.sink_pages, newest=self.recent_pages) if kv.levels is not None else None
-            clip = CLIP_SHARE(share=f"{kv.clip:.0%}") if kv.clip < 1 else None
+            shares = {"keys": f"{kv.clip:.0%}", "values": f"{kv.share_of_values:.0%}"}
+            clip = CLIP_SHARE(**shares) if min(kv.clip, kv.share_of_values) < 1 else None
             factors, feedback = TOKEN_FACTORS() if kv.token_factors else None, FEEDBACK() if kv.key_feedback else None
             white = WHITENING() if kv.key_feedback and self.key_whitening else None
             facts = {"factors": factors, "feedback": feedback, "whitening": white, "clip": clip, "floats": floats}
@@ -358,6 +361,7 @@ class QuantizeKV(Pass):
             sink_pages=self.sink_pages if integer else 0,
             recent_pages=self.recent_pages if integer else 0,
             clip=self.share_of_codes(storage),
+            value_clip=self.share_of_codes(of_values or storage),
             token_factors=int(self.has_factors(storage)),
         )
 

@@ -57,7 +57,7 @@ def pages_of(array: Array) -> Array:
     return np.concatenate([array[row, :, list(pages)] for row, pages in IN_CODES if len(pages)])
 
 
-@pytest.mark.parametrize("storage", ["int8", "int6", "int4", "int3", "int2"])
+@pytest.mark.parametrize("storage", ["int8", "int6", "int4", "int3", "int2", "int1"])
 @pytest.mark.parametrize("attributes", [{}, {"token_factors": 1}, {"value_size": 16}, {"value_storage": "int6"}])
 def test_pages_of_codes_come_back(storage: str, attributes: dict[str, Any]) -> None:
     layers = (layer_with(0, storage, **attributes), layer_with(3, storage, **attributes))

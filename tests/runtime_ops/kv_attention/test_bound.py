@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ def with_15_bits(*inputs: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ..
     ("storage", "policy", "size"),
     [
         (storage, policy, size)
-        for storage, (size, policy) in zip(STORAGES, product([1.0, 10.0, 1e-20], POLICIES), strict=True)
+        for storage, (size, policy) in zip(STORAGES, cycle(product([1.0, 10.0, 1e-20], POLICIES)), strict=False)
     ],
 )
 def test_the_body_is_within(storage: str, policy: str, size: float) -> None:

@@ -97,6 +97,8 @@ def test_keys_and_values_of_different_bits(instructions: str, keys: str, values:
 def test_errors_of_channels_go_to_those_behind_them(instructions: str, keys: str, values: str) -> None:
     factors, clip = int(values == "int2"), 0.7 if keys == "int4" else 1.0
     options: dict[str, Any] = {"storage": keys, "value_storage": values, "key_feedback": 1, "clip": clip}
+    if values == "int1":
+        options["value_clip"] = 0.5
     attributes = attributes_of(token_factors=factors, **options, **SOME)
     for group, size, calls in ((2, 32, (50,)), (3, 96, (70, 1, 1, 40))):
         tokens = tokens_of(attributes, sum(calls), batch=2, group=group, head_size=size)
@@ -423,10 +425,14 @@ def test_a_cache_that_is_too_small_to_wrap() -> None:
     [
         ({"kv_heads": 0}, "kv_heads must be from 1"),
         ({"page": 24}, "page must be 16, 32, 64 or 128, it is 24"),
-        ({"storage": "int5"}, "float8, int8, int4, int6, int3, int2, not 'int5'"),
+        ({"storage": "int5"}, "float8, int8, int4, int6, int3, int2, int1, not 'int5'"),
         ({"storage": "int4", "clip": 0.0}, "clip must be above 0 and at most 1, and 1 for floats; it is 0 for int4"),
         ({"storage": "int4", "clip": float("nan")}, "clip must be above 0 and at most 1"),
         ({"clip": 0.5}, "and 1 for floats; it is 0.5 for float32"),
+        (
+            {"storage": "int4", "value_clip": 1.5},
+            "value_clip must be above 0 and at most 1, and 1 for floats; it is 1.5 for int4",
+        ),
         ({"storage": "int4", "token_factors": 2}, "token_factors must be 0 or 1, and 0 for floats; it is 2 for int4"),
         ({"token_factors": 1}, "token_factors must be 0 or 1, and 0 for floats; it is 1 for float32"),
         ({"storage": "int3"}, "a page of int3 must have a multiple of 32 tokens, it has 16"),

@@ -44,6 +44,7 @@ PLANES = {
     "int2": (2, [(2, 0, 16, 0)]),
     "int6": (6, [(4, 0, 16, 0), (2, 2, 16, 4)]),
     "int3": (3, [(2, 0, 32, 0), (1, 2, 32, 2)]),
+    "int1": (1, [(1, 0, 32, 0)]),
 }
 """Bits of a code, and of each plane: its bits, first line in a unit, codes of a unit, first bit in a code."""
 

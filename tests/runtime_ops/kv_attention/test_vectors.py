@@ -31,6 +31,7 @@ FILES = (
     "version1_factors.json",
     "version1_blocks.json",
     "version1_pairs.json",
+    "version1_one_bit.json",
 )
 
 

@@ -22,8 +22,8 @@ from graphopt.runtime_ops.kv_attention.spec.layout import (
 from tools.studies.caches.rounding import Residuals, Tail, Tensor, rotation
 from tools.studies.caches.spectral import Statistics
 
-_CLIPS = {2: 0.9}
-_WITH_FACTORS = (2, 3)
+_CLIPS = {1: 0.5, 2: 0.9}
+_WITH_FACTORS = (1, 2, 3)
 _UNITS = 1.45
 """A unit of ``t2`` in standard deviations, for the least squared error of normal numbers."""
 _TINY = np.float32(1e-12)
@@ -64,8 +64,8 @@ class FeedbackMethod:
     Attributes:
         name: what it is.
         bases: of the keys of each layer.
-        key_bits: of a code of keys; 2 and 3 have factors by token, and 2 clip, as ``quantize_kv`` has it by default.
-        value_bits: of a code of values.
+        key_bits: of a code of keys; 1 to 3 have factors by token, 1 and 2 clip, as ``quantize_kv`` has it by default.
+        value_bits: of a code of values, which clip likewise.
         tail: which tokens stay floats.
     """
 
@@ -83,14 +83,14 @@ class FeedbackMethod:
     def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back."""
         del rotary
-        clip = _CLIPS.get(self.key_bits, 1.0)
+        key_clip, value_clip = (_CLIPS.get(bits, 1.0) for bits in (self.key_bits, self.value_bits))
         key_basis, basis = self.bases[layer], rotation(keys.shape[-1]).numpy()
         coordinates = (keys.numpy() @ key_basis.matrix, values.numpy() @ basis)
         pages = [_pages(x.astype(np.float32), self.tail) for x in coordinates]
         factors = factors_of_tokens(pages[0]) if self.key_bits in _WITH_FACTORS else np.ones(1, np.float32)
-        codes, low, step = round_with_feedback(pages[0] / factors, key_basis.feedback, 2**self.key_bits - 1, clip)
+        codes, low, step = round_with_feedback(pages[0] / factors, key_basis.feedback, 2**self.key_bits - 1, key_clip)
         rounded_keys = (low[..., np.newaxis, :] + step[..., np.newaxis, :] * codes.astype(np.float32)) * factors
-        codes, low, step = round_page(pages[1], -1, 2**self.value_bits - 1, clip)
+        codes, low, step = round_page(pages[1], -1, 2**self.value_bits - 1, value_clip)
         rounded_values = low[..., np.newaxis] + step[..., np.newaxis] * codes.astype(np.float32)
         tokens = keys.shape[1]
         return _tokens(rounded_keys, key_basis.back, tokens), _tokens(rounded_values, basis.T, tokens)

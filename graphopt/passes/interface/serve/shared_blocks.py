@@ -48,7 +48,7 @@ def why_not_shared(node: ir.Node, layer: PagedLayer, block: int) -> Fact | None:
 def why_not_stored(layer: PagedLayer, block: int) -> Fact | None:
     """Return why blocks of so many tokens cannot store a layer; ``None`` where they can."""
     kv = layer.attributes
-    if kv.clip < 1:
+    if min(kv.clip, kv.share_of_values) < 1:
         return STORED_AS(why="tokens are rounded one by one, and their codes are not clipped: leave clip out")
     if kv.value_storage:
         return STORED_AS(why=f"blocks store keys and values alike, not {kv.storage_name}: leave value_storage out")

@@ -153,7 +153,7 @@ inline void round_values(Codes<Bits>, const Layout& layout, const float* slot, u
       least = smaller(x, least), most = larger(x, most), spoiled = spoiled + (x - x);
     }
     const float largest = largest_of(most), smallest = -largest_of(all_lanes(0.f) - least);
-    const PageScale scale(smallest, largest, sum_of(spoiled), levels, layout.clip);
+    const PageScale scale(smallest, largest, sum_of(spoiled), levels, layout.value_clip);
     value_low[t] = scale.low_half, value_step[t] = scale.step_half;
     for (size_t c = 0; c < size; c += kColumns) {
       to_codes(load_line<Floats>(token + c), all_lanes(scale.low), all_lanes(scale.inverse), levels, codes);

@@ -33,8 +33,10 @@ struct Kernel : KVTypes<Activations> {
     }
     if (attributes.slopes.count) return node.error("GPUs have no kernels for biases by distance: leave slopes out");
     if (attributes.layout.latent()) return node.error("GPUs have no kernels for latents: value_size must be 0");
-    if (attributes.layout.value_storage != attributes.layout.storage) {
-      return node.error("kernels on GPUs store keys and values alike; store the cache without value_storage");
+    const Layout& layout = attributes.layout;
+    if (layout.value_storage != layout.storage || layout.value_clip != layout.clip) {
+      return node.error(
+          "kernels on GPUs store keys and values alike; store the cache without value_storage and value_clip");
     }
     if (known_to_gpus(attributes.layout.storage)) return nullptr;
     return node.error("kernels on GPUs know no codes of %lld bits; store the cache as int8 or int4",

@@ -125,6 +125,8 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "softcap", &layout.softcap));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "storage", storage, sizeof storage));
   GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "clip", &layout.clip));
+  layout.value_clip = layout.clip;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "value_clip", &layout.value_clip));
   GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "token_factors", &layout.token_factors));
   GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "key_feedback", &layout.key_feedback));
   struct Count {
@@ -185,9 +187,16 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
                         storage, value_storage);
     }
   }
-  if (!(layout.clip > 0 && layout.clip <= 1) || (layout.clip < 1 && !layout.integers())) {
-    return node.error("its attribute clip must be above 0 and at most 1, and 1 for floats; it is %g for %s",
-                      static_cast<double>(layout.clip), storage);
+  struct Share {
+    const char* name;
+    float of_codes;
+  };
+  const Share shares[] = {{"clip", layout.clip}, {"value_clip", layout.value_clip}};
+  for (const Share& share : shares) {
+    if (!(share.of_codes > 0 && share.of_codes <= 1) || (share.of_codes < 1 && !layout.integers())) {
+      return node.error("its attribute %s must be above 0 and at most 1, and 1 for floats; it is %g for %s", share.name,
+                        static_cast<double>(share.of_codes), storage);
+    }
   }
   if (layout.token_factors != 0 && !(layout.token_factors == 1 && layout.integers())) {
     return node.error("its attribute token_factors must be 0 or 1, and 0 for floats; it is %lld for %s",

@@ -27,7 +27,7 @@ struct Layout : PolicyParameters {
   int64_t key_feedback = 0;   // whether what a channel of keys is rounded by goes to the channels behind it
   int64_t residuals = 0;      // whether the newest tokens of a block have second codes, of what the first ones leave
   int64_t chooses = 0;        // whether the call says which tokens each query reads
-  float clip = 1;             // of what the numbers of a set span, the share that codes span
+  float clip = 1, value_clip = 1;  // of what the numbers of a set span, the share that codes of keys, of values span
 
   inline __attribute__((always_inline)) void store_as(Storage how) {
     storage = how, bits = bits_of_storage(how), levels = levels_of_storage(how);

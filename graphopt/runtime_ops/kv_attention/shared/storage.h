@@ -46,7 +46,8 @@ constexpr bool is_codes(Codes<Bits>) {
 #define GRAPHOPT_CPU_STORAGES(STORAGE)             \
   STORAGE(kInt6, "int6", kUint8, 6, 63, Codes<6>)  \
   STORAGE(kInt3, "int3", kUint8, 3, 7, Codes<3>)   \
-  STORAGE(kInt2, "int2", kUint8, 2, 3, Codes<2>)
+  STORAGE(kInt2, "int2", kUint8, 2, 3, Codes<2>)   \
+  STORAGE(kInt1, "int1", kUint8, 1, 1, Codes<1>)
 
 // The storages of blocks alone, which requests share: each token has a scale of its own, so it is stored at once, and no
 // token changes what another one has stored.
@@ -117,7 +118,7 @@ inline __attribute__((always_inline)) unsigned levels_of_storage(Storage storage
 
 // Neighbouring codes of so many bits that are packed together.
 GRAPHOPT_INLINE size_t unit_of_bits(unsigned bits) {
-  return bits == 3 ? 32 : bits == 6 || bits == 2 ? 16 : bits == 4 ? 8 : 4;
+  return bits == 3 || bits == 1 ? 32 : bits == 6 || bits == 2 ? 16 : bits == 4 ? 8 : 4;
 }
 
 }  // namespace graphopt

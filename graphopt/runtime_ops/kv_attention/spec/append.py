@@ -103,7 +103,7 @@ def _round_page(attributes: KVAttributes, state: State, page: int, channels: int
         key_codes, *scales = round_with_feedback(keys, feedback.astype(np.float32), attributes.levels, attributes.clip)
     state["keys"][:, physical] = pack_keys(key_codes, attributes.storage)
     for part in values:
-        value_codes, *of_values = round_page(part, -1, attributes.value_levels, attributes.clip)
+        value_codes, *of_values = round_page(part, -1, attributes.value_levels, attributes.share_of_values)
         state["values"][:, physical] = pack_values(value_codes, attributes.stored_values.name)
         scales += of_values
     state["scales"][:, physical] = np.concatenate([*scales, *(of_tokens.squeeze(-1) for of_tokens in factors)], axis=-1)

@@ -76,9 +76,9 @@ class KVAttributes:
     """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.spec.schema`.
 
     Every node states those that are listed here, but for a ``clip`` of 1, ``token_factors`` and ``key_feedback`` of 0,
-    a ``value_storage`` like ``storage``, which is "", and ``slopes`` that are none. A parameter of a later policy is a
-    field too, which only nodes state that have a head of that policy. Floats are rounded to float32, as a node holds
-    them.
+    a ``value_storage`` like ``storage``, which is "", a ``value_clip`` like ``clip``, which is 0, and ``slopes`` that
+    are none. A parameter of a later policy is a field too, which only nodes state that have a head of that policy.
+    Floats are rounded to float32, as a node holds them.
 
     Raises:
         ValueError: an attribute is out of its range, or two do not fit one another.
@@ -101,6 +101,7 @@ class KVAttributes:
     channels: int = 0
     compensate: int = 0
     clip: float = 1.0
+    value_clip: float = 0.0
     token_factors: int = 0
     value_size: int = 0
     value_storage: str = ""
@@ -115,8 +116,10 @@ class KVAttributes:
         parameters = [parameter for policy in POLICIES.values() for parameter in policy.parameters()]
         floats = [parameter.name for parameter in parameters if isinstance(parameter.absent, float)]
         with np.errstate(over="ignore"):  # what float32 cannot hold is refused below, as infinite
-            for name in ("scale", "softcap", "clip", *floats):
+            for name in ("scale", "softcap", "clip", "value_clip", *floats):
                 object.__setattr__(self, name, float(np.float32(getattr(self, name))))
+            if self.value_clip == self.clip:
+                object.__setattr__(self, "value_clip", 0.0)
             object.__setattr__(self, "slopes", tuple(float(np.float32(slope)) for slope in self.slopes))
         self._check_ranges(parameters)
         self._check_storage()
@@ -148,11 +151,12 @@ class KVAttributes:
             raise ValueError(
                 f"KVAttention: with {self.storage_name} a page has a multiple of {self.unit} tokens, not {self.page}"
             )
-        if not 0 < self.clip <= 1 or (self.clip < 1 and self.levels is None):
-            raise ValueError(
-                f"KVAttention: clip is a share above 0 and up to 1 of what numbers span, and 1 for floats; it is "
-                f"{self.clip} for {self.storage}"
-            )
+        for name, share in (("clip", self.clip), ("value_clip", self.share_of_values)):
+            if not 0 < share <= 1 or (share < 1 and self.levels is None):
+                raise ValueError(
+                    f"KVAttention: {name} is a share above 0 and up to 1 of what numbers span, and 1 for floats; it is "
+                    f"{share} for {self.storage}"
+                )
         for name in ("token_factors", "key_feedback"):
             flag = getattr(self, name)
             if flag not in (0, 1) or (flag and self.levels is None):
@@ -203,7 +207,7 @@ class KVAttributes:
         absent = {parameter.name for policy in unused_policies for parameter in policy.parameters()} - _VERSION_1
         if self.clip == 1:
             absent.add("clip")
-        by_default = ("token_factors", "value_size", "value_storage", "chunks", "key_feedback", "slopes")
+        by_default = ("value_clip", "token_factors", "value_size", "value_storage", "chunks", "key_feedback", "slopes")
         absent.update(name for name in by_default if not getattr(self, name))
         lists = {"policies": list(self.policies), **({"slopes": list(self.slopes)} if self.slopes else {})}
         return {name: value for name, value in asdict(self).items() if name not in absent} | lists
@@ -217,6 +221,11 @@ class KVAttributes:
     def stored_values(self) -> Storage:
         """What the storage of values states about itself: that of keys, unless they have one of their own."""
         return STORAGE_OF[self.value_storage or self.storage]
+
+    @property
+    def share_of_values(self) -> float:
+        """What codes of values span of what numbers span: the share of keys, unless they have one of their own."""
+        return self.value_clip or self.clip
 
     @property
     def storage_name(self) -> str:

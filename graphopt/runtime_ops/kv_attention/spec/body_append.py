@@ -264,9 +264,9 @@ def _round_pages(
     tensors = []
     scales = []
     last_scales: list[ir.Value] = []
-    levels = (attrs.levels, attrs.value_levels)
-    roundings = zip(sources, (-2, -1), levels, (packed_keys, packed_values), strict=False)
-    for index, (source, axis, largest, pack) in enumerate(roundings):
+    levels, shares = (attrs.levels, attrs.value_levels), (attrs.clip, attrs.share_of_values)
+    roundings = zip(sources, (-2, -1), levels, shares, (packed_keys, packed_values), strict=False)
+    for index, (source, axis, largest, share, pack) in enumerate(roundings):
         tokens, is_new = call.new_tokens(source, positions)
         old = call.pick(op.Gather(before, index, axis=3), _slot(call, leaving))
         page = op.Where(is_new, tokens, old)
@@ -275,9 +275,9 @@ def _round_pages(
             page = op.Div(page, factors)
             last_scales.append(op.Squeeze(factors, [-1]))
         if feedback is not None and index == 0:
-            codes, low, step = round_with_feedback(op, page, feedback, call.channels, largest, attrs.clip)
+            codes, low, step = round_with_feedback(op, page, feedback, call.channels, largest, share)
         else:
-            codes, low, step = round_numbers(op, page, axis, largest, attrs.clip)
+            codes, low, step = round_numbers(op, page, axis, largest, share)
         tensors.append(pack(op, codes, attrs))
         scales += [op.Squeeze(low, [axis]), op.Squeeze(step, [axis])]
     tensors.append(op.Concat(*scales, *last_scales, axis=-1))

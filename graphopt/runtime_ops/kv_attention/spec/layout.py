@@ -6,8 +6,8 @@ scales, float8 neither, as in other implementations of such caches when no scale
 Integers: keys [T/16, D/4, 16, 4], so that four channels of a token are neighbours, as a dot product of bytes takes
 them; values the same with the axes changed, [D/16, T/4, 16, 4]: what is summed over, channels for keys and tokens for
 values, lies in fours. int4 has two neighbouring fours in a byte, the first of them in its low 4 bits,
-int2 has four of them. int6 and int3 are cut into planes: of each 16 codes the lower 4 bits as int4 and then the upper 2
-as int2; of each 32 the lower 2 bits as int2 and then the upper one of eight fours in a byte.
+int2 has four of them, int1 eight. int6 and int3 are cut into planes: of each 16 codes the lower 4 bits as int4 and then
+the upper 2 as int2; of each 32 the lower 2 bits as int2 and then the upper one as int1.
 
 Keys are rounded with a scale per channel and page, values with a scale per token, after KIVI (Liu et al. 2024): a
 few channels of keys are large throughout, while values have no such channels. Keys may be divided by a factor per token
@@ -22,7 +22,7 @@ This layout is part of the operator's meaning.
 
 from __future__ import annotations
 
-from math import prod
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -136,6 +136,15 @@ def round_page(page: Singles, axis: int, levels: int, clip: float = 1.0) -> tupl
     with np.errstate(invalid="ignore", over="ignore"):
         codes = _codes((page - low) * inverse, levels)
     return codes.astype(np.uint8), low.squeeze(axis), step.squeeze(axis)
+
+
+def clip_of_rounded(clip: float) -> float:
+    """Return the ``clip`` for keys that were rounded with one before, and share scales with other tokens now.
+
+    What was cut off is not there to be cut off again; but where numbers of other pages, or of other channels by a
+    rotary embedding, came to a set, it spans more than a code stands for. So it is a root of the clip.
+    """
+    return math.sqrt(clip)
 
 
 def round_with_feedback(
@@ -294,4 +303,4 @@ def _unpack_codes(stored_page: Bytes, lanes: int, depth: int, storage: str) -> B
 
 
 def _flat(blocks: Array, leading: list[int] | tuple[int, ...]) -> Array:
-    return np.ascontiguousarray(blocks).reshape(*leading, prod(blocks.shape[len(leading) :]))
+    return np.ascontiguousarray(blocks).reshape(*leading, math.prod(blocks.shape[len(leading) :]))

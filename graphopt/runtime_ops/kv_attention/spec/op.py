@@ -30,7 +30,7 @@ Attributes:
     chunks: int, 0 or 1; absent: 0. With 1 position p sees positions >= p - p mod window: its chunk (Llama 4).
     page: int, T: 16, 32, 64 or 128.
     storage: string, float32, float16, bfloat16, float8 (E4M3FN, Micikevicius et al. 2022), int8, int6, int4,
-        int3 or int2.
+        int3, int2 or int1.
     sink_pages, recent_pages: int, full pages that a storage of integers keeps as floats, besides the newest.
     policies: ints, one or Hk: 0 dense, 1 streaming, 2 retrieval, 3 sparse prefill.
     sinks, recent: int, tokens that streaming and retrieval always read, the first and the last.
@@ -45,6 +45,7 @@ Attributes:
         state them; query_block is a multiple of query_stride. CPUs only.
     clip: float, above 0 and at most 1, of storages of integers: codes span this share of what the numbers of a set
         span, its middle, and numbers beyond it get the first or the last code. Nodes may leave it out, for 1.
+    value_clip: float, optional, the same of values, where it is another share than that of keys. CPUs only.
     token_factors: int, 0 or 1, of storages of integers: the keys of a page are divided by a factor per token before
         they are rounded, and are what codes mean times it; see :func:`.layout.factors_of_tokens`. Nodes may leave it
         out, for 0. CPUs only.

@@ -98,6 +98,7 @@ SCHEMA = Schema(
     attributes=_ATTRIBUTES,
     optional={
         "clip": ir.AttributeType.FLOAT,
+        "value_clip": ir.AttributeType.FLOAT,
         "token_factors": ir.AttributeType.INT,
         "value_size": ir.AttributeType.INT,
         "value_storage": ir.AttributeType.STRING,
