@@ -221,10 +221,10 @@ def test_a_proposer_that_is_not_asked_is_told_later(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(Lengths, "to_ask", lambda *_: 0)
         assert generate(session, [[1]], max_new_tokens=20, proposer=speculation) == plain
-        assert proposer.told == [[]]
+        assert proposer.texts == [[]]
     assert generate(session, [[1]], max_new_tokens=20, proposer=speculation) == plain
-    assert proposer.told[0] == [*plain[0].tokens[:-1]]  # nothing comes after the last token
-    assert proposer.told[1] == proposer.told[0][: len(proposer.told[1])]
+    assert proposer.texts[0] == [*plain[0].tokens[:-1]]  # nothing comes after the last token
+    assert proposer.texts[1] == proposer.texts[0][: len(proposer.texts[1])]
 
 
 def test_steps_without_drafts_cost_the_proposer_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
