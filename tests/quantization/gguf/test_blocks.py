@@ -22,9 +22,9 @@ SHAPE = (3, 5, 512)
 def write(folder: Path, kind: str, ahead: int = 7) -> tuple[Ggml, np.ndarray]:
     """Write a file with one tensor at an odd place; return its expression and what it means by other code."""
     array = np.random.default_rng(1).standard_normal(SHAPE).astype(np.float32)
-    stored, expected = ggufs.encode(array, kind)
+    data, expected = ggufs.encode(array, kind)
     path = folder / f"{kind}-{ahead}"
-    path.write_bytes(bytes(ahead) + stored.tobytes())
+    path.write_bytes(bytes(ahead) + data.tobytes())
     return Ggml(str(path), ahead, kind, SHAPE), expected
 
 
@@ -54,18 +54,18 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
     elsewhere, _ = write(tmp_path, "Q4_1", ahead=100)
     assert tensor.digest == elsewhere.digest
     assert tensor.digest != dataclasses.replace(tensor, dims=(15, 512)).digest
-    changed = bytearray(Path(elsewhere.path).read_bytes())
-    changed[-1] ^= 1
-    Path(elsewhere.path).write_bytes(changed)
+    content = bytearray(Path(elsewhere.path).read_bytes())
+    content[-1] ^= 1
+    Path(elsewhere.path).write_bytes(content)
     assert dataclasses.replace(elsewhere).digest != tensor.digest
 
 
 def test_it_travels_to_other_processes(tmp_path: Path) -> None:
     tensor, expected = write(tmp_path, "Q6_K")
-    again = pickle.loads(pickle.dumps(tensor))
-    assert again.digest == tensor.digest
-    assert np.array_equal(again.numpy(), expected)
-    assert str(again) == "ggml(Q6_K-7, 7, Q6_K[3, 5, 512])"
+    copy = pickle.loads(pickle.dumps(tensor))
+    assert copy.digest == tensor.digest
+    assert np.array_equal(copy.numpy(), expected)
+    assert str(copy) == "ggml(Q6_K-7, 7, Q6_K[3, 5, 512])"
 
 
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
@@ -86,6 +86,6 @@ def test_tensors_of_a_file_are_those_that_its_own_reader_decodes(tmp_path: Path)
     ggufs.write_llama(ggufs.llama(), tmp_path / "llama.gguf", ggufs.MIXED_TYPES)
     tensors = open_gguf(tmp_path / "llama.gguf").tensors
     reader = gguf.GGUFReader(tmp_path / "llama.gguf")
-    assert [each.name for each in reader.tensors] == list(tensors)
-    for each in reader.tensors:
-        assert np.array_equal(tensors[each.name].numpy(), gguf.dequantize(each.data, each.tensor_type)), each.name
+    assert [entry.name for entry in reader.tensors] == list(tensors)
+    for entry in reader.tensors:
+        assert np.array_equal(tensors[entry.name].numpy(), gguf.dequantize(entry.data, entry.tensor_type)), entry.name

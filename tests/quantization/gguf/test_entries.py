@@ -25,46 +25,48 @@ ORDER = np.array([*range(34, -1, -1), 3, 3], np.int64)
 
 
 def tensor_of(kind: str, folder: Path) -> Ggml:
-    stored, decoded = ggufs.encode(np.zeros(SHAPE, np.float32), kind)
+    data, values = ggufs.encode(np.zeros(SHAPE, np.float32), kind)
     # transformers and gguf, which share no code, agree on what random bytes mean
-    assert np.array_equal(decoded, gguf.dequantize(stored, gguf.GGMLQuantizationType[kind]))
+    assert np.array_equal(values, gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
     path = folder / kind
-    path.write_bytes(stored.tobytes())
+    path.write_bytes(data.tobytes())
     return Ggml(str(path), 0, kind, SHAPE)
 
 
-def meant(kept: KeptEntries) -> np.ndarray:
+def matrix_of_parts(entries: KeptEntries) -> np.ndarray:
     """Return the matrix that the parts mean by the operator's definition, float32 [rows of the file, width]."""
-    parts = kept.evaluate()
-    assert {name: (ir.DataType.from_numpy(part.dtype), part.shape) for name, part in parts.items()} == kept.parts
-    return reference(*parts.values(), **kept.codebook.operands, **kept.codebook.attributes(*kept.matrix_shape)).T
+    parts = entries.evaluate()
+    assert {name: (ir.DataType.from_numpy(part.dtype), part.shape) for name, part in parts.items()} == entries.parts
+    return reference(
+        *parts.values(), **entries.codebook.operands, **entries.codebook.attributes(*entries.matrix_shape)
+    ).T
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_mean_the_same_bits(kind: str, tmp_path: Path) -> None:
     tensor = tensor_of(kind, tmp_path)
-    kept = KeptEntries(GgmlEntries(tensor), ORDER)
-    assert np.array_equal(meant(kept), tensor.numpy()[ORDER])
-    again = pickle.loads(pickle.dumps(kept))
-    assert again.digest == kept.digest
-    assert np.array_equal(meant(again), tensor.numpy()[ORDER])
+    entries = KeptEntries(GgmlEntries(tensor), ORDER)
+    assert np.array_equal(matrix_of_parts(entries), tensor.numpy()[ORDER])
+    copy = pickle.loads(pickle.dumps(entries))
+    assert copy.digest == entries.digest
+    assert np.array_equal(matrix_of_parts(copy), tensor.numpy()[ORDER])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_take_the_bytes_of_the_file(kind: str, tmp_path: Path) -> None:
     tensor = tensor_of(kind, tmp_path)
-    kept = KeptEntries(GgmlEntries(tensor), np.arange(32))  # whole tiles of columns
-    stored = sum(part.nbytes for part in kept.evaluate().values())
-    assert stored == tensor.stored_bytes()[:32].nbytes
+    entries = KeptEntries(GgmlEntries(tensor), np.arange(32))  # whole tiles of columns
+    byte_count = sum(part.nbytes for part in entries.evaluate().values())
+    assert byte_count == tensor.stored_bytes()[:32].nbytes
 
 
 def test_stacks_and_several_tensors_are_one_matrix_of_rows(tmp_path: Path) -> None:
     tensor = tensor_of("IQ2_XXS", tmp_path)
     experts = GgmlEntries(dataclasses.replace(tensor, dims=(5, 7, 512)))
-    stacked = StackedCodes((experts, GgmlEntries(tensor)))
+    stack = StackedCodes((experts, GgmlEntries(tensor)))
     rows = np.array([0, 69, 34, 35], np.int64)
-    both = np.concatenate([tensor.numpy(), tensor.numpy()])
-    assert np.array_equal(meant(KeptEntries(stacked, rows)), both[rows])
+    matrix = np.concatenate([tensor.numpy(), tensor.numpy()])
+    assert np.array_equal(matrix_of_parts(KeptEntries(stack, rows)), matrix[rows])
 
 
 def test_other_types_have_no_codes_of_vectors(tmp_path: Path) -> None:
@@ -72,7 +74,7 @@ def test_other_types_have_no_codes_of_vectors(tmp_path: Path) -> None:
     assert not has_entries(Ggml("", 0, "IQ2_S", (512,)))
     with pytest.raises(ValueError, match="no codes of vectors"):
         GgmlEntries(Ggml("x", 0, "Q4_0", SHAPE))
-    stored = gguf.quantize(np.zeros(SHAPE, np.float32), gguf.GGMLQuantizationType.Q4_0)
-    (tmp_path / "Q4_0").write_bytes(stored.tobytes())
+    data = gguf.quantize(np.zeros(SHAPE, np.float32), gguf.GGMLQuantizationType.Q4_0)
+    (tmp_path / "Q4_0").write_bytes(data.tobytes())
     with pytest.raises(ValueError, match="no codes of vectors"):
         KeptEntries(GgmlCodes(Ggml(str(tmp_path / "Q4_0"), 0, "Q4_0", SHAPE)), ORDER)

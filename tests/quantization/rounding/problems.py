@@ -10,20 +10,20 @@ from graphopt.quantization.rounding import QuantizedMatrix
 Doubles = np.ndarray
 
 
-def correlated(rows: int, tokens: int, seed: int, strength: float = 1.0) -> Doubles:
+def correlated_inputs(rows: int, tokens: int, seed: int, strength: float = 1.0) -> Doubles:
     """Return inputs [tokens, rows] that are correlated and of different sizes, as those of a model are."""
     random = np.random.default_rng(seed)
-    mixed = random.standard_normal((tokens, rows)) @ (np.eye(rows) + strength * random.standard_normal((rows, rows)))
-    return mixed * np.exp(random.standard_normal(rows))
+    mixture = random.standard_normal((tokens, rows)) @ (np.eye(rows) + strength * random.standard_normal((rows, rows)))
+    return mixture * np.exp(random.standard_normal(rows))
 
 
 def weights(rows: int, columns: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed + 1000).standard_normal((rows, columns)).astype(np.float32)
 
 
-def loss(matrix: Doubles, quantized: QuantizedMatrix, hessian: Doubles) -> float:
+def loss(matrix: Doubles, quantization: QuantizedMatrix, hessian: Doubles) -> float:
     """Return the squared norm of X (W - Q)."""
-    error = matrix.astype(np.float64) - quantized.dequantize()
+    error = matrix.astype(np.float64) - quantization.dequantize()
     return float(np.einsum("kn,kl,ln->", error, hessian, error))
 
 

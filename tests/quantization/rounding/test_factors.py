@@ -12,38 +12,38 @@ from graphopt.numerics.formats import FORMATS
 from graphopt.quantization.rounding import factors
 from graphopt.quantization.rounding.factors import PanelFactor, WholeFactor, factor_of
 from graphopt.quantization.rounding.methods.gptq import GPTQ
-from tests.quantization.rounding.problems import correlated, loss, weights
+from tests.quantization.rounding.problems import correlated_inputs, loss, weights
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 50, 64])
 def test_panels_hold_the_factor(rows: int) -> None:
-    X = correlated(rows, 3 * rows, rows)
+    X = correlated_inputs(rows, 3 * rows, rows)
     order = np.random.default_rng(rows).permutation(rows)
     whole, panels = factor_of(X.T @ X, 0.01, order), PanelFactor(X.T @ X, 0.01, order, panel=16)
     assert isinstance(whole, WholeFactor)
     # float64 of a matrix whose condition number is at most 1 + rows / damping
     assert np.allclose(panels.weights, whole.weights, rtol=1e-9)
     columns, errors = 5, np.random.default_rng(1).standard_normal((rows, 5))
-    kept = [factor.errors(columns) for factor in (whole, panels)]
+    errors_of_factors = [factor.errors(columns) for factor in (whole, panels)]
     for start in range(0, rows, 10):
         block = slice(start, min(start + 10, rows))
-        upper = [np.triu(of.factor_block(block)) for of in kept]
+        upper = [np.triu(errors_of_factor.factor_block(block)) for errors_of_factor in errors_of_factors]
         # entries in float32
         assert np.allclose(*upper, rtol=1e-6, atol=1e-12)
-        assert kept[1].factor_block(block).flags.f_contiguous
+        assert errors_of_factors[1].factor_block(block).flags.f_contiguous
         for earlier in {0, start // 2}:
-            expected, found = (of.correction(earlier, block) for of in kept)
+            expected, result = (errors_of_factor.correction(earlier, block) for errors_of_factor in errors_of_factors)
             # sums of as many products as rows, of factors in float32
             scale = np.abs(whole.upper[:start, block]).sum(0).max(initial=1e-30) * np.abs(errors).max()
-            assert np.abs(found - expected).max(initial=0) < 2e-7 * rows * scale
-        for of in kept:
-            of.block(block)[:] = errors[block]
-            of.keep(block)
+            assert np.abs(result - expected).max(initial=0) < 2e-7 * rows * scale
+        for errors_of_factor in errors_of_factors:
+            errors_of_factor.block(block)[:] = errors[block]
+            errors_of_factor.keep(block)
 
 
 @pytest.mark.parametrize(("name", "group"), [("int4", 16), ("t4", 256), ("int3", 150)])
 def test_wide_matrices_lose_as_little(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    X, W = correlated(256, 600, 2), weights(256, 48, 2)
+    X, W = correlated_inputs(256, 600, 2), weights(256, 48, 2)
     H = (X.T @ X).astype(np.float32)
 
     def codes_of() -> Any:
@@ -66,7 +66,7 @@ def test_what_is_no_hessian_is_refused_and_too_little_damping_grows() -> None:
         PanelFactor(5 * np.ones((40, 40)) - 4 * np.eye(40), 0.01, order, panel=16)
     with pytest.raises(InputError, match="NaN or infinite, the first at input 3"):
         PanelFactor(np.diag([1.0] * 3 + [np.nan] * 37), 0.01, order, panel=16)
-    ones = np.ones((40, 40))
-    assert np.isfinite(PanelFactor(ones, 1e-30, order, panel=16).weights).all()
+    constant = np.ones((40, 40))
+    assert np.isfinite(PanelFactor(constant, 1e-30, order, panel=16).weights).all()
     zeros = PanelFactor(np.zeros((40, 40)), 0.01, order, panel=16)
     assert np.array_equal(zeros.weights, np.ones(40))

@@ -26,9 +26,9 @@ def test_feedback_is_that_of_the_inverse_moments() -> None:
     queries = random.standard_normal((2, 90, 16)) @ random.standard_normal((16, 16))
     moments = np.swapaxes(queries, 1, 2) @ queries / 90
     for feedback, moment in zip(key_feedback(moments, damping), moments, strict=True):
-        damped = moment + damping * np.diagonal(moment).mean() * np.eye(16)
+        damped_moment = moment + damping * np.diagonal(moment).mean() * np.eye(16)
         # as GPTQ has it: rows of the upper factor of the inverse, each by its diagonal
-        upper = np.linalg.cholesky(np.linalg.inv(damped)).T
+        upper = np.linalg.cholesky(np.linalg.inv(damped_moment)).T
         expected = np.triu(upper / np.diag(upper)[:, np.newaxis], 1)
         # float16 has 11 significant bits
         np.testing.assert_allclose(feedback, expected, rtol=2**-11, atol=2**-11 * np.abs(expected).max())
@@ -66,8 +66,8 @@ def test_scores_of_keys_that_vary_most_in_one_direction_err_less(seed: int) -> N
         new_queries, new_keys = queries @ np.linalg.inv(matrices[0]), (keys @ matrices).astype(np.float32)
         feedback = key_feedback((new_queries.T @ new_queries / len(queries))[np.newaxis]).astype(np.float32)
         codes, low, step = round_with_feedback(new_keys, feedback, 3, 0.9)
-        rounded = low[..., np.newaxis, :].astype(np.float64) + step[..., np.newaxis, :].astype(np.float64) * codes
-        errors.append(np.sqrt((((rounded - new_keys) @ new_queries.T) ** 2).mean()))
+        decoded_keys = low[..., np.newaxis, :].astype(np.float64) + step[..., np.newaxis, :].astype(np.float64) * codes
+        errors.append(np.sqrt((((decoded_keys - new_keys) @ new_queries.T) ** 2).mean()))
     # 0.35 to 0.43 in five draws
     assert errors[1] < 0.5 * errors[0]
 

@@ -7,17 +7,17 @@ import pytest
 
 from graphopt.errors import InputError
 from graphopt.quantization.rounding.low_rank import low_rank
-from tests.quantization.rounding.problems import correlated
+from tests.quantization.rounding.problems import correlated_inputs
 
 DAMPING = 0.01
 
 
 def hessian_of(rows: int, seed: int = 0) -> np.ndarray:
-    inputs = correlated(rows, 4 * rows, seed)
+    inputs = correlated_inputs(rows, 4 * rows, seed)
     return (inputs.T @ inputs / len(inputs)).astype(np.float32)
 
 
-def lost(error: np.ndarray, hessian: np.ndarray) -> float:
+def loss(error: np.ndarray, hessian: np.ndarray) -> float:
     """Return the squared norm of X E with the damping that the branch is chosen with."""
     H = hessian.astype(np.float64) + DAMPING * np.diagonal(hessian).mean() * np.eye(len(hessian))
     return float(np.einsum("kn,kl,ln->", error, H, error))
@@ -30,9 +30,9 @@ def test_the_error_is_about_the_least_of_any_branch(rows: int, columns: int, ran
     left, right = low_rank(error, H, rank)
     assert (left.dtype, right.dtype) == (np.float16, np.float16)
     assert (left.shape, right.shape) == ((rows, rank), (rank, columns))
-    left_over = lost(error - left.astype(np.float64) @ right, H)
-    damped = H.astype(np.float64) + DAMPING * np.diagonal(H).mean() * np.eye(rows)
-    values = np.linalg.svd(np.linalg.cholesky(damped).T @ error, compute_uv=False)
+    left_over = loss(error - left.astype(np.float64) @ right, H)
+    damped_hessian = H.astype(np.float64) + DAMPING * np.diagonal(H).mean() * np.eye(rows)
+    values = np.linalg.svd(np.linalg.cholesky(damped_hessian).T @ error, compute_uv=False)
     # Eckart and Young; the iteration takes about the strongest, and float16 rounds both sides to 2^-11
     assert values[rank:].__pow__(2).sum() * (1 - 1e-9) <= left_over < values[rank:].__pow__(2).sum() * 1.02
 
@@ -42,7 +42,7 @@ def test_an_error_of_few_directions_is_gone() -> None:
     error = random.standard_normal((40, 3)) @ random.standard_normal((3, 24))
     H = hessian_of(40)
     left, right = low_rank(error, H, 8)
-    assert lost(error - left.astype(np.float64) @ right, H) < 1e-5 * lost(error, H)  # squares of 2^-11
+    assert loss(error - left.astype(np.float64) @ right, H) < 1e-5 * loss(error, H)  # squares of 2^-11
 
 
 @pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])

@@ -32,11 +32,11 @@ def by_numpy(monkeypatch: pytest.MonkeyPatch, function: Any, *arguments: Any) ->
 def weights(seed: int, groups: int, size: int, columns: int) -> np.ndarray:
     """Return groups of any magnitude, some of them zeros, with numbers that lie halfway between values."""
     rng = np.random.default_rng(seed)
-    made = rng.normal(0, 1, (groups, size, columns)).astype(np.float32).astype(np.float64)
-    made *= 10.0 ** rng.integers(-38, 30, (groups, 1, columns))
-    made[rng.random((groups, size, columns)) < 0.1] = 0
-    made[:, :, rng.random(columns) < 0.1] = 0
-    return made
+    numbers = rng.normal(0, 1, (groups, size, columns)).astype(np.float32).astype(np.float64)
+    numbers *= 10.0 ** rng.integers(-38, 30, (groups, 1, columns))
+    numbers[rng.random((groups, size, columns)) < 0.1] = 0
+    numbers[:, :, rng.random(columns) < 0.1] = 0
+    return numbers
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -44,22 +44,22 @@ def weights(seed: int, groups: int, size: int, columns: int) -> np.ndarray:
     name=st.sampled_from(sorted(name for name, format in FORMATS.items() if format.levels)),
     seed=st.integers(0, 1000),
     shape=st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 16, 33]), st.sampled_from([1, 3, 129])),
-    weighted=st.booleans(),
+    is_weighted=st.booleans(),
     kind=st.sampled_from([np.float16, np.float32]),
 )
 @settings(max_examples=40)
 def test_the_library_chooses_what_numpy_chooses(
-    instructions: str, name: str, seed: int, shape: tuple[int, int, int], weighted: bool, kind: Any
+    instructions: str, name: str, seed: int, shape: tuple[int, int, int], is_weighted: bool, kind: Any
 ) -> None:
     groups, table = weights(seed, *shape), FORMATS[name]
-    importance = np.random.default_rng(seed).random((shape[0], shape[1], 1)) if weighted else None
+    importance = np.random.default_rng(seed).random((shape[0], shape[1], 1)) if is_weighted else None
     skip_without(instructions)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ISA_VARIABLE, instructions)
-        found = choose(groups, table, "least_squares", np.dtype(kind), importance)
+        result = choose(groups, table, "least_squares", np.dtype(kind), importance)
         expected = by_numpy(patch, choose, groups, table, "least_squares", np.dtype(kind), importance)
-    for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one, other)
+    for left, right in zip(result, expected, strict=True):
+        assert np.array_equal(left, right)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -92,10 +92,10 @@ def test_the_library_finds_the_paths_that_numpy_finds(
         sums = native.try_scales(numbers, format, steps, counts)
     np.testing.assert_array_equal(codes, format.encode(groups, scales[:, None], None, importance))
     values = format.approximate(numbers / steps[:, None], steps[:, None])
-    weighted = values if counts is None else counts * values
+    weighted_values = values if counts is None else counts * values
     squared_errors = np.square(values * steps[:, None] - numbers) * (1 if counts is None else counts)
-    for found, rows in zip(sums, (squared_errors, weighted * numbers, weighted * values), strict=True):
-        np.testing.assert_array_equal(found, np.add.accumulate(rows, 1)[:, -1])
+    for row_sums, rows in zip(sums, (squared_errors, weighted_values * numbers, weighted_values * values), strict=True):
+        np.testing.assert_array_equal(row_sums, np.add.accumulate(rows, 1)[:, -1])
 
 
 @pytest.mark.parametrize("columns", [1, 40])
@@ -107,8 +107,8 @@ def test_scales_of_paths_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, col
     if EMULATOR_VARIABLE in os.environ:
         pytest.skip("the bridge to emulated kernels has no search of paths")
     assert native.tries_scales(FORMATS["t3"])
-    found, expected = Search().scaling(*arguments), by_numpy(monkeypatch, Search().scaling, *arguments)
-    np.testing.assert_array_equal(found.scales, expected.scales)
+    result, expected = Search().scaling(*arguments), by_numpy(monkeypatch, Search().scaling, *arguments)
+    np.testing.assert_array_equal(result.scales, expected.scales)
 
 
 def test_a_trellis_of_any_window_is_searched() -> None:
@@ -131,10 +131,10 @@ def test_rows_make_up_for_errors_as_in_numpy(instructions: str, name: str) -> No
 
     def codes_of_rows() -> np.ndarray:
         method = METHODS["gptq"]()
-        rounded = method.round(
+        quantization = method.round(
             matrix, FORMATS[name], 16, "least_squares", scale_type=np.float16, statistics=inputs.T @ inputs
         )
-        return np.asarray(rounded.codes)
+        return np.asarray(quantization.codes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ISA_VARIABLE, instructions)
@@ -151,10 +151,10 @@ def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
         codes = []
         for threads in ("1", "3"):
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
-            rounded = method().round(
+            quantization = method().round(
                 matrix, FORMATS["t2"], 16, "least_squares", scale_type=np.float16, statistics=hessian
             )
-            codes.append(rounded.codes)
+            codes.append(quantization.codes)
         np.testing.assert_array_equal(*codes)
 
 
@@ -162,10 +162,10 @@ def test_any_number_of_threads_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
 def test_ties_and_their_neighbours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = FORMATS[name]
     points = [*table.levels.halfway, *table.levels.values, 0.0, 1e30, -1e30]
-    near = np.concatenate([points, np.nextafter(points, np.inf), np.nextafter(points, -np.inf)])
-    groups = near[None, :, None]
+    neighbours = np.concatenate([points, np.nextafter(points, np.inf), np.nextafter(points, -np.inf)])
+    groups = neighbours[None, :, None]
     scaling = Scaling(np.ones((1, 1)), np.zeros((1, 1), np.uint8))
-    assert np.array_equal(nearest(groups, table, scaling).ravel(), table.encode(near))
+    assert np.array_equal(nearest(groups, table, scaling).ravel(), table.encode(neighbours))
     expected = by_numpy(monkeypatch, squared_error, groups[:, :-6], table, scaling)
     assert np.array_equal(squared_error(groups[:, :-6], table, scaling), expected)
 

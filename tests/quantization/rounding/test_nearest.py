@@ -28,33 +28,33 @@ def test_extreme_scales_err_by_at_most_half_a_gap(
     table: TableFormat, scale_type: type, shape: tuple[int, int, int]
 ) -> None:
     matrix = matrix_of(*shape)
-    quantized = round_to_nearest(matrix, table, 16, "extreme", scale_type=scale_type)
-    assert quantized.scales.dtype == scale_type
-    step = np.repeat(quantized.scales.astype(np.float64), 16, axis=0)
+    quantization = round_to_nearest(matrix, table, 16, "extreme", scale_type=scale_type)
+    assert quantization.scales.dtype == scale_type
+    step = np.repeat(quantization.scales.astype(np.float64), 16, axis=0)
     gap = np.diff(np.unique(table.values)).max()
     # A zero point is itself rounded, so the far end of the range may lie up to half a step beyond the table.
     bound = 1.0 if table.zero_point else gap / 2
     # The scale is stored with a relative error of half an eps: that of the largest value on top.
     rounding = np.abs(table.values).max() * 2 * float(ml_dtypes.finfo(scale_type).eps)
-    assert (np.abs(quantized.dequantize() - matrix) <= step * (bound + rounding)).all()
+    assert (np.abs(quantization.dequantize() - matrix) <= step * (bound + rounding)).all()
 
 
 @TABLES
 def test_codes_are_nearest_for_the_scale_that_is_stored(table: TableFormat) -> None:
     matrix = matrix_of(3, 5, 1)
-    quantized = round_to_nearest(matrix, table, 16, "least_squares", scale_type=np.float16)
-    scales = np.repeat(quantized.scales.astype(np.float64), 16, axis=0)
-    zeros = 0 if quantized.zero_points is None else np.repeat(table.decode(quantized.zero_points), 16, axis=0)
-    assert np.array_equal(quantized.codes, table.encode(matrix / scales + zeros))
+    quantization = round_to_nearest(matrix, table, 16, "least_squares", scale_type=np.float16)
+    scales = np.repeat(quantization.scales.astype(np.float64), 16, axis=0)
+    zeros = 0 if quantization.zero_points is None else np.repeat(table.decode(quantization.zero_points), 16, axis=0)
+    assert np.array_equal(quantization.codes, table.encode(matrix / scales + zeros))
 
 
 def test_scales_stay_within_the_range_of_their_type() -> None:
     # float16 holds 6e-8 to 65504: half a step of 6e-8 is what a tiny weight errs by, a huge one is cut off
     matrix = np.array([[1e-9, 1e7, 0], [1e-7, 1, 0]])
-    quantized = round_to_nearest(matrix, FORMATS["int8"], None, "extreme", scale_type=np.float16)
-    assert quantized.scales.tolist() == [[2.0**-24, 65504, 1]]
-    assert np.abs(quantized.dequantize()[:, 0] - matrix[:, 0]).max() <= 2.0**-25
-    assert quantized.dequantize()[0, 1] == 127 * 65504
+    quantization = round_to_nearest(matrix, FORMATS["int8"], None, "extreme", scale_type=np.float16)
+    assert quantization.scales.tolist() == [[2.0**-24, 65504, 1]]
+    assert np.abs(quantization.dequantize()[:, 0] - matrix[:, 0]).max() <= 2.0**-25
+    assert quantization.dequantize()[0, 1] == 127 * 65504
 
 
 @TABLES
@@ -86,9 +86,9 @@ def test_zero_stays_zero_and_groups_of_zeros_work(table: TableFormat) -> None:
     matrix = np.zeros((32, 3))
     matrix[16:, 1] = np.linspace(-1, 2, 16)
     matrix[20, 1] = 0
-    quantized = round_to_nearest(matrix, table, 16, "extreme")
-    assert np.array_equal(quantized.dequantize()[matrix == 0], np.zeros((matrix == 0).sum()))
-    assert (quantized.scales > 0).all()
+    quantization = round_to_nearest(matrix, table, 16, "extreme")
+    assert np.array_equal(quantization.dequantize()[matrix == 0], np.zeros((matrix == 0).sum()))
+    assert (quantization.scales > 0).all()
 
 
 def test_one_group_for_all_rows() -> None:
@@ -100,12 +100,12 @@ def test_one_group_for_all_rows() -> None:
 @pytest.mark.parametrize("rows", [5, 32, 37])
 def test_the_last_group_may_be_shorter(table: TableFormat, scale: str, rows: int) -> None:
     matrix = matrix_of(3, 4, 0)[:rows]
-    quantized = round_to_nearest(matrix, table, 16, scale)  # type: ignore[arg-type]
-    assert quantized.scales.shape == (-(-rows // 16), 4)
-    alone = [round_to_nearest(matrix[i : i + 16], table, None, scale) for i in range(0, rows, 16)]  # type: ignore[arg-type]
-    assert np.array_equal(quantized.codes, np.concatenate([group.codes for group in alone]))
-    assert np.array_equal(quantized.scales, np.concatenate([group.scales for group in alone]))
-    assert np.array_equal(quantized.dequantize(), np.concatenate([group.dequantize() for group in alone]))
+    quantization = round_to_nearest(matrix, table, 16, scale)  # type: ignore[arg-type]
+    assert quantization.scales.shape == (-(-rows // 16), 4)
+    groups = [round_to_nearest(matrix[i : i + 16], table, None, scale) for i in range(0, rows, 16)]  # type: ignore[arg-type]
+    assert np.array_equal(quantization.codes, np.concatenate([group.codes for group in groups]))
+    assert np.array_equal(quantization.scales, np.concatenate([group.scales for group in groups]))
+    assert np.array_equal(quantization.dequantize(), np.concatenate([group.dequantize() for group in groups]))
 
 
 def test_refuses_groups_of_nothing() -> None:

@@ -46,9 +46,9 @@ class Down(RoundingMethod):
 '''
 
 
-def stored(made: object) -> set[tuple[object, object]]:
+def storages(result: object) -> set[tuple[object, object]]:
     """Return by which formats and methods an artifact says that its matrices are stored."""
-    report = next(report for report in made.manifest.passes if report.name == "quantize_weights")  # type: ignore[attr-defined]
+    report = next(report for report in result.manifest.passes if report.name == "quantize_weights")  # type: ignore[attr-defined]
     facts = [change.what for change in report.changes if change.what.code == STORAGE.code]
     return {(fact.figures["format"], fact.figures.get("rounding")) for fact in facts}
 
@@ -56,11 +56,11 @@ def stored(made: object) -> set[tuple[object, object]]:
 def test_a_format_is_one_file(llama_artifact: Path, tmp_path: Path) -> None:
     with file_added(FORMATS, "graphopt.numerics.formats", tmp_path, CUBES):
         recipe = load_recipe("fp6-rtn", options=["quantize_weights.linear.format=cubes"])
-        made = optimize(llama_artifact, recipe, tmp_path / "out")
-        assert ("cubes", None) in stored(made)
-        kernels = next(check for check in made.manifest.checks if check.name == "kernels")
+        result = optimize(llama_artifact, recipe, tmp_path / "out")
+        assert ("cubes", None) in storages(result)
+        kernels = next(check for check in result.manifest.checks if check.name == "kernels")
         assert kernels.status == "measured"
-        tables = [v.const_value for name, v in made.model.graph.initializers.items() if name == "cubes.table"]
+        tables = [v.const_value for name, v in result.model.graph.initializers.items() if name == "cubes.table"]
         assert [tensor.numpy().tolist() for tensor in tables] == [list(FORMATS["cubes"].table)]
         assert generate(load(tmp_path / "out"), ["def"], max_new_tokens=4)[0].tokens
 
@@ -70,15 +70,15 @@ def test_a_rounding_method_is_one_file(llama_artifact: Path, tmp_path: Path) -> 
         options = ["quantize_weights.rounding=down", "quantize_weights.rounding.by=0.25"]
         recipe = load_recipe("int4-rtn", options=options)
         assert recipe == load_recipe("int4-rtn", options=["quantize_weights.rounding={method: down, by: 0.25}"])
-        made = optimize(llama_artifact, recipe, tmp_path / "out")
-        assert ("int4", "down") in stored(made)
-        assert ("int8", "down") in stored(made)  # the lm_head, and the embedding, which is tied to it
-        assert made.manifest.recipe is not None
-        assert made.manifest.recipe["steps"][1]["rounding"] == {"method": "down", "by": 0.25}
-        again = optimize(llama_artifact, "int4-rtn")
-        codes = [each.model.graph.initializers for each in (made, again)]
+        result = optimize(llama_artifact, recipe, tmp_path / "out")
+        assert ("int4", "down") in storages(result)
+        assert ("int8", "down") in storages(result)  # the lm_head, and the embedding, which is tied to it
+        assert result.manifest.recipe is not None
+        assert result.manifest.recipe["steps"][1]["rounding"] == {"method": "down", "by": 0.25}
+        nearest_result = optimize(llama_artifact, "int4-rtn")
+        codes = [outcome.model.graph.initializers for outcome in (result, nearest_result)]
         name = next(name for name in codes[1] if "down_proj" in name and name.endswith("codes"))
-        down, nearest = (np.asarray(each[name].const_value.numpy(), np.int64) for each in codes)
+        down, nearest = (np.asarray(initializers[name].const_value.numpy(), np.int64) for initializers in codes)
         assert down.shape == nearest.shape
         assert down.mean() < nearest.mean()
 

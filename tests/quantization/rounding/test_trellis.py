@@ -8,13 +8,13 @@ import pytest
 from graphopt.numerics.formats import FORMATS
 from graphopt.quantization.rounding import QuantizedMatrix, round_to_nearest
 from graphopt.quantization.rounding.methods import METHODS
-from tests.quantization.rounding.problems import correlated, loss
+from tests.quantization.rounding.problems import correlated_inputs, loss
 
-X, W = correlated(64, 200, 0), np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+X, W = correlated_inputs(64, 200, 0), np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
 H = X.T @ X
 
 
-def made(method: str, name: str) -> QuantizedMatrix:
+def round_matrix(method: str, name: str) -> QuantizedMatrix:
     rounding = METHODS[method]()
     statistics = None if rounding.needs is None else H
     return rounding.round(W, FORMATS[name], 32, "least_squares", scale_type=np.float16, statistics=statistics)
@@ -32,12 +32,12 @@ PAIRS = [
 
 @pytest.mark.parametrize(("method", "name", "table"), PAIRS)
 def test_a_method_loses_less_than_with_a_table_of_as_many_bits(method: str, name: str, table: str) -> None:
-    assert loss(W, made(method, name), H) < loss(W, made(method, table), H)
+    assert loss(W, round_matrix(method, name), H) < loss(W, round_matrix(method, table), H)
 
 
 def test_error_feedback_makes_up_for_errors_of_whole_rows() -> None:
     for name in ("t2", "t3", "t4"):
-        assert loss(W, made("gptq", name), H) < 0.8 * loss(W, made("nearest", name), H)
+        assert loss(W, round_matrix("gptq", name), H) < 0.8 * loss(W, round_matrix("nearest", name), H)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
@@ -45,7 +45,7 @@ def test_error_feedback_makes_up_for_errors_of_whole_rows() -> None:
 def test_groups_of_zeros_stay_about_zero_though_there_is_no_code_for_it(name: str, dtype: type) -> None:
     matrix = np.random.default_rng(1).standard_normal((32, 20))
     matrix[:16, 3] = matrix[:, 7] = 0
-    quantized = round_to_nearest(matrix, FORMATS[name], 16, "least_squares", scale_type=dtype)
-    zeros = quantized.dequantize()[matrix == 0]
+    quantization = round_to_nearest(matrix, FORMATS[name], 16, "least_squares", scale_type=dtype)
+    zeros = quantization.dequantize()[matrix == 0]
     assert np.abs(zeros).max() <= 4 * float(np.finfo(dtype).tiny)  # values are below 4, scales the least normal number
-    assert np.isfinite(quantized.scales).all()
+    assert np.isfinite(quantization.scales).all()

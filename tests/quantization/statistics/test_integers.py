@@ -45,8 +45,8 @@ def test_the_library_gives_the_bits_of_numpy(shape: tuple[int, int], monkeypatch
         products = np.empty((shape[0], 66), np.float32)
         products_of(integers_of(np.ascontiguousarray(x), 1), integers_of(numbers((shape[1], 66), 3), 0), products)
         results.append([left.numbers, left.scales, left.squares, sums, half, products])
-    for one, other in zip(*results, strict=True):
-        assert np.array_equal(one, other)
+    for left_array, right_array in zip(*results, strict=True):
+        assert np.array_equal(left_array, right_array)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

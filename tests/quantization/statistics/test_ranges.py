@@ -33,9 +33,9 @@ def observer(numbers: np.ndarray) -> Observer:
 def test_methods_differ_where_one_number_is_far_out() -> None:
     numbers = np.random.default_rng(0).standard_normal(4000)
     numbers[17] = 60
-    seen = observer(numbers)
-    assert seen.range("minmax", 99) == pytest.approx((numbers.min(), 60), rel=1e-6)
-    low, high = seen.range("percentile", 99.9)
+    range_observer = observer(numbers)
+    assert range_observer.range("minmax", 99) == pytest.approx((numbers.min(), 60), rel=1e-6)
+    low, high = range_observer.range("percentile", 99.9)
     # of normal numbers one of a thousand is beyond 3.1 to 3.3 on either side
     assert -4 < low < -2
     assert 2 < high < 4
@@ -43,8 +43,8 @@ def test_methods_differ_where_one_number_is_far_out() -> None:
 
 def test_few_levels_lose_less_where_the_largest_numbers_are_cut_off() -> None:
     numbers = np.random.default_rng(0).standard_normal(4000)
-    seen = observer(numbers)
-    best, whole = (loss(numbers, *seen.range(method, 99, 15), 15) for method in ("mse", "minmax"))
+    range_observer = observer(numbers)
+    best, whole = (loss(numbers, *range_observer.range(method, 99, 15), 15) for method in ("mse", "minmax"))
     # A step is a fifteenth of the range, so its square is a good deal smaller where the range is.
     assert best < 0.8 * whole
 

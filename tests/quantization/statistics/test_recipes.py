@@ -42,8 +42,11 @@ def processes() -> Iterator[Executor]:
         yield executor
 
 
-def recipe(text: Path | None, name: str = "rotate-int4-rtn", rounding: str = "gptq", **given: Any) -> Recipe:
-    options = [f"quantize_weights.rounding={rounding}", *(f"quantize_weights.{key}={of}" for key, of in given.items())]
+def recipe(text: Path | None, name: str = "rotate-int4-rtn", rounding: str = "gptq", **settings: Any) -> Recipe:
+    options = [
+        f"quantize_weights.rounding={rounding}",
+        *(f"quantize_weights.{key}={value}" for key, value in settings.items()),
+    ]
     calibration = CalibrationOptions(text=text, windows=4, window=64)
     return load_recipe(name, options=options).model_copy(update={"calibration": calibration})
 
@@ -52,8 +55,8 @@ def files(folder: Path) -> tuple[bytes, bytes]:
     return (folder / MODEL).read_bytes(), (folder / DATA).read_bytes()
 
 
-def facts(made: Any) -> list[Any]:
-    report = next(report for report in made.manifest.passes if report.name == "quantize_weights")
+def facts(result: Any) -> list[Any]:
+    report = next(report for report in result.manifest.passes if report.name == "quantize_weights")
     return [change.what for change in report.changes]
 
 
@@ -61,30 +64,30 @@ def facts(made: Any) -> list[Any]:
 def test_any_number_of_jobs_shards_and_verify_agree(
     inputs: str, llama_artifact: Path, text: Path, processes: Executor, tmp_path: Path
 ) -> None:
-    chosen = recipe(text, inputs=inputs)
-    made = optimize(llama_artifact, chosen, tmp_path / "one")
-    assert {fact.figures.get("rounding") for fact in facts(made) if fact.code == STORAGE.code} == {"gptq", None}
-    (measured,) = [fact for fact in facts(made) if fact.code == STATISTICS.code]
-    assert measured.figures["tokens"] == 4 * 64
-    kept = tmp_path / "kept"
-    found = collect(llama_artifact, chosen, kept)
-    assert len(found) == measured.figures["products"]
+    rounding_recipe = recipe(text, inputs=inputs)
+    result = optimize(llama_artifact, rounding_recipe, tmp_path / "one")
+    assert {fact.figures.get("rounding") for fact in facts(result) if fact.code == STORAGE.code} == {"gptq", None}
+    (statistics_fact,) = [fact for fact in facts(result) if fact.code == STATISTICS.code]
+    assert statistics_fact.figures["tokens"] == 4 * 64
+    statistics_folder = tmp_path / "kept"
+    statistics = collect(llama_artifact, rounding_recipe, statistics_folder)
+    assert len(statistics) == statistics_fact.figures["products"]
     # one that may not run the model finds them there, and another folder of weights, made by two processes, is the same
-    optimize(llama_artifact, chosen, tmp_path / "two", jobs=processes, run=False, statistics=kept)
+    optimize(llama_artifact, rounding_recipe, tmp_path / "two", jobs=processes, run=False, statistics=statistics_folder)
     assert files(tmp_path / "two") == files(tmp_path / "one")
     for number in range(2):
-        evaluate_shard(llama_artifact, chosen, tmp_path / "three", number, 2, statistics=kept)
-    assemble(tmp_path / "three", run=False, statistics=kept)
+        evaluate_shard(llama_artifact, rounding_recipe, tmp_path / "three", number, 2, statistics=statistics_folder)
+    assemble(tmp_path / "three", run=False, statistics=statistics_folder)
     assert files(tmp_path / "three") == files(tmp_path / "one")
     checks = verify(llama_artifact, tmp_path / "one").checks
     assert [check.status for check in checks if check.name == "replay"] == ["proved"]
-    assert verify(llama_artifact, tmp_path / "two", run=False, statistics=kept)
+    assert verify(llama_artifact, tmp_path / "two", run=False, statistics=statistics_folder)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["kept", "one", "three", "two"]
 
 
 # Optimizes in two children of a process without threads, which import nothing. One kills itself when it collects for
 # the n-th time, the other when it rounds; what is there then is printed for each.
-KILLED = """
+KILLED_RUNS = """
 import json, os, signal, sys
 from pathlib import Path
 from graphopt.compile.pipeline import optimize
@@ -118,25 +121,29 @@ print(json.dumps(found))
 def test_killed_while_it_collects_or_rounds_it_makes_the_same_bytes(
     llama_artifact: Path, text: Path, tmp_path: Path
 ) -> None:
-    chosen = tmp_path / "recipe.yaml"
-    chosen.write_text(recipe(text).to_yaml())
-    optimize(llama_artifact, load_recipe(chosen), tmp_path / "whole")
-    arguments = [str(llama_artifact), str(chosen), str(tmp_path / "out"), "3"]
-    ran = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-500:]
-    assert json.loads(ran.stdout) == [[signal.SIGKILL, [".out-work", "recipe.yaml", "whole"]]] * 2
-    optimize(llama_artifact, load_recipe(chosen), tmp_path / "out")
+    recipe_file = tmp_path / "recipe.yaml"
+    recipe_file.write_text(recipe(text).to_yaml())
+    optimize(llama_artifact, load_recipe(recipe_file), tmp_path / "whole")
+    arguments = [str(llama_artifact), str(recipe_file), str(tmp_path / "out"), "3"]
+    process = subprocess.run(
+        [sys.executable, "-c", KILLED_RUNS, *arguments], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr[-500:]
+    assert json.loads(process.stdout) == [[signal.SIGKILL, [".out-work", "recipe.yaml", "whole"]]] * 2
+    optimize(llama_artifact, load_recipe(recipe_file), tmp_path / "out")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "recipe.yaml", "whole"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "recipe.yaml", "whole"]
 
 
 def test_products_make_up_for_those_before_them(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
-    found = {}
+    divergences = {}
     for inputs in ("original", "rounded"):
-        chosen = recipe(text, inputs=inputs, linear="{format: int3, group: 64}", activations="float32")
-        made = optimize(llama_artifact, chosen, tmp_path / inputs)
-        found[inputs] = next(check.figures for check in made.manifest.checks if check.name == "quality")["kl_mean"]
-    assert 0 < found["rounded"] < found["original"]
+        rounding_recipe = recipe(text, inputs=inputs, linear="{format: int3, group: 64}", activations="float32")
+        result = optimize(llama_artifact, rounding_recipe, tmp_path / inputs)
+        divergences[inputs] = next(check.figures for check in result.manifest.checks if check.name == "quality")[
+            "kl_mean"
+        ]
+    assert 0 < divergences["rounded"] < divergences["original"]
     with pytest.raises(InputError, match="it goes with inputs: original"):
         recipe(text, inputs="rounded", low_rank=4)
 
@@ -144,18 +151,20 @@ def test_products_make_up_for_those_before_them(llama_artifact: Path, text: Path
 def test_branches_of_what_was_lost_run_and_bring_the_model_nearer(
     llama_artifact: Path, text: Path, processes: Executor, tmp_path: Path
 ) -> None:
-    found = {}
+    divergences = {}
     for rank in (0, 8):
-        made = optimize(
+        result = optimize(
             llama_artifact,
             recipe(text, "nf4-rtn", "nearest", low_rank=rank, linear="{format: int3, group: 64}"),
             tmp_path / str(rank),
             target="ort-cpu",
         )
-        found[rank] = next(check.figures for check in made.manifest.checks if check.name == "quality")["kl_mean"]
-    assert 0 < found[8] < found[0]
-    (beside,) = {fact.figures.get("beside") for fact in facts(made) if fact.code == STORAGE.code} - {None}
-    assert beside == 8
+        divergences[rank] = next(check.figures for check in result.manifest.checks if check.name == "quality")[
+            "kl_mean"
+        ]
+    assert 0 < divergences[8] < divergences[0]
+    (rank_of_fact,) = {fact.figures.get("beside") for fact in facts(result) if fact.code == STORAGE.code} - {None}
+    assert rank_of_fact == 8
     optimize(
         llama_artifact,
         recipe(text, "nf4-rtn", "nearest", low_rank=8, linear="{format: int3, group: 64}"),
@@ -173,8 +182,8 @@ def test_formats_and_methods_share_what_was_collected(llama_artifact: Path, text
         ("nf4-rtn", "weighted"),
         ("w4a8-rtn", "{method: gptq, order: natural}"),
     ):
-        made = optimize(llama_artifact, recipe(text, name, rounding), run=False, statistics=tmp_path)
-        assert any(fact.figures.get("rounding") in rounding for fact in facts(made) if "rounding" in fact.figures)
+        result = optimize(llama_artifact, recipe(text, name, rounding), run=False, statistics=tmp_path)
+        assert any(fact.figures.get("rounding") in rounding for fact in facts(result) if "rounding" in fact.figures)
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(InputError, match="they are not kept"):
         optimize(llama_artifact, recipe(text, "rotate-int4-rtn"), run=False, statistics=tmp_path)
@@ -198,20 +207,20 @@ def test_what_cannot_be_run_says_what_to_do(llama_artifact: Path, text: Path, tm
 
 
 def test_too_few_tokens_are_rounded_to_nearest_and_said_so(llama_artifact: Path, tmp_path: Path) -> None:
-    one = tmp_path / "one.txt"
-    one.write_text("a")
-    made = optimize(llama_artifact, recipe(one), tmp_path / "few")
+    short_text = tmp_path / "one.txt"
+    short_text.write_text("a")
+    result = optimize(llama_artifact, recipe(short_text), tmp_path / "few")
     optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "nearest")
     assert (tmp_path / "few" / DATA).read_bytes() == (tmp_path / "nearest" / DATA).read_bytes()
-    (fact, *_) = [fact for fact in facts(made) if "few" in fact.figures]
+    (fact, *_) = [fact for fact in facts(result) if "few" in fact.figures]
     assert "its inputs were seen for 1 tokens only, too few for gptq" in str(fact)
-    singular = optimize(llama_artifact, recipe(one, fewest_tokens=0), tmp_path / "singular")
+    singular = optimize(llama_artifact, recipe(short_text, fewest_tokens=0), tmp_path / "singular")
     assert any(fact.figures.get("rounding") == "gptq" for fact in facts(singular))
 
 
 def test_an_encoder_is_calibrated_on_default_text(bert_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(bert_artifact, recipe(None, "int4-rtn"), tmp_path / "out")
-    figures = [check.figures for check in made.manifest.checks if check.name == "hidden states"][-1]
+    result = optimize(bert_artifact, recipe(None, "int4-rtn"), tmp_path / "out")
+    figures = [check.figures for check in result.manifest.checks if check.name == "hidden states"][-1]
     nearest = optimize(bert_artifact, "int4-rtn").manifest.checks
     before = [check.figures for check in nearest if check.name == "hidden states"][-1]
     assert figures["cosine_with_start_mean"] > 0.9 * before["cosine_with_start_mean"]

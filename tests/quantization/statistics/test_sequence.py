@@ -18,7 +18,7 @@ from tests.graphs import residual_model
 from tests.quantization.statistics.test_collect import calibration, expected, texts
 
 
-def rounded(node: ir.Node) -> ir.TensorProtocol:
+def rounded_weight(node: ir.Node) -> ir.TensorProtocol:
     weight = weight_of(node, 1)
     assert weight is not None
     assert weight.const_value is not None
@@ -33,28 +33,30 @@ def test_inputs_are_those_behind_rounded_products(tmp_path: Path) -> None:
     def round_product(node: ir.Node, statistics: InputStatistics) -> ir.TensorProtocol:
         assert statistics.value == node.inputs[0].name  # type: ignore[union-attr]
         order.append(node.name or "")
-        return rounded(node)
+        return rounded_weight(node)
 
-    found = calibration(tmp_path, Runner(), texts=rows).inputs_in_sequence(model, nodes, "a", round_product)
+    statistics_by_node = calibration(tmp_path, Runner(), texts=rows).inputs_in_sequence(
+        model, nodes, "a", round_product
+    )
     assert order == [node.name for node in nodes]
     for node, array in zip(nodes, before, strict=True):
         assert np.array_equal(node.inputs[1].const_value.numpy(), array)  # type: ignore[union-attr]
     after = model.clone()
     for node in linear_nodes(after.graph):
-        weight_of(node, 1).const_value = rounded(node)  # type: ignore[union-attr]
-    for node, each in found.items():
-        value, shift = node.inputs[0], each.shift()
+        weight_of(node, 1).const_value = rounded_weight(node)  # type: ignore[union-attr]
+    for node, inputs in statistics_by_node.items():
+        value, shift = node.inputs[0], inputs.shift()
         assert value is not None
         assert shift is not None
         X, Y = expected(model, value, rows), expected(after, value, rows)
         # integers are off by half a step, 1/2046 of the largest number of a vector; so are inputs behind six products
         bound = (1 + 6) * 2 / 2046 * np.abs(Y).max() ** 2
-        for one, other in ((each.hessian(), Y.T @ Y), (shift, Y.T @ (X - Y))):
-            assert np.abs(one.numpy() - other / len(Y)).max() <= bound
-    assert np.abs(found[nodes[0]].shift().numpy()).max() == 0  # type: ignore[union-attr], nothing is in front of it
-    assert np.abs(found[nodes[-1]].shift().numpy()).max() > 0  # type: ignore[union-attr]
+        for result, reference in ((inputs.hessian(), Y.T @ Y), (shift, Y.T @ (X - Y))):
+            assert np.abs(result.numpy() - reference / len(Y)).max() <= bound
+    assert np.abs(statistics_by_node[nodes[0]].shift().numpy()).max() == 0  # type: ignore[union-attr], nothing is in front of it
+    assert np.abs(statistics_by_node[nodes[-1]].shift().numpy()).max() > 0  # type: ignore[union-attr]
     (folder,) = tmp_path.iterdir()
-    assert not [each for each in folder.iterdir() if each.is_dir() or each.name.startswith("piece")]
+    assert not [file for file in folder.iterdir() if file.is_dir() or file.name.startswith("piece")]
 
 
 @pytest.mark.parametrize(("in_memory", "checkpoint"), [(1 << 20, 16), (1 << 20, 2), (0, 16)])
@@ -71,10 +73,10 @@ def test_what_was_cut_off_goes_on_and_what_is_kept_needs_no_run(
         count += 1
         if count == 3:
             raise KeyboardInterrupt
-        return rounded(node)
+        return rounded_weight(node)
 
     def go_on(node: ir.Node, statistics: InputStatistics) -> ir.TensorProtocol:
-        return rounded(node)
+        return rounded_weight(node)
 
     whole = calibration(tmp_path / "whole", Runner()).inputs_in_sequence(model, nodes, "a", go_on)
     with pytest.raises(KeyboardInterrupt):
@@ -83,11 +85,11 @@ def test_what_was_cut_off_goes_on_and_what_is_kept_needs_no_run(
     # (the original model may be a piece ahead)
     boundaries = {folder.name for folder in tmp_path.rglob("rounded/boundary-*")}
     assert boundaries == ({"boundary-1"} if checkpoint == 2 else set() if in_memory else {"boundary-2"})
-    again = calibration(tmp_path / "cut", Runner()).inputs_in_sequence(model, nodes, "a", go_on)
-    digests = [[(each.digest, each.shift_digest) for each in found.values()] for found in (whole, again)]
+    second_run = calibration(tmp_path / "cut", Runner()).inputs_in_sequence(model, nodes, "a", go_on)
+    digests = [[(inputs.digest, inputs.shift_digest) for inputs in run.values()] for run in (whole, second_run)]
     assert digests[0] == digests[1]
-    kept = calibration(tmp_path / "cut", None).inputs_in_sequence(model, nodes, "a", go_on)
-    assert list(kept.values()) == list(again.values())
+    third_run = calibration(tmp_path / "cut", None).inputs_in_sequence(model, nodes, "a", go_on)
+    assert list(third_run.values()) == list(second_run.values())
     with pytest.raises(InputError, match=r"they are not kept.*graphopt calibrate MODEL"):
         calibration(tmp_path / "cut", None).inputs_in_sequence(model, nodes, "b", go_on)
 
@@ -98,14 +100,14 @@ def test_a_corrected_matrix_is_that_of_least_squares() -> None:
     Y = X @ (np.eye(12) + 0.1 * random.normal(size=(12, 12))) + 0.1 * random.normal(size=(200, 12))
     H, C = Y.T @ Y / 200, Y.T @ (X - Y) / 200
 
-    def corrected(damping: float) -> np.ndarray:
+    def corrected_matrix(damping: float) -> np.ndarray:
         parts = (Inline.from_array(array.astype(np.float32)) for array in (H, C))
         return CorrectedMatrix(Inline.from_array(W), *parts, damping).numpy()
 
     best = np.linalg.lstsq(Y, X @ W, rcond=None)[0]
     # statistics and result are float32
-    assert np.abs(corrected(1e-9) - best).max() < 1e-4
-    losses = [np.square(X @ W - Y @ corrected(damping)).sum() for damping in (1e-9, 0.1, 1.0, 1e9)]
+    assert np.abs(corrected_matrix(1e-9) - best).max() < 1e-4
+    losses = [np.square(X @ W - Y @ corrected_matrix(damping)).sum() for damping in (1e-9, 0.1, 1.0, 1e9)]
     assert losses == sorted(losses)
     assert losses[-1] == pytest.approx(np.square(X @ W - Y @ W).sum())
     zeros = Inline.from_array(np.zeros((12, 12), np.float32))

@@ -57,7 +57,7 @@ def test_texts_that_run_apart_give_the_same_bytes(tmp_path: Path, limit: int) ->
     nodes, executor = linear_nodes(model.graph), OutOfOrder()
     plain = calibration(tmp_path / "plain", Runner(), texts=rows, limit=limit)
     expected = plain.inputs(model, nodes)
-    apart = calibration(
+    distribution = calibration(
         tmp_path / "apart",
         Runner(),
         texts=rows,
@@ -65,34 +65,34 @@ def test_texts_that_run_apart_give_the_same_bytes(tmp_path: Path, limit: int) ->
         executor=executor,
         on_stage=lambda stage, count=0, total=None: stages.append(stage),
     )
-    found = apart.inputs(model, nodes)
+    statistics = distribution.inputs(model, nodes)
     assert files(tmp_path / "apart") == files(tmp_path / "plain")
     for node in nodes:
-        same = {"hessian_file", "mean_file"}
-        assert found[node].model_dump(exclude=same) == expected[node].model_dump(exclude=same)
+        file_fields = {"hessian_file", "mean_file"}
+        assert statistics[node].model_dump(exclude=file_fields) == expected[node].model_dump(exclude=file_fields)
     assert min(executor.sizes) > 0
     assert all(stage.endswith(", 1 worker") for stage in stages)
 
 
 def test_terms_add_up_in_any_process_as_inputs_do() -> None:
     x = np.random.default_rng(0).standard_normal((2100, 520)).astype(np.float32)
-    together, apart = Moments(520), Moments(520)
-    together.add(x)
+    whole, sums = Moments(520), Moments(520)
+    whole.add(x)
     for terms in [terms.copy() for terms in terms_of(x)]:
-        apart.add_terms(terms)
-    assert np.array_equal(mean(together.squares, 2100), mean(apart.squares, 2100))
-    assert np.array_equal(together.total, apart.total)
-    assert np.array_equal(together.largest, apart.largest)
-    assert (together.tokens, together.fourth, together.coarse) == (apart.tokens, apart.fourth, apart.coarse)
-    assert together.tokens == 2100
+        sums.add_terms(terms)
+    assert np.array_equal(mean(whole.squares, 2100), mean(sums.squares, 2100))
+    assert np.array_equal(whole.total, sums.total)
+    assert np.array_equal(whole.largest, sums.largest)
+    assert (whole.tokens, whole.fourth, whole.coarse) == (sums.tokens, sums.fourth, sums.coarse)
+    assert whole.tokens == 2100
 
 
 def test_values_are_written_whole_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"a": np.arange(6.0), "b": np.ones((2, 3), np.int64)}
     windows.save_values(tmp_path / "deep" / "0", ("a", "b"), values)
     windows.save_values(tmp_path / "deep" / "0", ("a", "b"), {})  # it is there
-    loaded = windows.load_values(tmp_path / "deep" / "0", ("a", "b"))
-    assert all(np.array_equal(loaded[name], values[name]) for name in values)
+    arrays = windows.load_values(tmp_path / "deep" / "0", ("a", "b"))
+    assert all(np.array_equal(arrays[name], values[name]) for name in values)
     before = tmp_path / "deep" / "0"
     windows.save_values(tmp_path / "next", ("c", "b"), {"c": np.zeros(2)}, before, ("a", "b"))  # b has a file
     assert np.array_equal(windows.load_values(tmp_path / "next", ("c", "b"))["b"], values["b"])

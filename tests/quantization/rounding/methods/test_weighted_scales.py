@@ -22,8 +22,8 @@ def weighted(
     return method.round(matrix, FORMATS[name], group, "least_squares", scale_type=np.float32, statistics=hessian)
 
 
-def errors(matrix: np.ndarray, made: QuantizedMatrix, diagonal: np.ndarray, group: int) -> np.ndarray:
-    squares = diagonal[:, None] * (made.dequantize() - matrix) ** 2
+def errors(matrix: np.ndarray, quantization: QuantizedMatrix, diagonal: np.ndarray, group: int) -> np.ndarray:
+    squares = diagonal[:, None] * (quantization.dequantize() - matrix) ** 2
     return np.add.reduceat(squares, np.arange(0, len(matrix), group), axis=0)
 
 
@@ -39,28 +39,28 @@ def test_the_error_that_counts_is_less_than_with_nearest(name: str, seed: int, r
     assert errors(W, made, importance, 32).sum() <= errors(W, nearest, importance, 32).sum() * 1.02
 
 
-@pytest.mark.parametrize(("name", "most"), [("int4", 0.8), ("int2", 0.8), ("nf4", 0.8), ("uint3", 0.8)])
-def test_it_helps_where_some_inputs_are_large(name: str, most: float) -> None:
+@pytest.mark.parametrize(("name", "bound"), [("int4", 0.8), ("int2", 0.8), ("nf4", 0.8), ("uint3", 0.8)])
+def test_it_helps_where_some_inputs_are_large(name: str, bound: float) -> None:
     W = weights(512, 32, 1)
     importance = np.exp(2 * np.random.default_rng(1).standard_normal(512))
-    made = weighted(W, importance, name, 64)
+    quantization = weighted(W, importance, name, 64)
     nearest = round_to_nearest(W, FORMATS[name], 64, "least_squares")
-    assert errors(W, made, importance, 64).sum() < most * errors(W, nearest, importance, 64).sum()
+    assert errors(W, quantization, importance, 64).sum() < bound * errors(W, nearest, importance, 64).sum()
 
 
 def test_without_statistics_all_rows_count_the_same() -> None:
     W = weights(128, 16, 2)
     assert WeightedScales(importance="uniform").needs is None
-    alone, ones = weighted(W, None, "int3", 32, importance="uniform"), weighted(W, np.ones(128), "int3", 32)
-    assert np.array_equal(alone.codes, ones.codes)
-    assert np.array_equal(alone.scales, ones.scales)
+    uniform, equal = weighted(W, None, "int3", 32, importance="uniform"), weighted(W, np.ones(128), "int3", 32)
+    assert np.array_equal(uniform.codes, equal.codes)
+    assert np.array_equal(uniform.scales, equal.scales)
 
 
 def test_groups_whose_inputs_are_all_dead_are_rounded_as_if_they_were_not() -> None:
     W, importance = weights(64, 4, 3), np.ones(64)
     importance[:32] = 0
-    made, ones = weighted(W, importance, "int4", 32), weighted(W, np.ones(64), "int4", 32)
-    assert np.array_equal(made.codes, ones.codes)
+    quantization, equal = weighted(W, importance, "int4", 32), weighted(W, np.ones(64), "int4", 32)
+    assert np.array_equal(quantization.codes, equal.codes)
 
 
 def test_importance_that_is_not_finite_is_refused() -> None:
@@ -71,5 +71,5 @@ def test_importance_that_is_not_finite_is_refused() -> None:
 @pytest.mark.parametrize("factor", [0.0, 1e-40, 1e30])
 def test_weights_of_zero_denormal_and_huge(factor: float) -> None:
     W = (weights(40, 4, 7).astype(np.float64) * factor).astype(np.float32)
-    made = weighted(W, np.ones(40), "int4", 16)
-    assert np.abs(made.dequantize() - W).max() <= np.abs(W).max()
+    quantization = weighted(W, np.ones(40), "int4", 16)
+    assert np.abs(quantization.dequantize() - W).max() <= np.abs(W).max()
