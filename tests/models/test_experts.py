@@ -27,8 +27,8 @@ def routing(count: int) -> tuple[Any, Any]:
     import torch
 
     random = np.random.default_rng(0)
-    others = [expert for expert in range(count) if expert != 1]
-    choices = np.stack([random.permutation(others)[:TOP] for _ in range(TOKENS)])
+    experts = [expert for expert in range(count) if expert != 1]
+    choices = np.stack([random.permutation(experts)[:TOP] for _ in range(TOKENS)])
     return torch.from_numpy(choices), torch.from_numpy(random.random(choices.shape, np.float32))
 
 

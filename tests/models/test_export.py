@@ -112,9 +112,9 @@ def test_logits_are_those_of_transformers(
         # Logits of order 1: were they tiny, an absolute error of rounding would pass for agreement.
         assert 0.5 < largest < 100
         for way, pieces in WAYS.items():
-            got = graph_logits(make_artifact(family), ids, mask, pieces)
-            assert got.shape == expected.shape
-            assert np.abs(got - expected)[real].max() <= TOLERANCE * largest, f"{way}, padding {padding}"
+            logits = graph_logits(make_artifact(family), ids, mask, pieces)
+            assert logits.shape == expected.shape
+            assert np.abs(logits - expected)[real].max() <= TOLERANCE * largest, f"{way}, padding {padding}"
 
 
 def test_interface(llama_artifact: Path) -> None:
@@ -146,11 +146,11 @@ def test_every_weight_has_the_name_and_size_of_its_parameter(
             if "inv_freq" in name:
                 continue
             assert sorted(value.shape) == sorted(parameters[name].shape), name
-            found, expected = value.const_value.numpy(), parameters[name].detach().numpy()
+            array, expected = value.const_value.numpy(), parameters[name].detach().numpy()
             if family == "gemma3" and "norm" in name:
                 expected = 1 + expected
             # Matrices may be stored transposed.
-            assert np.array_equal(found, expected) or np.array_equal(found.T, expected), name
+            assert np.array_equal(array, expected) or np.array_equal(array.T, expected), name
 
 
 def test_nodes_are_named_after_their_modules(llama_artifact: Path) -> None:
@@ -167,8 +167,8 @@ def test_nodes_are_named_after_their_modules(llama_artifact: Path) -> None:
 
 def test_exporters_notes_are_stripped(llama_artifact: Path) -> None:
     graph = ir.load(llama_artifact / MODEL).graph
-    kept = {key for node in graph.all_nodes() for key in node.metadata_props}
-    assert kept == {"pkg.torch.onnx.name_scopes"}
+    keys = {key for node in graph.all_nodes() for key in node.metadata_props}
+    assert keys == {"pkg.torch.onnx.name_scopes"}
     # About 400 bytes a node (names, scope, shapes); stack traces alone take five times that.
     assert (llama_artifact / MODEL).stat().st_size < 600 * len(list(graph.all_nodes()))
 
@@ -228,25 +228,25 @@ def test_tokenizer_of_an_older_kind_is_converted(
 ) -> None:
     from tokenizers import Tokenizer
 
-    folder, made = shutil.copytree(make_folder("gpt2"), tmp_path / "model"), tmp_path / "made"
+    folder, output = shutil.copytree(make_folder("gpt2"), tmp_path / "model"), tmp_path / "made"
     tokenizer = Tokenizer.from_file(str(llama_folder / "tokenizer.json"))
     tokenizer.model.save(str(folder))
     assert (folder / "vocab.json").exists()
-    made.mkdir()
-    companions, notes = export_module._companions(str(folder), with_configuration(folder), made)
+    output.mkdir()
+    companions, notes = export_module._companions(str(folder), with_configuration(folder), output)
     assert notes == []
     assert companions["config.json"] == folder / "config.json"
-    converted = Tokenizer.from_file(str(companions["tokenizer.json"]))
+    new_tokenizer = Tokenizer.from_file(str(companions["tokenizer.json"]))
     text = "def main() -> None:"
-    assert converted.encode(text).ids == tokenizer.encode(text, add_special_tokens=False).ids
+    assert new_tokenizer.encode(text).ids == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def test_tokenizer_that_cannot_be_read_says_so(make_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    folder, made = shutil.copytree(make_folder("gpt2"), tmp_path / "model"), tmp_path / "made"
+    folder, output = shutil.copytree(make_folder("gpt2"), tmp_path / "model"), tmp_path / "made"
     (folder / "vocab.json").write_text("{")
     (folder / "merges.txt").write_text("")
-    made.mkdir()
-    companions, (note,) = export_module._companions(str(folder), with_configuration(folder), made)
+    output.mkdir()
+    companions, (note,) = export_module._companions(str(folder), with_configuration(folder), output)
     assert "tokenizer.json" not in companions
     assert "no tokenizer was carried along: transformers cannot load it" in str(note)
 
@@ -360,7 +360,7 @@ def test_truncated_checkpoint(llama_folder: Path, clean: Path, tmp_path: Path) -
 def test_wrongly_exported_graph_is_refused(
     llama_folder: Path, llama_artifact: Path, clean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(loaded: Any, source: str, task: Any) -> tuple[ir.Model, list[Any]]:
+    def wrong(model: Any, source: str, task: Any) -> tuple[ir.Model, list[Any]]:
         program = ir.load(llama_artifact / MODEL)
         gain = program.graph.initializers["model.layers.0.input_layernorm.weight"]
         gain.const_value = ir.tensor(gain.const_value.numpy() * np.float32(1.01))

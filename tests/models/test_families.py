@@ -17,11 +17,11 @@ def test_what_tests_export_is_listed() -> None:
     without_head = families.FAMILIES | families.RECURRENT | families.SUBSTITUTED_MODULES | families.ENCODERS
     configs = [config for config, _ in without_head.values()]
     configs += [config for _, config, _ in (families.HEADS | families.TOWERS).values()]
-    exported = {getattr(transformers, config).model_type for config in configs}
-    listed = [name for group in FAMILY_GROUPS for name in group.families]
-    assert exported <= set(listed)
-    assert len(listed) == len(set(listed))
-    assert set(listed) <= set(transformers.CONFIG_MAPPING)
+    model_types = {getattr(transformers, config).model_type for config in configs}
+    names = [name for group in FAMILY_GROUPS for name in group.families]
+    assert model_types <= set(names)
+    assert len(names) == len(set(names))
+    assert set(names) <= set(transformers.CONFIG_MAPPING)
     assert {state for group in FAMILY_GROUPS for state in group.states} == {*GROWING, INDEXER, *RECURRENT}
 
 

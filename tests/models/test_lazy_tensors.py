@@ -41,10 +41,10 @@ def test_operation_is_that_of_torch(operation: Callable[[Any, Any], Any]) -> Non
     random = np.random.default_rng(0)
     x, y = (random.standard_normal((2, 3, 4)).astype(np.float32) for _ in range(2))
     lazy = lazy_tensors({"x": Inline.from_array(x), "y": Inline.from_array(y)})
-    made, expected = operation(lazy["x"], lazy["y"]), operation(torch.from_numpy(x), torch.from_numpy(y))
-    expression = expression_of_tensor(made)
+    result, expected = operation(lazy["x"], lazy["y"]), operation(torch.from_numpy(x), torch.from_numpy(y))
+    expression = expression_of_tensor(result)
     assert expression is not None
-    assert made.shape == expected.shape
+    assert result.shape == expected.shape
     assert np.array_equal(expression.numpy(), expected.numpy())
 
 
@@ -80,10 +80,10 @@ def test_checkpoint_is_loaded_as_transformers_loads_it(family: str, make_folder:
     lazy = load_model(load_config(str(folder)), str(folder), tensors_of_folder(folder))
     real = load_model(load_config(str(folder)), str(folder))
     parameters = dict(real.named_parameters(remove_duplicate=False))
-    found = dict(lazy.named_parameters(remove_duplicate=False))
-    assert found.keys() == parameters.keys()
+    lazy_parameters = dict(lazy.named_parameters(remove_duplicate=False))
+    assert lazy_parameters.keys() == parameters.keys()
     for name, parameter in parameters.items():
-        expression = expression_of_tensor(found[name])
+        expression = expression_of_tensor(lazy_parameters[name])
         assert expression is not None, name
         assert np.array_equal(expression.numpy(), parameter.detach().numpy()), name
     buffers = dict(lazy.named_buffers())

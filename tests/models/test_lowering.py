@@ -21,15 +21,19 @@ def casts(x: Any, n: Any) -> Any:
 
 def reshapes(x: Any, n: Any) -> Any:
     """Of strides that allow no view, to the shape that it has, and of contiguous memory."""
-    turned = x.transpose(0, 1)
-    return turned.reshape(-1), turned.reshape(turned.shape[0], turned.shape[1]), turned.contiguous().reshape(2, 2, -1)
+    transpose = x.transpose(0, 1)
+    return (
+        transpose.reshape(-1),
+        transpose.reshape(transpose.shape[0], transpose.shape[1]),
+        transpose.contiguous().reshape(2, 2, -1),
+    )
 
 
 def axes(x: Any, n: Any) -> Any:
     """Of a size that varies and has a node, and arithmetic with a number in front."""
     column = x.new_ones(x.shape[0], 1)
-    apart = x.unflatten(1, (2, 3))
-    return 1 - apart, apart.exp().flatten(1), x.square() + column
+    split = x.unflatten(1, (2, 3))
+    return 1 - split, split.exp().flatten(1), x.square() + column
 
 
 def pieces(x: Any, n: Any) -> Any:
@@ -120,18 +124,18 @@ def onnx_of(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, by_nod
         patch.setattr(lowering, "lower", lambda *args: answers.append(lower(*args)) or answers[-1])
         program = torch.export.export(Module(), inputs, dynamic_shapes=({0: torch.export.Dim.AUTO}, None))
         names = [f"y{number}" for number in range(len(program.graph_signature.user_outputs))]
-        made = torch.onnx.export(program, (), dynamo=True, opset_version=23, output_names=names, verbose=False)
-    assert made is not None
-    return description(made.model)[0], answers
+        program_onnx = torch.onnx.export(program, (), dynamo=True, opset_version=23, output_names=names, verbose=False)
+    assert program_onnx is not None
+    return description(program_onnx.model)[0], answers
 
 
-KNOWN = [casts, reshapes, axes, sizes, orders, convolutions, pieces, writes, inference]
-LEFT = [writes_through_a_view, writes_beside_a_view, writes_another_type, pads_unevenly, is_decomposed]
+SUPPORTED_CASES = [casts, reshapes, axes, sizes, orders, convolutions, pieces, writes, inference]
+TORCH_CASES = [writes_through_a_view, writes_beside_a_view, writes_another_type, pads_unevenly, is_decomposed]
 
 
-@pytest.mark.parametrize("compute", [*KNOWN, *LEFT], ids=lambda compute: compute.__name__)
+@pytest.mark.parametrize("compute", [*SUPPORTED_CASES, *TORCH_CASES], ids=lambda compute: compute.__name__)
 def test_the_graph_is_that_of_torch(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     know_torchlib()
-    ours, answers = onnx_of(compute, monkeypatch, by_node=True)
-    theirs, none = onnx_of(compute, monkeypatch, by_node=False)
-    assert (answers, none, ours == theirs) == ([compute in KNOWN], [], True)
+    graph, answers = onnx_of(compute, monkeypatch, by_node=True)
+    torch_graph, no_answers = onnx_of(compute, monkeypatch, by_node=False)
+    assert (answers, no_answers, graph == torch_graph) == ([compute in SUPPORTED_CASES], [], True)

@@ -35,8 +35,8 @@ def test_patches_of_an_image_of_any_size_become_its_features(family: str) -> Non
         tensors = {name: torch.from_numpy(array) for name, array in numbers.items()}
         expected = model.get_image_features(**tensors, return_dict=True).pooler_output
         for part, grid, features in zip(patches, grids, expected, strict=True):
-            ours = forward(torch.from_numpy(np.ascontiguousarray(part)), torch.from_numpy(grid[None]))[IMAGE_FEATURES]
-            np.testing.assert_allclose(ours, features, rtol=0, atol=FLOAT32)
+            result = forward(torch.from_numpy(np.ascontiguousarray(part)), torch.from_numpy(grid[None]))[IMAGE_FEATURES]
+            np.testing.assert_allclose(result, features, rtol=0, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("family", ["llava_next", "llava_onevision"])
@@ -53,7 +53,7 @@ def test_features_of_tiles_are_arranged_by_the_size_of_the_image(family: str) ->
     with torch.no_grad():
         expected = model.get_image_features(pixels, torch.tensor(sizes), return_dict=True).pooler_output
         tiles = torch.cat([image[:count] for image, count in zip(pixels, counts, strict=True)])
-        ours = tiles_forward(model)(tiles, torch.from_numpy(index), torch.from_numpy(weight))[IMAGE_FEATURES]
+        result = tiles_forward(model)(tiles, torch.from_numpy(index), torch.from_numpy(weight))[IMAGE_FEATURES]
     assert (index.shape[1] == 4) == (family == "llava_onevision")
-    for features, part in zip(expected, torch.split(ours, lengths), strict=True):
+    for features, part in zip(expected, torch.split(result, lengths), strict=True):
         np.testing.assert_allclose(part, features, rtol=0, atol=FLOAT32)

@@ -52,7 +52,7 @@ from tests.quantized_checkpoints import (
 )
 
 # Zero points in the middle of the codes are none of ours: codes are then two's complement.
-SIGNED = ("gptq-2", "gptq-3", "gptq-4", "gptq-8", "autoround", "compressed-4", "compressed-8")
+SIGNED_CASES = ("gptq-2", "gptq-3", "gptq-4", "gptq-8", "autoround", "compressed-4", "compressed-8")
 # Sums in another order, through two layers, of weights that are the same to the last bit.
 TOLERANCE = 1e-5
 # A scale for each row and block of columns takes 32 bits for 128 weights of 8 bits, where theirs is one for 128 rows.
@@ -66,7 +66,7 @@ IDS = np.random.default_rng(7).integers(0, 96, (2, 12))
 Checkpoints = Callable[[str], tuple[Path, dict[str, QuantizedMatrix]]]
 GPTQ = {"quant_method": "gptq", "group_size": GROUP}
 AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP}
-COMPRESSED = {"quant_method": "compressed-tensors"}
+COMPRESSED_TENSORS = {"quant_method": "compressed-tensors"}
 BITSANDBYTES = {"quant_method": "bitsandbytes", "bits": 4, "load_in_4bit": True}
 CASES: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     **{f"gptq-{bits}": (gptq(bits, symmetric=True), {**GPTQ, "bits": bits}) for bits in (2, 3, 4, 8)},
@@ -76,17 +76,20 @@ CASES: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "autoround": (gptq(4, symmetric=True), {"quant_method": "auto-round", "bits": 4, "group_size": GROUP}),
     "autoround-awq": (awq, {**AUTOROUND, "packing_format": "auto_round:auto_awq"}),
-    "compressed-4": (compressed_tensors(4, symmetric=True), {**COMPRESSED, "format": "pack-quantized", "bits": 4}),
+    "compressed-4": (
+        compressed_tensors(4, symmetric=True),
+        {**COMPRESSED_TENSORS, "format": "pack-quantized", "bits": 4},
+    ),
     "compressed-4-points": (
         compressed_tensors(4, symmetric=False),
-        {**COMPRESSED, "format": "pack-quantized", "bits": 4},
+        {**COMPRESSED_TENSORS, "format": "pack-quantized", "bits": 4},
     ),
-    "compressed-8": (compressed_tensors(8, symmetric=True), {**COMPRESSED, "format": "pack-quantized"}),
-    "compressed-int8": (int8_rows, {**COMPRESSED, "format": "int-quantized"}),
-    "compressed-fp8": (fp8("row", ".weight_scale"), {**COMPRESSED, "format": "float-quantized"}),
+    "compressed-8": (compressed_tensors(8, symmetric=True), {**COMPRESSED_TENSORS, "format": "pack-quantized"}),
+    "compressed-int8": (int8_rows, {**COMPRESSED_TENSORS, "format": "int-quantized"}),
+    "compressed-fp8": (fp8("row", ".weight_scale"), {**COMPRESSED_TENSORS, "format": "float-quantized"}),
     "compressed-nvfp4": (
         functools.partial(nvfp4, is_modelopt=False),
-        {**COMPRESSED, "format": "nvfp4-pack-quantized", "bits": 4},
+        {**COMPRESSED_TENSORS, "format": "nvfp4-pack-quantized", "bits": 4},
     ),
     "modelopt-nvfp4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4", "bits": 4}),
     "modelopt-fp8": (fp8("tensor", ".weight_scale"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
@@ -119,7 +122,7 @@ def checkpoint(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkpoi
 
 
 @pytest.fixture(scope="module")
-def exported(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def order_export(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The export of a checkpoint whose groups are in the order of activations; tracing takes seconds, so it is one."""
     output = tmp_path_factory.mktemp("quantized") / "exported"
     export(checkpoint("gptq-order")[0], output)
@@ -134,9 +137,9 @@ def logits(path: Path) -> np.ndarray:
     return result
 
 
-def with_weights(exported: Path, folder: Path) -> ir.Model:
+def with_weights(float_export: Path, folder: Path) -> ir.Model:
     """Return the exported graph with the weights of another checkpoint."""
-    model, weights = ir.load(exported / MODEL), load(str(folder)).weights
+    model, weights = ir.load(float_export / MODEL), load(str(folder)).weights
     for node in linear_nodes(model.graph):
         value = weight_of(node, 1)
         assert value is not None
@@ -177,8 +180,8 @@ def test_experts_in_mxfp4_are_kept_at_their_codes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     (matrix,) = coded_matrices(tmp_path).values()
     experts = matrix.numpy().reshape(codes.shape)
-    unused = run_pass(ir.from_proto(ir.to_proto(model)), "keep_codes", file=tmp_path)
-    assert [skip.where for skip in unused.skips if skip.reason == NOT_USED()] == ["mlp.up_proj"]
+    first_report = run_pass(ir.from_proto(ir.to_proto(model)), "keep_codes", file=tmp_path)
+    assert [skip.where for skip in first_report.skips if skip.reason == NOT_USED()] == ["mlp.up_proj"]
     for node, expert in zip(products, experts, strict=True):
         weight = weight_of(node, 1)
         assert weight is not None
@@ -188,10 +191,10 @@ def test_experts_in_mxfp4_are_kept_at_their_codes(tmp_path: Path) -> None:
     for node, expert in zip(products, codes, strict=True):
         reader = node.inputs[1].producer()
         assert reader is not None
-        stored = port(reader, "codes")
-        assert stored is not None
-        assert stored.const_value is not None
-        assert np.array_equal(stored.const_value.numpy().T, expert)
+        stored_codes = port(reader, "codes")
+        assert stored_codes is not None
+        assert stored_codes.const_value is not None
+        assert np.array_equal(stored_codes.const_value.numpy().T, expert)
 
 
 EXL3 = {"quant_method": "exl3", "version": "0.0.9"}
@@ -252,55 +255,55 @@ def test_a_trellis_that_does_not_fit_is_refused(
 @pytest.mark.parametrize("case", CASES)
 def test_matrices_mean_what_the_layout_defines(case: str, checkpoint: Checkpoints) -> None:
     folder, layers = checkpoint(case)
-    loaded = load(str(folder))
+    model = load(str(folder))
     for name, layer in layers.items():
-        expression = loaded.weights[name]
+        expression = model.weights[name]
         assert np.array_equal(expression.numpy(), layer.matrix), name
         # a part of a matrix is read by itself, wherever groups and integers begin
         assert np.array_equal(expression.evaluate((slice(3, 50), slice(97, 201))), layer.matrix[3:50, 97:201])
-    assert f"{len(layers)} matrices are decoded from codes of" in str(loaded.notes[0])
+    assert f"{len(layers)} matrices are decoded from codes of" in str(model.notes[0])
     assert set(coded_matrices(folder)) == set(layers)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_codes_are_kept(case: str, base: Path, exported: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_codes_are_kept(case: str, base: Path, order_export: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder, layers = checkpoint(case)
-    model = with_weights(exported, folder)
+    model = with_weights(order_export, folder)
     report = run_pass(model, "keep_codes", file=folder)
     assert {skip.reason for skip in report.skips} == {NOT_OF_FILE()}  # lm_head and embedding, which are floats
     for name, layer in layers.items():
-        stored = model.graph.initializers[f"{name}.codes"]
-        assert stored.const_value is not None
-        bits, is_signed = CASES[case][1].get("bits", 8), case in SIGNED
-        codes = stored.const_value.numpy().astype(np.int16).T % 2**bits
+        stored_codes = model.graph.initializers[f"{name}.codes"]
+        assert stored_codes.const_value is not None
+        bits, is_signed = CASES[case][1].get("bits", 8), case in SIGNED_CASES
+        codes = stored_codes.const_value.numpy().astype(np.int16).T % 2**bits
         expected = (layer.codes[:, layer.order].astype(np.int16) - is_signed * 2 ** (bits - 1)) % 2**bits
         assert np.array_equal(codes, expected)
     run_pass(model, "lower", target="ort-cpu", instructions="avx2", activations="float32")
     run_pass(model, "compact_scales")
-    theirs = sum(
+    file_bytes = sum(
         tensor.nbytes for layer in layers.values() for part, tensor in layer.tensors.items() if part != ".g_idx"
     )
     values = model.graph.initializers.values()
-    ours = sum(
+    graph_bytes = sum(
         value.const_value.nbytes for value in values if "proj.weight" in (value.name or "") and value.const_value
     )
-    assert ours <= LARGER.get(case, 1.03) * theirs
+    assert graph_bytes <= LARGER.get(case, 1.03) * file_bytes
     declare(model)
     expected = expected_logits(base, layers, IDS)
-    got = logits(save(model, tmp_path))
-    assert np.abs(got - expected).max() <= TOLERANCE * np.abs(expected).max()
+    result = logits(save(model, tmp_path))
+    assert np.abs(result - expected).max() <= TOLERANCE * np.abs(expected).max()
 
 
 def test_a_checkpoint_is_optimized_at_its_own_codes(
-    base: Path, exported: Path, checkpoint: Checkpoints, tmp_path: Path
+    base: Path, order_export: Path, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder, layers = checkpoint("gptq-order")
     expected = expected_logits(base, layers, IDS)
     bound = TOLERANCE * np.abs(expected).max()
-    assert np.abs(logits(exported / MODEL) - expected).max() <= bound
+    assert np.abs(logits(order_export / MODEL) - expected).max() <= bound
     steps = [{"step": "keep_codes", "file": str(folder)}]
     recipe = Recipe.model_validate({"name": "keep", "activations": "float32", "steps": steps})
-    optimize(exported, recipe, tmp_path / "kept", quality_tokens=0)
+    optimize(order_export, recipe, tmp_path / "kept", quality_tokens=0)
     assert np.abs(logits(tmp_path / "kept" / MODEL) - expected).max() <= bound
     graph = ir.load(tmp_path / "kept" / MODEL).graph
     # queries, keys and values read one input in one order, and so do gate and up
@@ -316,11 +319,11 @@ def test_a_checkpoint_is_optimized_at_its_own_codes(
     ],
 )
 def test_scales_in_two_levels_stay_bytes(
-    case: str, rule: Rule, kind: ir.DataType, exported: Path, checkpoint: Checkpoints, tmp_path: Path
+    case: str, rule: Rule, kind: ir.DataType, order_export: Path, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     """Also where products are merged that have a number over their scales each; and widened they are what they were."""
     folder, _ = checkpoint(case)
-    model = with_weights(exported, folder)
+    model = with_weights(order_export, folder)
     for name, options in (
         ("canonicalize", {}),
         ("keep_codes", {"file": folder}),
@@ -344,7 +347,7 @@ def test_scales_in_two_levels_stay_bytes(
     assert np.array_equal(logits(save(model, tmp_path)), before)
 
 
-def edited(folder: Path, output: Path, edit: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> str:
+def refusal_of_edit(folder: Path, output: Path, edit: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> str:
     """Return the refusal of a checkpoint whose tensors and settings were changed."""
     shutil.copytree(folder, output)
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
@@ -387,7 +390,7 @@ def test_a_layer_that_does_not_fit_is_refused(
         if replacement is not None:
             tensors[LAYER + part] = replacement
 
-    refusal = edited(checkpoint(case)[0], tmp_path / "model", edit)
+    refusal = refusal_of_edit(checkpoint(case)[0], tmp_path / "model", edit)
     assert message in refusal
     assert LAYER + part in refusal
     assert str(tmp_path / "model") in refusal
@@ -405,11 +408,11 @@ def test_a_layer_that_does_not_fit_is_refused(
 def test_settings_that_are_not_known_are_refused(
     settings: dict[str, Any], message: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    refusal = edited(checkpoint("gptq-4")[0], tmp_path / "model", lambda _, old: old.update(settings))
+    refusal = refusal_of_edit(checkpoint("gptq-4")[0], tmp_path / "model", lambda _, old: old.update(settings))
     assert message in refusal
     assert str(tmp_path / "model") in refusal
 
 
-def test_keep_codes_needs_a_quantized_folder(base: Path, exported: Path) -> None:
+def test_keep_codes_needs_a_quantized_folder(base: Path, order_export: Path) -> None:
     with pytest.raises(InputError, match="holds no quantized checkpoint"):
-        run_pass(ir.load(exported / MODEL), "keep_codes", file=base)
+        run_pass(ir.load(order_export / MODEL), "keep_codes", file=base)

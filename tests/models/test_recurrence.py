@@ -88,9 +88,9 @@ def test_padding_touches_no_state(family: str, make_artifact: Callable[[str], Pa
     mask = np.ones((1, LENGTH), np.int64)
     mask[0, [0, 7, 8, 15, 19]] = 0
     folder, real = make_artifact(family), mask.astype(bool)
-    padded = run_pieces(folder, ids, mask, [12, 8])[real]
+    with_padding = run_pieces(folder, ids, mask, [12, 8])[real]
     plain = run_pieces(folder, ids[real][None], mask[real][None], [int(mask.sum())])[0]
-    assert np.abs(padded - plain).max() <= TOLERANCE * np.abs(plain).max()
+    assert np.abs(with_padding - plain).max() <= TOLERANCE * np.abs(plain).max()
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -117,9 +117,9 @@ def test_what_has_no_past_begins_with_zeros(make_artifact: Callable[[str], Path]
 def test_only_transposes_that_come_back_are_dropped() -> None:
     x = ir.val("x", ir.DataType.FLOAT, [2, 3, 4])
     first = ir.node("Transpose", [x], {"perm": [0, 2, 1]})
-    back, other = (ir.node("Transpose", [first.outputs[0]], {"perm": perm}) for perm in ([0, 2, 1], [2, 0, 1]))
-    ends = [ir.node("Neg", [node.outputs[0]]) for node in (back, other)]
-    graph = ir.Graph([x], [node.outputs[0] for node in ends], nodes=[first, back, other, *ends])
+    back, outer = (ir.node("Transpose", [first.outputs[0]], {"perm": perm}) for perm in ([0, 2, 1], [2, 0, 1]))
+    ends = [ir.node("Neg", [node.outputs[0]]) for node in (back, outer)]
+    graph = ir.Graph([x], [node.outputs[0] for node in ends], nodes=[first, back, outer, *ends])
     simplify(graph)
     assert ends[0].inputs[0] is x
-    assert list(graph) == [first, other, *ends]
+    assert list(graph) == [first, outer, *ends]

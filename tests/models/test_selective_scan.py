@@ -31,7 +31,7 @@ def test_groups_of_channels_share_a_recurrence(monkeypatch: pytest.MonkeyPatch) 
         with recurrences_as_nodes():
             outputs = [layer(x, cache_of_nodes) for x in pieces]
     assert names == ["CausalConv", "LinearRecurrence"] * 2
-    for output, wanted in zip(outputs, expected, strict=True):
-        assert (output - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
-    state, wanted = (part.layers[0].recurrent_states[0].reshape(2, -1, 8) for part in (cache_of_nodes, cache))
-    assert (state - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+    for output, reference in zip(outputs, expected, strict=True):
+        assert (output - reference).abs().max() <= TOLERANCE * reference.abs().max()
+    state, reference = (part.layers[0].recurrent_states[0].reshape(2, -1, 8) for part in (cache_of_nodes, cache))
+    assert (state - reference).abs().max() <= TOLERANCE * reference.abs().max()

@@ -57,7 +57,7 @@ def test_optimized_once_it_says_the_same_by_the_kernels_of_both_devices(shipped_
     optimize(shipped_artifact, recipe, tmp_path / "both", target="ort-cuda", run=False)
     prompt = "class Stack:\n    def push(self, item):\n        self.items.append("
     devices: tuple[Device, ...] = ("cpu", "cuda")
-    texts = [generate(load(tmp_path / "both", device=each), prompt, max_new_tokens=3) for each in devices]
+    texts = [generate(load(tmp_path / "both", device=device), prompt, max_new_tokens=3) for device in devices]
     assert texts[0] == texts[1]
     assert len(texts[0][0].tokens) == 3
 
@@ -85,13 +85,13 @@ def test_the_export_agrees_with_transformers_in_prefill_and_step_by_step(shipped
             logits, *present = session.run(["logits", *interface.present], feeds)
             past, start = dict(zip(interface.past, present, strict=True)), end
             pieces.append(logits)
-        got, real = np.concatenate(pieces, 1), mask.astype(bool)
+        result, real = np.concatenate(pieces, 1), mask.astype(bool)
         # the bound, relative to the largest logit; float32 through 6 layers, seen 1e-6
-        assert np.abs(got - expected)[real].max() < 1e-4 * np.abs(expected[real]).max()
+        assert np.abs(result - expected)[real].max() < 1e-4 * np.abs(expected[real]).max()
 
 
 def test_int4_takes_the_nominal_bits_of_the_whole_folder(shipped_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(shipped_artifact, "rotate-int4-rtn", tmp_path / "int4")
+    result = optimize(shipped_artifact, "rotate-int4-rtn", tmp_path / "int4")
     # 6 layers of 4.25-bit matrices in groups of 64, 8.125 bits for the head in groups of 128 and for the embedding,
     # whose rows have a float32 scale
     width, mlp, kv, vocabulary = 256, 640, 128, 4096
@@ -100,4 +100,4 @@ def test_int4_takes_the_nominal_bits_of_the_whole_folder(shipped_artifact: Path,
     assert (tmp_path / "int4" / DATA).stat().st_size == nominal
     # the graph itself; seen 3.4% of it
     assert (tmp_path / "int4" / MODEL).stat().st_size < 0.04 * nominal
-    assert made.manifest.check("kernels").figures == {"quantized_products": 43, "fused_kernels": 43}
+    assert result.manifest.check("kernels").figures == {"quantized_products": 43, "fused_kernels": 43}

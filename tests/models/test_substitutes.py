@@ -67,9 +67,9 @@ def test_an_indexer_chooses_among_any_number_of_tokens(
     decoder.step(ids[:1, :33])
     decoder.rewind(30)
     decoder.save(tmp_path / "saved.safetensors")
-    restored = Decoder.restore(load(folder / MODEL, threads=1), tmp_path / "saved.safetensors")
-    for continued, rows in ((restored, 1), (decoder.fork([0, 0]), 2), (decoder, 1)):
-        logits = continued.step(np.repeat(ids[:1, 30:], rows, axis=0))
+    copy = Decoder.restore(load(folder / MODEL, threads=1), tmp_path / "saved.safetensors")
+    for continuation, rows in ((copy, 1), (decoder.fork([0, 0]), 2), (decoder, 1)):
+        logits = continuation.step(np.repeat(ids[:1, 30:], rows, axis=0))
         assert np.abs(logits[-1] - expected[0, 30:]).max() <= TOLERANCE * largest
 
 

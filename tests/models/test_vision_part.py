@@ -32,8 +32,8 @@ def test_marked_tokens_see_those_behind_them(family: str) -> None:
         causal = model(ids, attention_mask=mask, use_cache=False).logits
         read_marks(model)
         embeddings = torch.cat([model.get_input_embeddings()(ids), marks[..., None]], dim=-1)
-        ours = model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).logits
+        result = model(inputs_embeds=embeddings, attention_mask=mask, use_cache=False).logits
     real = mask.bool()
     scale = float(expected[real].abs().max())
-    np.testing.assert_allclose(ours[real] / scale, expected[real] / scale, rtol=0, atol=FLOAT32)
+    np.testing.assert_allclose(result[real] / scale, expected[real] / scale, rtol=0, atol=FLOAT32)
     assert float((expected - causal)[real].abs().max()) > 0.01 * scale

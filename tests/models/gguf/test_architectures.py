@@ -23,7 +23,7 @@ from graphopt.models.gguf.layouts import FileTensor, layout_of
 from tests.families import randomize
 
 _COMMON = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-_USUAL = {
+_SIZES = {
     **_COMMON,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -32,22 +32,22 @@ _USUAL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_EXPERTS = {**_USUAL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16}
+_EXPERTS = {**_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16}
 # as llama.cpp computes, whatever a checkpoint says
 _EXPERTS["norm_topk_prob"] = True
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2Config", {**_USUAL, "tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {**_USUAL, "head_dim": 16, "tie_word_embeddings": False}),
-    "phi3": ("Phi3Config", _USUAL),
-    "gemma2": ("Gemma2Config", {**_USUAL, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}),
+    "qwen2": ("Qwen2Config", {**_SIZES, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {**_SIZES, "head_dim": 16, "tie_word_embeddings": False}),
+    "phi3": ("Phi3Config", _SIZES),
+    "gemma2": ("Gemma2Config", {**_SIZES, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}),
     "gemma3": (
         "Gemma3TextConfig",
-        {**_USUAL, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
+        {**_SIZES, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
     ),
     "gpt2": ("GPT2Config", {**_COMMON, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}),
-    "starcoder2": ("Starcoder2Config", {**_USUAL, "vocab_size": 49152, "sliding_window": None}),
-    "stablelm": ("StableLmConfig", _USUAL),
-    "nemotron": ("NemotronConfig", _USUAL),
+    "starcoder2": ("Starcoder2Config", {**_SIZES, "vocab_size": 49152, "sliding_window": None}),
+    "stablelm": ("StableLmConfig", _SIZES),
+    "nemotron": ("NemotronConfig", _SIZES),
     "bloom": ("BloomConfig", {**_COMMON, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
     "falcon": (
         "FalconConfig",
@@ -70,18 +70,18 @@ def write(architecture: str, path: Path) -> Any:
     assert layout is not None
     processor = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)(config=config.to_dict())
     names = theirs.get_gguf_hf_weights_map(model, processor)
-    state, written = model.state_dict(), set()
+    state, pointers = model.state_dict(), set()
     for name, target in names.items():
         pointer = (state[target].data_ptr(), "ffn_up_exps" in name)
-        if pointer in written:  # tied
+        if pointer in pointers:  # tied
             continue
-        written.add(pointer)
+        pointers.add(pointer)
         array = state[target].numpy()
         if "_exps" in name:
             halves = np.split(array, 2, axis=1)
             array = halves[0] if "gate" in name else halves[1] if "up" in name else array
             name = f"{name}.weight"
-        writer.add_tensor(name, np.ascontiguousarray(_undone(layout, name, array, config)))
+        writer.add_tensor(name, np.ascontiguousarray(_inverse_of_layout(layout, name, array, config)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -91,12 +91,12 @@ def write(architecture: str, path: Path) -> Any:
 
 def _write_keys(writer: Any, architecture: str, config: Any) -> None:
     mapping = theirs.GGUF_TO_TRANSFORMERS_MAPPING["config"]
-    renamed = {"qwen3moe": "qwen3_moe"}.get(architecture, architecture)
-    for key, name in mapping[renamed].items():
+    model_type = {"qwen3moe": "qwen3_moe"}.get(architecture, architecture)
+    for key, name in mapping[model_type].items():
         value = getattr(config, name, None) if name else None
         if name == "rope_theta":
-            found = config.rope_parameters
-            value = found.get("rope_theta") or found["full_attention"]["rope_theta"]
+            rope = config.rope_parameters
+            value = rope.get("rope_theta") or rope["full_attention"]["rope_theta"]
         if isinstance(value, float):
             writer.add_float32(f"{architecture}.{key}", value)
         elif isinstance(value, int):
@@ -104,44 +104,44 @@ def _write_keys(writer: Any, architecture: str, config: Any) -> None:
     for key, name in (("attention.key_length", "head_dim"), ("expert_feed_forward_length", "moe_intermediate_size")):
         if f"{architecture}.{key}" not in writer.kv_data[0] and getattr(config, name, None):
             writer.add_uint32(f"{architecture}.{key}", getattr(config, name))
-    rotated = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
-    if rotated is not None:
-        writer.add_rope_dimension_count(int(rotated * config.hidden_size // config.num_attention_heads))
+    rotary_share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
+    if rotary_share is not None:
+        writer.add_rope_dimension_count(int(rotary_share * config.hidden_size // config.num_attention_heads))
     if config.pad_token_id is not None:
         writer.add_pad_token_id(config.pad_token_id)
     # transformers counts these where the keys do not say how many there are
     writer.add_token_list([f"token{number}" for number in range(config.vocab_size)])
 
 
-def _undone(layout: Any, name: str, array: np.ndarray, config: Any) -> np.ndarray:
+def _inverse_of_layout(layout: Any, name: str, array: np.ndarray, config: Any) -> np.ndarray:
     """Return what the layout makes ``array`` of: layouts move numbers, or add one to all of them."""
-    turned = layout(FileTensor(name, Inline.from_array(array), config)).shape != array.shape
-    shape = array.shape[::-1] if turned else array.shape
-    places = np.arange(array.size, dtype=np.float64).reshape(shape)
-    moved = layout(FileTensor(name, Inline.from_array(places), config)).numpy()
-    offset = float(moved.min() - places.min())
+    is_transposed = layout(FileTensor(name, Inline.from_array(array), config)).shape != array.shape
+    shape = array.shape[::-1] if is_transposed else array.shape
+    positions = np.arange(array.size, dtype=np.float64).reshape(shape)
+    new_positions = layout(FileTensor(name, Inline.from_array(positions), config)).numpy()
+    offset = float(new_positions.min() - positions.min())
     before = np.empty(array.size, np.float32)
-    before[(moved - offset).astype(np.int64).reshape(-1)] = array.reshape(-1) - np.float32(offset)
+    before[(new_positions - offset).astype(np.int64).reshape(-1)] = array.reshape(-1) - np.float32(offset)
     return before.reshape(shape)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_file_loads_as_the_model_that_it_was_written_from(architecture: str, tmp_path: Path) -> None:
     expected = write(architecture, tmp_path / "model.gguf")
-    got, weights = load_gguf(tmp_path / "model.gguf")
-    assert type(got) is type(expected)
+    model, weights = load_gguf(tmp_path / "model.gguf")
+    assert type(model) is type(expected)
     ids = torch.arange(20)[None] * 7 % 300
     with torch.no_grad():
-        wanted, found = expected(ids).logits, got(ids).logits
+        expected_logits, logits = expected(ids).logits, model(ids).logits
     # gains of 1 + w lose a bit or two of w; all else has the same bits
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-5
+    assert float((logits - expected_logits).abs().max() / expected_logits.abs().max()) < 1e-5
     assert weights
 
 
 def test_a_falcon_with_groups_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config_class, settings = ARCHITECTURES["falcon"]
-    grouped = {**settings, "num_kv_heads": 2, "new_decoder_architecture": True}
-    monkeypatch.setitem(ARCHITECTURES, "falcon", (config_class, grouped))
+    grouped_settings = {**settings, "num_kv_heads": 2, "new_decoder_architecture": True}
+    monkeypatch.setitem(ARCHITECTURES, "falcon", (config_class, grouped_settings))
     write("falcon", tmp_path / "model.gguf")
     # transformers takes every falcon for one with a single head of keys and values
     with pytest.raises(InputError, match="has no place|does not fit|lacks"):

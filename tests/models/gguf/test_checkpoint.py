@@ -29,12 +29,12 @@ def test_weights_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
     path, expected = tmp_path / "llama.gguf", ggufs.llama()
     ggufs.write_llama(expected, path, dict.fromkeys(ggufs.MIXED_TYPES, kind))
     model, weights = load_gguf(path)
-    got, wanted = model.state_dict(), expected.state_dict()
-    assert list(got) == list(wanted)
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+    state, expected_state = model.state_dict(), expected.state_dict()
+    assert list(state) == list(expected_state)
+    assert all(torch.equal(state[name], expected_state[name]) for name in expected_state)
     # embedding and head are one tensor of the file
     assert set(weights) == {name for name, _ in expected.named_parameters()}
-    assert all(np.array_equal(weights[name].numpy(), wanted[name].numpy()) for name in weights)
+    assert all(np.array_equal(weights[name].numpy(), expected_state[name].numpy()) for name in weights)
     for key in ("rope_parameters", "rms_norm_eps", "tie_word_embeddings", "vocab_size", "num_key_value_heads"):
         assert getattr(model.config, key) == pytest.approx(getattr(expected.config, key)), key
 
@@ -53,15 +53,17 @@ def test_an_export_computes_what_transformers_does_on_the_decoded_weights(tmp_pa
         "position_ids": np.arange(20)[None],
     }
     empty = np.zeros((1, ggufs.CACHES, 0, ggufs.WIDTH // ggufs.HEADS), np.float32)
-    feeds |= {each.name: empty for each in session.get_inputs() if each.name not in feeds}
+    feeds |= {port.name: empty for port in session.get_inputs() if port.name not in feeds}
     (logits,) = session.run(["logits"], feeds)
     with torch.no_grad():
         expected = model(torch.tensor(ids)).logits.numpy()
     # The bound, relative to the largest logit; float32 in another order moves them by 1e-6.
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
     text = "def encode(self):\n    return 1"
-    ours, theirs = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (folder / "artifact", llama_folder))
-    assert ours.encode(text).ids == theirs.encode(text).ids
+    tokenizer, source_tokenizer = (
+        Tokenizer.from_file(str(source / "tokenizer.json")) for source in (folder / "artifact", llama_folder)
+    )
+    assert tokenizer.encode(text).ids == source_tokenizer.encode(text).ids
     assert (folder / "artifact" / "chat_template.jinja").read_text() == ggufs.CHAT
 
 
@@ -78,22 +80,22 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
     assert not hasattr(gguf.get_tensor_name_map, "cache_info")
 
 
-def _scaling(kind: str, **more: float) -> Callable[[Any], None]:
+def _scaling(kind: str, **numbers: float) -> Callable[[Any], None]:
     def change(writer: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        for name, value in more.items():
+        for name, value in numbers.items():
             getattr(writer, f"add_rope_scaling_{name}")(value)
 
     return change
 
 
 def test_rotary_scaling_is_not_left_out(tmp_path: Path) -> None:
-    for kind, more in {"linear": {"factor": 4.0}, "yarn": {"factor": 4.0, "orig_ctx_len": 32}}.items():
+    for kind, numbers in {"linear": {"factor": 4.0}, "yarn": {"factor": 4.0, "orig_ctx_len": 32}}.items():
         path = tmp_path / f"{kind}.gguf"
-        ggufs.write_llama(ggufs.llama(), path, {}, change=_scaling(kind, **more))
+        ggufs.write_llama(ggufs.llama(), path, {}, change=_scaling(kind, **numbers))
         model, _ = load_gguf(path)
-        found = model.config.rope_parameters
-        assert (found["rope_type"], found["factor"], found["rope_theta"]) == (kind, 4.0, 1000.0)
+        rope = model.config.rope_parameters
+        assert (rope["rope_type"], rope["factor"], rope["rope_theta"]) == (kind, 4.0, 1000.0)
     path = tmp_path / "longrope.gguf"
     ggufs.write_llama(ggufs.llama(), path, {}, change=_scaling("longrope", factor=4.0))
     with pytest.raises(InputError, match="type longrope"):
@@ -106,7 +108,9 @@ def test_factors_of_rotary_frequencies_are_applied(tmp_path: Path) -> None:
     path = tmp_path / "llama.gguf"
     ggufs.write_llama(expected, path, {}, change=lambda writer: writer.add_tensor("rope_freqs.weight", factors))
     model, _ = load_gguf(path)
-    before, after = (dict(each.named_buffers())["model.rotary_emb.inv_freq"].numpy() for each in (expected, model))
+    before, after = (
+        dict(checkpoint.named_buffers())["model.rotary_emb.inv_freq"].numpy() for checkpoint in (expected, model)
+    )
     assert np.array_equal(after, before / factors)
 
 
@@ -133,15 +137,15 @@ def _version(number: int) -> Callable[[Path], None]:
 def _unknown_type(path: Path) -> None:
     name = b"output_norm.weight"
     content = path.read_bytes()
-    place = content.index(name) + len(name) + 4 + 8
-    path.write_bytes(content[:place] + struct.pack("<I", 999) + content[place + 4 :])
+    offset = content.index(name) + len(name) + 4 + 8
+    path.write_bytes(content[:offset] + struct.pack("<I", 999) + content[offset + 4 :])
 
 
 def _without_decoder(path: Path) -> None:
     name = b"output_norm.weight"
     content = path.read_bytes()
-    place = content.index(name) + len(name) + 4 + 8
-    path.write_bytes(content[:place] + struct.pack("<I", int(gguf.GGMLQuantizationType.I32)) + content[place + 4 :])
+    offset = content.index(name) + len(name) + 4 + 8
+    path.write_bytes(content[:offset] + struct.pack("<I", int(gguf.GGMLQuantizationType.I32)) + content[offset + 4 :])
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,7 @@ def test_a_file_that_cannot_be_read_is_refused(spoil: Callable[[Path], None], me
     with pytest.raises(InputError, match=message) as caught:
         export(path, tmp_path / "out")
     assert "llama.gguf" in str(caught.value)
-    assert [each.name for each in tmp_path.iterdir()] == ["llama.gguf"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["llama.gguf"]
 
 
 def _left_over(writer: Any) -> None:

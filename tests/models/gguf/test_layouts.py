@@ -41,22 +41,22 @@ def test_a_layout_is_what_transformers_makes_of_it(architecture: str, name: str)
     array = np.random.default_rng(0).standard_normal(TENSORS[name]).astype(np.float32)
     processor = theirs.TENSOR_PROCESSORS[architecture](config=CONFIG)
     expected = processor.process(array.copy(), name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}).weights
-    got = LAYOUTS[architecture](FileTensor(name, Inline.from_array(array), SimpleNamespace(**CONFIG)))
-    assert got.shape == expected.shape
-    assert np.array_equal(got.numpy(), expected)
+    layout = LAYOUTS[architecture](FileTensor(name, Inline.from_array(array), SimpleNamespace(**CONFIG)))
+    assert layout.shape == expected.shape
+    assert np.array_equal(layout.numpy(), expected)
 
 
 def test_gates_come_before_ups_in_joined_experts() -> None:
     random = np.random.default_rng(0)
     names = ("blk.0.ffn_up_exps.weight", "blk.0.ffn_gate_exps.weight")
     arrays = {name: random.standard_normal((3, 4, 5)).astype(np.float32) for name in names}
-    parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
+    parameters: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}
     keys = {name.removesuffix(".weight"): "experts.gate_up_proj" for name in names}
     processor = theirs.Qwen2MoeTensorProcessor()
     for name, array in arrays.items():
-        processor.process(array, name, tensor_key_mapping=keys, parsed_parameters=parsed)
-    got = joined_experts({name: Inline.from_array(array) for name, array in arrays.items()})
-    assert np.array_equal(got.numpy(), parsed["tensors"]["experts.gate_up_proj"].numpy())
+        processor.process(array, name, tensor_key_mapping=keys, parsed_parameters=parameters)
+    experts = joined_experts({name: Inline.from_array(array) for name, array in arrays.items()})
+    assert np.array_equal(experts.numpy(), parameters["tensors"]["experts.gate_up_proj"].numpy())
 
 
 def test_only_two_different_parts_are_joined() -> None:

@@ -14,7 +14,7 @@ from graphopt.errors import InputError
 from graphopt.models.gguf.checkpoint import config_of
 from graphopt.quantization.gguf.file import open_gguf
 
-_USUAL = {
+_SIZES = {
     "context_length": 128,
     "embedding_length": 64,
     "block_count": 2,
@@ -28,7 +28,7 @@ def config(architecture: str, folder: Path, *, output: bool = True, **settings: 
     """Return the configuration of a file without weights; ``settings`` name keys with __ in place of dots."""
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, architecture)
-    keys = {**_USUAL, **{name.replace("__", "."): value for name, value in settings.items()}}
+    keys = {**_SIZES, **{name.replace("__", "."): value for name, value in settings.items()}}
     for name, value in keys.items():
         key = name if name.startswith("tokenizer.") else f"{architecture}.{name}"
         kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
@@ -51,21 +51,23 @@ def config(architecture: str, folder: Path, *, output: bool = True, **settings: 
 def test_queries_of_the_largest_gemmas_are_scaled_by_the_width(
     architecture: str, layers: int, expected: int, tmp_path: Path
 ) -> None:
-    made = config(architecture, tmp_path, block_count=layers, attention__key_length=8, attention__sliding_window=16)
-    assert (made.head_dim, made.query_pre_attn_scalar) == (8, expected)
+    model_config = config(
+        architecture, tmp_path, block_count=layers, attention__key_length=8, attention__sliding_window=16
+    )
+    assert (model_config.head_dim, model_config.query_pre_attn_scalar) == (8, expected)
 
 
 def test_a_scale_of_queries_in_the_file_goes_first(tmp_path: Path) -> None:
-    made = config("gemma2", tmp_path, attention__key_length=8, attention__scale=0.25)
-    assert made.query_pre_attn_scalar == 16
+    model_config = config("gemma2", tmp_path, attention__key_length=8, attention__scale=0.25)
+    assert model_config.query_pre_attn_scalar == 16
     config("llama", tmp_path, attention__scale=0.25, rope__dimension_count=16)
     with pytest.raises(InputError, match=r"llama.attention.scale = 0.125 cannot be translated"):
         config("llama", tmp_path, attention__scale=0.125, rope__dimension_count=16)
 
 
 def test_caps_of_logits_are_read(tmp_path: Path) -> None:
-    made = config("gemma2", tmp_path, attn_logit_softcapping=20.0, final_logit_softcapping=0.0)
-    assert (made.attn_logit_softcapping, made.final_logit_softcapping) == (20, None)
+    model_config = config("gemma2", tmp_path, attn_logit_softcapping=20.0, final_logit_softcapping=0.0)
+    assert (model_config.attn_logit_softcapping, model_config.final_logit_softcapping) == (20, None)
     assert config("gemma3", tmp_path, final_logit_softcapping=30.0).final_logit_softcapping == 30
     with pytest.raises(InputError, match=r"llama.final_logit_softcapping = 30.0 cannot be translated"):
         config("llama", tmp_path, final_logit_softcapping=30.0)
@@ -90,13 +92,13 @@ def test_a_part_of_a_head_is_refused_where_all_of_it_is_rotated(tmp_path: Path) 
 
 
 def test_gemma3_scales_the_positions_of_whole_attention_alone(tmp_path: Path) -> None:
-    scaled = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
-    made = config("gemma3", tmp_path, rope__freq_base=2e6, **scaled).rope_parameters
-    assert made["full_attention"] == {"rope_type": "linear", "rope_theta": 2e6, "factor": 8}
-    assert made["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+    scaling = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0}
+    rope = config("gemma3", tmp_path, rope__freq_base=2e6, **scaling).rope_parameters
+    assert rope["full_attention"] == {"rope_type": "linear", "rope_theta": 2e6, "factor": 8}
+    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
     assert config("gemma3", tmp_path).rope_parameters["full_attention"]["rope_theta"] == 1e6
-    made = config("gemma3", tmp_path, rope__freq_base_swa=2e4).rope_parameters
-    assert made["sliding_attention"]["rope_theta"] == 2e4
+    rope = config("gemma3", tmp_path, rope__freq_base_swa=2e4).rope_parameters
+    assert rope["sliding_attention"]["rope_theta"] == 2e4
     with pytest.raises(InputError, match=r"llama.rope.freq_base_swa"):
         config("llama", tmp_path, rope__freq_base_swa=2e4)
 
@@ -120,8 +122,8 @@ def test_the_epsilon_of_norms_is_that_of_the_file(tmp_path: Path) -> None:
         ("nemotron", "norm_eps"),
         ("stablelm", "layer_norm_eps"),
     ):
-        made = config(architecture, tmp_path, attention__layer_norm_epsilon=0.25)
-        assert getattr(made, name) == 0.25
+        model_config = config(architecture, tmp_path, attention__layer_norm_epsilon=0.25)
+        assert getattr(model_config, name) == 0.25
 
 
 @pytest.mark.parametrize("architecture", ["llama", "falcon", "gemma2"])
@@ -156,9 +158,9 @@ def test_a_setting_that_nobody_knows_is_refused_by_name(setting: dict[str, Any],
     with pytest.raises(InputError, match=key) as caught:
         config("qwen3moe", tmp_path, **setting)
     assert "export the original checkpoint" in str(caught.value)
-    nothing = {name: [] if isinstance(value, list) else type(value)(0) for name, value in setting.items()}
-    if nothing != {"rope__dimension_sections": []}:  # a GGUF file holds no empty array
-        config("qwen3moe", tmp_path, **nothing)
+    neutral = {name: [] if isinstance(value, list) else type(value)(0) for name, value in setting.items()}
+    if neutral != {"rope__dimension_sections": []}:  # a GGUF file holds no empty array
+        config("qwen3moe", tmp_path, **neutral)
 
 
 def test_settings_of_no_effect_are_left_out(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ LAYERS = 6
 
 
 def skeleton(family: str, layers: int = LAYERS, **settings: Any) -> Any:
-    name, known = FAMILIES[family]
-    count = {key: layers for key in ("num_hidden_layers", "n_layer") if key in known}
-    config = getattr(transformers, name)(**{**known, **count, **settings})
+    name, settings_of_family = FAMILIES[family]
+    count = {key: layers for key in ("num_hidden_layers", "n_layer") if key in settings_of_family}
+    config = getattr(transformers, name)(**{**settings_of_family, **count, **settings})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     make_skeleton(model)
     return model
@@ -45,8 +45,8 @@ def test_equal_layers_are_of_one_kind(family: str, prefix: str) -> None:
 
 def test_layers_with_and_without_a_window() -> None:
     types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    found = plan_of(skeleton("gemma3", layer_types=types))
-    assert (found.kinds, found.samples) == ((0, 0, 1, 0, 0, 1), (0, 1, 2, 5))
+    plan = plan_of(skeleton("gemma3", layer_types=types))
+    assert (plan.kinds, plan.samples) == ((0, 0, 1, 0, 0, 1), (0, 1, 2, 5))
 
 
 def test_dense_layers_before_those_with_experts() -> None:
@@ -56,8 +56,8 @@ def test_dense_layers_before_those_with_experts() -> None:
     config = transformers.Qwen3MoeConfig(num_hidden_layers=LAYERS, **sizes, **heads, **experts)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     make_skeleton(model)
-    found = plan_of(model)
-    assert (found.kinds, found.samples) == ((0, 1, 1, 0, 1, 1), (0, 1, 2, 3))
+    plan = plan_of(model)
+    assert (plan.kinds, plan.samples) == ((0, 1, 1, 0, 1, 1), (0, 1, 2, 3))
 
 
 def test_layers_that_compute_with_their_number_are_all_different() -> None:
@@ -67,13 +67,13 @@ def test_layers_that_compute_with_their_number_are_all_different() -> None:
 
 def test_a_layer_that_reads_another_but_the_last_is_not_understood() -> None:
     model = skeleton("llama")
-    seen: list[Any] = []
+    first_input: list[Any] = []
 
     def keep(module: Any, args: Any) -> None:
-        seen[:] = [args[0]]
+        first_input[:] = [args[0]]
 
     def add(module: Any, args: Any, output: Any) -> Any:
-        return output + seen[0]
+        return output + first_input[0]
 
     model.model.layers[1].register_forward_pre_hook(keep)
     model.model.layers[4].mlp.register_forward_hook(add)

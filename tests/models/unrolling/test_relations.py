@@ -24,14 +24,14 @@ class Model(torch.nn.Module):
         self.experts = torch.nn.Parameter(torch.zeros(4, 100, 60))
         self.gain = torch.nn.Parameter(torch.zeros(64))
         self.table = torch.nn.Parameter(torch.zeros(40, 16))
-        self.other = torch.nn.Parameter(torch.zeros(64))
+        self.second_gain = torch.nn.Parameter(torch.zeros(64))
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    made = Model()
-    make_skeleton(made)
-    return made
+    skeleton = Model()
+    make_skeleton(skeleton)
+    return skeleton
 
 
 def relation(model: Any, array: Any, *folded_from: str) -> Expression:
@@ -56,11 +56,11 @@ VIEWS = {
 
 @pytest.mark.parametrize(("name", "view"), VIEWS.values(), ids=VIEWS)
 def test_a_view_is_found_and_holds_for_other_numbers(model: Any, name: str, view: Any) -> None:
-    found = relation(model, view(getattr(model, name).detach().numpy()))
-    (leaf,) = [node for node in nodes_below(found) if isinstance(node, Parameter)]
+    expression = relation(model, view(getattr(model, name).detach().numpy()))
+    (leaf,) = [node for node in nodes_below(expression) if isinstance(node, Parameter)]
     assert leaf.name == name
     numbers = np.random.default_rng(0).standard_normal(leaf.shape).astype(np.float32)
-    assert np.array_equal(found.replacing({leaf: Inline.from_array(numbers)}).numpy(), view(numbers))
+    assert np.array_equal(expression.replacing({leaf: Inline.from_array(numbers)}).numpy(), view(numbers))
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_a_view_is_found_and_holds_for_other_numbers(model: Any, name: str, view
     [lambda x: 1 + x, lambda x: x - np.float32(0.5), lambda x: np.float32(8) * x, lambda x: x / np.float32(4)],
 )
 def test_a_computed_gain_is_found(model: Any, compute: Any) -> None:
-    found = relation(model, compute(model.gain.detach().numpy()), "gain", "one")
-    (leaf,) = [node for node in nodes_below(found) if isinstance(node, Parameter)]
+    expression = relation(model, compute(model.gain.detach().numpy()), "gain", "one")
+    (leaf,) = [node for node in nodes_below(expression) if isinstance(node, Parameter)]
     numbers = np.random.default_rng(0).standard_normal(64).astype(np.float32)
-    assert np.array_equal(found.replacing({leaf: Inline.from_array(numbers)}).numpy(), compute(numbers))
+    assert np.array_equal(expression.replacing({leaf: Inline.from_array(numbers)}).numpy(), compute(numbers))
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_rows_that_were_looked_up_are_found(model: Any, look_up: Any) -> None:
 
 def test_a_constant_of_its_own_stays_a_constant(model: Any) -> None:
     array = np.arange(6, dtype=np.float32)
-    found = relation(model, array, "val_3")
-    assert not any(isinstance(node, Parameter) for node in nodes_below(found))
-    assert np.array_equal(found.numpy(), array)
+    expression = relation(model, array, "val_3")
+    assert not any(isinstance(node, Parameter) for node in nodes_below(expression))
+    assert np.array_equal(expression.numpy(), array)
 
 
 @pytest.mark.parametrize(
     ("compute", "names"),
     [
         (lambda m: np.exp(m.gain.detach().numpy()), ("gain",)),
-        (lambda m: (m.gain * m.other).detach().numpy(), ("gain", "other")),
+        (lambda m: (m.gain * m.second_gain).detach().numpy(), ("gain", "second_gain")),
         (lambda m: np.repeat(m.gain.detach().numpy(), 2), ("gain",)),
         (lambda m: m.table.detach().numpy()[[3, 4, 6]], ("table",)),
         (lambda m: m.matrix.detach().numpy()[3:7].copy(), ("matrix",)),

@@ -30,22 +30,22 @@ def test_a_llama_of_three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_FEWEST", 3)  # fewer to trace whole; what is unrolled is the last
     model = make_model("llama", 3).eval()
 
-    def traced(folder: Path) -> None:
+    def save_trace(folder: Path) -> None:
         folder.mkdir()
         ir.save(trace(model, "llama"), folder / "model.onnx")
 
     sources = ("graphopt/models/*.py", "tests/families.py", "tests/models/unrolling/test_unrolled.py")
-    whole = ir.load(cached_folder("llama-of-three-layers", sources, traced) / "model.onnx")
-    loaded = LoadedModel(model, weights_of(model), lambda: model, [])
-    program, notes = trace_loaded(loaded, "llama")
+    whole = ir.load(cached_folder("llama-of-three-layers", sources, save_trace) / "model.onnx")
+    loaded_model = LoadedModel(model, weights_of(model), lambda: model, [])
+    program, notes = trace_loaded(loaded_model, "llama")
     assert notes == []
     assert description(program) == description(whole)
 
     # The same checkpoint exported by another route, then given other names: `diff` finds no difference.
     shuffle_names(whole)
-    found = diff_of((program, None), (whole, None))
-    assert (found.edges, found.ports) == ([], [])
-    assert found.equal
+    difference = diff_of((program, None), (whole, None))
+    assert (difference.edges, difference.ports) == ([], [])
+    assert difference.equal
 
 
 def test_a_hybrid_has_the_states_of_each_kind_of_layer() -> None:
@@ -62,75 +62,75 @@ def test_a_hybrid_has_the_states_of_each_kind_of_layer() -> None:
     assert check_agreement(lambda: make_model("lfm2", 5).eval(), {MAIN: program}).status == "measured"
 
 
-def toy_graph(layers: int, **more: Any) -> ir.Model:
+def toy_graph(layers: int, **exceptions: Any) -> ir.Model:
     """Return x -> layers of x + gelu(x w) -> y, as an exporter would write it, with modules in the metadata."""
     x = ir.val("x", ir.DataType.FLOAT, [2, 4])
-    nodes, weights, passed = [], [], x
+    nodes, weights, residual = [], [], x
 
     def node(op: str, inputs: list[Any], module: str | None) -> ir.Value:
-        made = ir.node(op, inputs)
-        made.outputs[0].name = f"v{len(nodes)}"
+        new_node = ir.node(op, inputs)
+        new_node.outputs[0].name = f"v{len(nodes)}"
         if module is not None:
-            made.metadata_props[SCOPE] = repr(["", module, op])
-        nodes.append(made)
-        return made.outputs[0]
+            new_node.metadata_props[SCOPE] = repr(["", module, op])
+        nodes.append(new_node)
+        return new_node.outputs[0]
 
     for n in range(layers):
         leaf = Parameter(f"layers.{n}.w", ir.DataType.FLOAT, (4, 4))
         w = ir.val(f"layers.{n}.w", ir.DataType.FLOAT, [4, 4], const_value=WeightTensor(leaf))
         weights.append(w)
-        product = node("MatMul", [passed, w], f"layers.{n}")
+        product = node("MatMul", [residual, w], f"layers.{n}")
         # Some nodes come without their module.
-        active = node("Tanh" if n == more.get("other") else "Gelu", [product], None)
-        passed = node("Add", [passed, active], f"layers.{n}")
-        if n == more.get("shared"):
-            first = passed
-    y = node("Relu", [passed], "norm")
-    if "shared" in more:
+        active = node("Tanh" if n == exceptions.get("other") else "Gelu", [product], None)
+        residual = node("Add", [residual, active], f"layers.{n}")
+        if n == exceptions.get("shared"):
+            first = residual
+    y = node("Relu", [residual], "norm")
+    if "shared" in exceptions:
         y = node("Add", [y, first], "norm")
     y.name = "y"
     graph = ir.Graph([x], [y], nodes=nodes, initializers=weights, opset_imports={"": 23})
     return ir.Model(graph, ir_version=10)
 
 
-def unrolled(model: ir.Model, layers: int) -> ir.Model:
+def unroll_graph(model: ir.Model, layers: int) -> ir.Model:
     count = len(model.graph.initializers)
     unroll(model, Plan("layers", (0,) * layers, tuple(range(count))))
     return model
 
 
 def test_a_toy_of_two_layers_becomes_that_of_five() -> None:
-    made, expected = unrolled(toy_graph(2), 5), toy_graph(5)
-    assert [str(expression_of(value.const_value)) for value in made.graph.initializers.values()] == [
+    result, expected = unroll_graph(toy_graph(2), 5), toy_graph(5)
+    assert [str(expression_of(value.const_value)) for value in result.graph.initializers.values()] == [
         str(expression_of(value.const_value)) for value in expected.graph.initializers.values()
     ]
-    assert [node.op_type for node in made.graph] == [node.op_type for node in expected.graph]
-    assert [node.metadata_props.get(SCOPE) for node in made.graph] == [
+    assert [node.op_type for node in result.graph] == [node.op_type for node in expected.graph]
+    assert [node.metadata_props.get(SCOPE) for node in result.graph] == [
         node.metadata_props.get(SCOPE) for node in expected.graph
     ]
-    names = {value: number for number, value in enumerate(v for node in made.graph for v in node.outputs)}
-    others = {value: number for number, value in enumerate(v for node in expected.graph for v in node.outputs)}
-    for one, two in zip(made.graph, expected.graph, strict=True):
-        assert [names.get(value) for value in one.inputs] == [others.get(value) for value in two.inputs]
-    assert made.graph.outputs[0].name == "y"
-    assert list(made.graph.initializers) == list(expected.graph.initializers)
+    names = {value: number for number, value in enumerate(v for node in result.graph for v in node.outputs)}
+    expected_names = {value: number for number, value in enumerate(v for node in expected.graph for v in node.outputs)}
+    for node, other_node in zip(result.graph, expected.graph, strict=True):
+        assert [names.get(value) for value in node.inputs] == [expected_names.get(value) for value in other_node.inputs]
+    assert result.graph.outputs[0].name == "y"
+    assert list(result.graph.initializers) == list(expected.graph.initializers)
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_layers_that_came_out_differently_are_refused(place: int) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_layers_that_came_out_differently_are_refused(number: int) -> None:
     with pytest.raises(NotUnderstoodError, match="layers 0 and 1 are of one kind and came out as different graphs"):
-        unrolled(toy_graph(2, other=place), 5)
+        unroll_graph(toy_graph(2, other=number), 5)
 
 
 def test_a_layer_that_is_read_behind_the_last_is_refused() -> None:
     with pytest.raises(NotUnderstoodError, match="reads more than what the layer before passes on"):
-        unrolled(toy_graph(3, shared=0), 5)
+        unroll_graph(toy_graph(3, shared=0), 5)
 
 
 def test_places_of_nodes_without_a_module() -> None:
     model = toy_graph(2)
-    places = GraphLayers(model.graph, Plan("layers", (0, 0, 0), (0, 1)))
-    assert [places.layer_of(node) for node in model.graph] == [0, 0, 0, 1, 1, 1, -1]
+    layers = GraphLayers(model.graph, Plan("layers", (0, 0, 0), (0, 1)))
+    assert [layers.layer_of(node) for node in model.graph] == [0, 0, 0, 1, 1, 1, -1]
 
 
 def test_a_model_that_cannot_be_shortened_is_traced_whole_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +140,6 @@ def test_a_model_that_cannot_be_shortened_is_traced_whole_and_says_so(monkeypatc
     monkeypatch.setattr(short_trace, "plan_layers", refuse)
     monkeypatch.setattr(short_trace, "_export", lambda model, source, task: toy_graph(3))
     monkeypatch.setattr(short_trace, "finish", lambda program, model, source, task: None)
-    program, why = trace_skeleton(make_model("llama", 1), "toy")
-    assert str(why) == "its modules hold no list of layers"
+    program, reason = trace_skeleton(make_model("llama", 1), "toy")
+    assert str(reason) == "its modules hold no list of layers"
     assert len(program.graph) == 10
