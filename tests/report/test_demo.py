@@ -26,22 +26,22 @@ def demo(tmp_path_factory: pytest.TempPathFactory, shipped_artifact: Path, llama
         shutil.copytree(llama_artifact, folder / name)
     (folder / "report.html").write_text("of another demo")
 
-    def exported(*args: Any, **options: Any) -> Manifest:
-        asked = inspect.signature(export).bind(*args, **options).arguments
-        assert (asked["model"], asked["output"], asked["overwrite"]) == (MODEL, folder / EXPORT, True)
-        assert set(asked) == {"model", "output", "overwrite", "on_stage"}
-        shutil.rmtree(asked["output"])
-        return read_manifest(shutil.copytree(shipped_artifact, asked["output"]))
+    def export_shared(*args: Any, **options: Any) -> Manifest:
+        call = inspect.signature(export).bind(*args, **options).arguments
+        assert (call["model"], call["output"], call["overwrite"]) == (MODEL, folder / EXPORT, True)
+        assert set(call) == {"model", "output", "overwrite", "on_stage"}
+        shutil.rmtree(call["output"])
+        return read_manifest(shutil.copytree(shipped_artifact, call["output"]))
 
-    def optimized(model: Path, preset: str, *args: Any, **options: Any) -> Artifact:
+    def optimize_quickly(model: Path, preset: str, *args: Any, **options: Any) -> Artifact:
         """Take statistics on little text: other tests look at what is chosen by them."""
         recipe = load_recipe(preset)
         little = CalibrationOptions(windows=2, window=512)
         return optimize(model, recipe.model_copy(update={"calibration": little}), *args, **options)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("graphopt.report.demo.export", exported)
-        monkeypatch.setattr("graphopt.report.demo.optimize", optimized)
+        monkeypatch.setattr("graphopt.report.demo.export", export_shared)
+        monkeypatch.setattr("graphopt.report.demo.optimize", optimize_quickly)
         return run_demo(folder, text=held_out_text(("heapq",))[:5000])
 
 
@@ -54,16 +54,16 @@ def test_every_stage_is_an_artifact_that_is_what_its_manifest_says(demo: Demo) -
 def test_another_demo_is_replaced(demo: Demo) -> None:
     for stage in demo.stages:
         assert read_manifest(Path(stage.folder)).source.name == MODEL
-    kept = {"report.html", *(stage.name for stage in demo.stages)}
-    assert {file.name for file in Path(demo.report).parent.iterdir()} == kept
+    names = {"report.html", *(stage.name for stage in demo.stages)}
+    assert {file.name for file in Path(demo.report).parent.iterdir()} == names
 
 
 def test_rotation_is_exact_and_int4_is_small_and_close(demo: Demo) -> None:
-    float32, rotated, int4, rotated_int4 = demo.stages
-    assert rotated.largest_logit_change < 1e-4
+    float32, rotated_float32, int4, rotated_int4 = demo.stages
+    assert rotated_float32.largest_logit_change < 1e-4
     assert [stage.proof is not None for stage in demo.stages] == [False, True, False, True]
     # the same function, so the same bits: 1e-4 of the logits is far less than 1e-3 bits
-    assert rotated.bits_per_byte == pytest.approx(float32.bits_per_byte, abs=1e-3)
+    assert rotated_float32.bits_per_byte == pytest.approx(float32.bits_per_byte, abs=1e-3)
     # nominal: 4.31 bits for the matrices and 4.63 for the head, which is the embedding too; rotated 4.31, 8.25, and 8.1
     # for the embedding
     assert int4.bits_per_weight == pytest.approx(4.4, abs=0.1)

@@ -87,36 +87,38 @@ ROLES = {
 
 @pytest.mark.parametrize(("foreign", "maker"), [(name, name) for name in ROLES], indirect=["foreign"])
 def test_every_command_that_reads_opens_it(foreign: Path, maker: str, tmp_path: Path) -> None:
-    def ran(*arguments: object) -> str:
-        result = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+    def run_command(*arguments: object) -> str:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
         assert result.exit_code == 0, result.output
         return result.output
 
-    found = Trace.model_validate(json.loads(ran("inspect", foreign, "--json")))
-    roles = Counter(node.role for node in found.nodes if node.role == "attention" or node.weights)
+    model_trace = Trace.model_validate(json.loads(run_command("inspect", foreign, "--json")))
+    roles = Counter(node.role for node in model_trace.nodes if node.role == "attention" or node.weights)
     assert {name: roles[name] for name in ROLES[maker]} == ROLES[maker]
     # the first layer may differ: genai adds the residual of all others within their norm
-    assert sum(len(fold.layers) for fold in found.folds) == ROLES[maker]["attention"]
-    assert "no manifest" in ran("inspect", foreign, "role:down_proj")
-    node = next(each for each in found.nodes if each.role == "down_proj" and each.weights)
-    assert "no pass of graphopt" in ran("explain", foreign, node.name)
-    assert "equal" in ran("diff", foreign, foreign)
-    ran("report", foreign, "--before", foreign, "-o", tmp_path / "page.html")
+    assert sum(len(fold.layers) for fold in model_trace.folds) == ROLES[maker]["attention"]
+    assert "no manifest" in run_command("inspect", foreign, "role:down_proj")
+    node = next(candidate for candidate in model_trace.nodes if candidate.role == "down_proj" and candidate.weights)
+    assert "no pass of graphopt" in run_command("explain", foreign, node.name)
+    assert "equal" in run_command("diff", foreign, foreign)
+    run_command("report", foreign, "--before", foreign, "-o", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     for part in ("verdict", "graph", "size", "diff", "nodes"):
         assert f'id="{part}"' in page
     # what has no recipe cannot be measured product by product, and is refused with the reason
     with pytest.raises(InputError, match="no recipe"):
-        ran("report", foreign, "--before", foreign, "--where", "-o", tmp_path / "page.html")
+        run_command("report", foreign, "--before", foreign, "--where", "-o", tmp_path / "page.html")
 
 
 def test_a_model_is_told_from_what_onnxruntime_made_of_it(llama_artifact: Path, tmp_path: Path) -> None:
-    fused = optimized_by_onnxruntime(llama_artifact, tmp_path)
-    result = CliRunner().invoke(app, ["diff", str(tmp_path / "int4"), str(fused), "--json"])
+    fused_model = optimized_by_onnxruntime(llama_artifact, tmp_path)
+    result = CliRunner().invoke(app, ["diff", str(tmp_path / "int4"), str(fused_model), "--json"])
     assert result.exit_code == 1
-    found = json.loads(result.stdout)
+    difference = json.loads(result.stdout)
     # its record is gone; products are led back by what they are
-    assert found["record"] is False
-    pairs = [edge for edge in found["edges"] if edge["role"] == "down_proj" and edge["before"] and edge["after"]]
+    assert difference["record"] is False
+    pairs = [edge for edge in difference["edges"] if edge["role"] == "down_proj" and edge["before"] and edge["after"]]
     assert len(pairs) == 2
-    assert {node.operator for node in trace(fused).nodes if node.role == "down_proj"} == {"com.microsoft::MatMulNBits"}
+    assert {node.operator for node in trace(fused_model).nodes if node.role == "down_proj"} == {
+        "com.microsoft::MatMulNBits"
+    }

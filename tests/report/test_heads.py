@@ -17,14 +17,14 @@ def calibration(policy: ReadPolicy, layers: Sequence[LayerFigures]) -> Calibrati
 def test_the_tables_show_every_head_and_policy() -> None:
     head = HeadFigures(induction=(0.1, 0.75), echo=(0.0, 0.25), kept={"streaming": (0.5, 0.625)})
     policy = ReadPolicy(attributes={"policy": "streaming", "sinks": 4}, read=0.25, kept=0.5625)
-    found = calibration(policy, [LayerFigures(number=3, heads=(head,))])
+    head_calibration = calibration(policy, [LayerFigures(number=3, heads=(head,))])
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(heads_table(found))
-    console.print(policies_table(found))
+    console.print(heads_table(head_calibration))
+    console.print(policies_table(head_calibration))
     text = console.export_text()
     # the largest of the scores of its query heads, and the mean of what they keep
-    for shown in ("3", "0.750", "0.250", "0.562", "sinks 4", "25.0%", "56.2%"):
-        assert shown in text
+    for word in ("3", "0.750", "0.250", "0.562", "sinks 4", "25.0%", "56.2%"):
+        assert word in text
 
 
 def head(score: float) -> HeadFigures:

@@ -33,16 +33,16 @@ def test_ipython_is_told_when_graphopt_is_imported() -> None:
 def test_an_artifact_shows_what_was_done_and_checked(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     file = save(residual_model(), tmp_path / "model")
-    made = optimize(file, "int4-rtn", tmp_path / "<made>", run=False)
-    shown = html_of(made)
-    assert "int4-rtn" in shown
-    assert "quantize_weights" in shown
-    assert "bits each" in shown
+    result = optimize(file, "int4-rtn", tmp_path / "<made>", run=False)
+    html = html_of(result)
+    assert "int4-rtn" in html
+    assert "quantize_weights" in html
+    assert "bits each" in html
     assert "&lt;made&gt;" in html_of(artifact.read(tmp_path / "<made>"))
-    assert "<made>" not in shown
+    assert "<made>" not in html
 
 
 def test_a_plain_file_shows_that_nothing_was_done(tmp_path: Path) -> None:
-    shown = html_of(artifact.read(save(residual_model(), tmp_path)))
-    assert "none" in shown
-    assert "changed" not in shown
+    html = html_of(artifact.read(save(residual_model(), tmp_path)))
+    assert "none" in html
+    assert "changed" not in html

@@ -25,9 +25,9 @@ DEEP = ("int4", "rotate-kv4")
 
 
 def names_of(graph: ir.Graph) -> set[str]:
-    made = {value.name or "" for node in graph for value in node.outputs}
+    outputs = {value.name or "" for node in graph for value in node.outputs}
     ports = {value.name or "" for value in graph.inputs}
-    return made | ports | set(graph.initializers) | {node.name or "" for node in graph}
+    return outputs | ports | set(graph.initializers) | {node.name or "" for node in graph}
 
 
 @pytest.fixture(scope="module")
@@ -43,32 +43,35 @@ def test_layers_and_origins_of_every_preset(
     source, recipe = sources[layers], distinct()[preset]
     split = any(step.name == "split_inputs" for step in recipe.steps)
     if split:  # it looks at activations, of a little text here
-        few = recipe.model_copy(update={"calibration": CalibrationOptions(windows=1, window=64)})
-        made = optimize(source, few, quality_tokens=0)
-        model, manifest = made.model, made.manifest
+        quick_recipe = recipe.model_copy(update={"calibration": CalibrationOptions(windows=1, window=64)})
+        result = optimize(source, quick_recipe, quality_tokens=0)
+        model, manifest = result.model, result.manifest
     else:
         model, reports = compile_artifact(source, recipe, tmp_path)
         manifest = source.manifest.model_copy(update={"passes": reports})
-    there, untouched = names_of(source.model.graph), {(node.name, node.op_type) for node in source.model.graph}
+    source_names, source_nodes = (
+        names_of(source.model.graph),
+        {(node.name, node.op_type) for node in source.model.graph},
+    )
     count = 0
-    for count, each in enumerate(explanations(model, manifest), 1):  # noqa: B007
-        assert each.origins, each.node.name
-        assert set(each.origins) <= there, each.node.name
-        assert not each.as_it_came_in or (each.node.name, each.node.operator) in untouched
+    for count, explanation in enumerate(explanations(model, manifest), 1):  # noqa: B007
+        assert explanation.origins, explanation.node.name
+        assert set(explanation.origins) <= source_names, explanation.node.name
+        assert not explanation.as_it_came_in or (explanation.node.name, explanation.node.operator) in source_nodes
     assert count == len(list(model.graph))
 
-    folded = fold(model.graph)
-    assert len(folded.layers()) == layers
+    layer_fold = fold(model.graph)
+    assert len(layer_fold.layers()) == layers
     # how many inputs go past a product in floats differs from layer to layer, and with it the structure
-    assert split or [part.count for part in folded.parts if isinstance(part, Repeat)] == [layers]
+    assert split or [part.count for part in layer_fold.parts if isinstance(part, Repeat)] == [layers]
     # no product of a layer is left outside: the first and the last layer are whole
-    inside = {segment for layer in folded.layers() for segment in layer}
-    outside = [node for number, nodes in enumerate(folded.order) if number not in inside for node in nodes]
+    inside = {segment for layer in layer_fold.layers() for segment in layer}
+    outside = [node for number, nodes in enumerate(layer_fold.order) if number not in inside for node in nodes]
     assert not [node.name for node in outside if "layers." in (node.name or "")]
     shuffle_names(model)
-    shuffled = fold(model.graph)
-    assert (shuffled.parts, shuffled.structures, shuffled.parameters) == (
-        folded.parts, folded.structures, folded.parameters
+    shuffled_fold = fold(model.graph)
+    assert (shuffled_fold.parts, shuffled_fold.structures, shuffled_fold.parameters) == (
+        layer_fold.parts, layer_fold.structures, layer_fold.parameters
     )  # fmt: skip
 
 
@@ -77,16 +80,19 @@ def test_the_deep_ones_are_tried() -> None:
 
 
 def test_how_codes_are_chosen_changes_no_node(llama_artifact: Path) -> None:
-    few = {"windows": 1, "window": 64}
+    sample = {"windows": 1, "window": 64}
     recipe = load_recipe("small")
-    chosen = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update=few)})
+    quick_recipe = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update=sample)})
     models = [
-        optimize(llama_artifact, each, quality_tokens=0).model
-        for each in (chosen, recipe.setting("quantize_weights", rounding="nearest"))
+        optimize(llama_artifact, variant, quality_tokens=0).model
+        for variant in (quick_recipe, recipe.setting("quantize_weights", rounding="nearest"))
     ]
-    said = [
-        [(each.call, each.origins, [edge.stage for edge in each.edges]) for each in explanations(model, None)]
+    summaries = [
+        [
+            (explanation.call, explanation.origins, [edge.stage for edge in explanation.edges])
+            for explanation in explanations(model, None)
+        ]
         for model in models
     ]
-    assert said[0] == said[1]
+    assert summaries[0] == summaries[1]
     assert fold(models[0].graph).structures == fold(models[1].graph).structures

@@ -48,10 +48,10 @@ def sources() -> list[tuple[ModuleType, ast.Module]]:
 def test_the_view_knows_every_rule(sources: list[tuple[ModuleType, ast.Module]]) -> None:
     # In a process of its own: a manifest is shown where no pass was run and nothing else imported.
     code = "import graphopt.report.sentences; from graphopt.graph.diagnostics import RULES; print(*RULES)"
-    known = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    declared = {id(value): value for module, _ in sources for value in vars(module).values() if isinstance(value, Rule)}
-    assert len(declared) > 200
-    assert sorted(rule.code for rule in declared.values()) == sorted(known)
+    codes = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    rules = {id(value): value for module, _ in sources for value in vars(module).values() if isinstance(value, Rule)}
+    assert len(rules) > 200
+    assert sorted(rule.code for rule in rules.values()) == sorted(codes)
 
 
 def test_no_rule_is_idle(sources: list[tuple[ModuleType, ast.Module]]) -> None:
@@ -69,12 +69,12 @@ def test_every_statement_gives_the_figures_of_its_rule(sources: list[tuple[Modul
         for node in ast.walk(tree):
             rule = getattr(module, node.func.id, None) if isinstance(getattr(node, "func", None), ast.Name) else None
             if isinstance(rule, Rule):
-                given = {keyword.arg for keyword in node.keywords}
-                if None in given:  # figures that are collected before: the rule itself refuses others
-                    given = given - {None} | rule.required_figures
-                where = f"{module.__name__}:{node.lineno}: {rule.code}"
-                assert not node.args, where
-                assert rule.required_figures <= given <= rule.required_figures | rule.optional_figures, where
+                figures = {keyword.arg for keyword in node.keywords}
+                if None in figures:  # figures that are collected before: the rule itself refuses others
+                    figures = figures - {None} | rule.required_figures
+                location = f"{module.__name__}:{node.lineno}: {rule.code}"
+                assert not node.args, location
+                assert rule.required_figures <= figures <= rule.required_figures | rule.optional_figures, location
                 statements += 1
     assert statements > 200
 
@@ -87,8 +87,8 @@ def facts_in(value: object) -> Iterator[Fact]:
         for name in type(value).model_fields:
             yield from facts_in(getattr(value, name))
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from facts_in(each)
+        for item in value:
+            yield from facts_in(item)
     elif isinstance(value, dict):
         yield from facts_in(list(value.values()))
 
@@ -99,13 +99,13 @@ def test_what_a_preset_says_can_be_read_from_the_file_too(preset: str, llama_art
     facts = list(facts_in(manifest))
     codes = {fact.code for fact in facts}
     assert len(codes) > 8
-    again = list(facts_in(Manifest.model_validate_json(manifest.model_dump_json())))
-    assert again == facts
-    for fact in again:
+    facts_of_file = list(facts_in(Manifest.model_validate_json(manifest.model_dump_json())))
+    assert facts_of_file == facts
+    for fact in facts_of_file:
         assert fact.code in RULES, fact.code
         words = sentence(fact)
         assert words, fact
         assert "{" not in words, words
         # What a figure lacks is shown as a question mark, and a name of Python is no word.
         assert not {"?", "None", "True", "False"} & set(words.replace(",", " ").split()), words
-    assert all(removed.by or removed.where for report in manifest.passes for removed in report.removed)
+    assert all(removal.by or removal.where for report in manifest.passes for removal in report.removed)

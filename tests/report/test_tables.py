@@ -41,14 +41,14 @@ MANIFEST = Manifest(
 )
 
 
-def shown(renderable: object) -> str:
+def text_of(renderable: object) -> str:
     console = Console(file=io.StringIO(), width=100)
     console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_pass_is_shown_with_its_check() -> None:
-    (row,) = [line for line in shown(passes_table(MANIFEST)).splitlines() if "rotate" in line]
+    (row,) = [line for line in text_of(passes_table(MANIFEST)).splitlines() if "rotate" in line]
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
         "rotate", "exact", "3", "5", "measured", "1.5e-06", "0.25",
     ]  # fmt: skip
@@ -77,7 +77,7 @@ def test_checks_stand_with_the_run_of_the_pass_that_they_are_about() -> None:
             "checks": [*checks, proof],
         }
     )
-    lines = shown(passes_table(manifest)).splitlines()
+    lines = text_of(passes_table(manifest)).splitlines()
     assert "3.0e-07" in next(line for line in lines if "fold_norms" in line)
     assert "1.0e-06" in next(line for line in lines if "rotate " in line and "(2)" not in line)
     second = next(number for number, line in enumerate(lines) if "rotate (2)" in line)
@@ -114,12 +114,12 @@ def test_each_place_is_a_row_where_they_are_not_folded() -> None:
 def test_reasons_that_differ_in_figures_alone_are_one_with_their_range() -> None:
     skips = [Skip(where=f"x{n}", reason=INPUT_ROUNDED(input=f"x{n}", error=n / 100)) for n in range(1, 6)]
     report = PassReport(name="spare_inputs", effect="exact", skips=skips)
-    ((_, places, example, why),) = skips_table([report]).rows
-    assert (places, example) == ("5", "x1")
-    assert "1.00% to 5.00%" in why
+    ((_, count, example, reason),) = skips_table([report]).rows
+    assert (count, example) == ("5", "x1")
+    assert "1.00% to 5.00%" in reason
     # up to three sentences of a kind stand on their own
-    few = report.model_copy(update={"skips": skips[:3]})
-    assert [row[2] for row in skips_table([few]).rows] == ["x1", "x2", "x3"]
+    short_report = report.model_copy(update={"skips": skips[:3]})
+    assert [row[2] for row in skips_table([short_report]).rows] == ["x1", "x2", "x3"]
 
 
 def test_reasons_inside_reasons_tell_kinds_apart() -> None:
@@ -146,7 +146,7 @@ def test_names_and_reasons_of_others_are_text() -> None:
     report = PassReport(
         name="rotate", effect="exact", skips=[Skip(where="[/]", reason=reason, node="two\nlines" + "x" * 10_000)]
     )
-    text = shown(skips_table([report]))
+    text = text_of(skips_table([report]))
     assert "[/] at" in text
     assert "two\\nlines" in text
     assert "[red]pinned[/] by [/nothing]" in text
@@ -154,14 +154,14 @@ def test_names_and_reasons_of_others_are_text() -> None:
 
 
 def test_a_step_that_changed_nothing_is_said_with_its_reason() -> None:
-    def said(report: PassReport) -> list[str]:
+    def idle_notes(report: PassReport) -> list[str]:
         recipe = {"name": "r", "steps": [{"step": report.name}]}
         manifest = MANIFEST.model_copy(update={"passes": [REPORT, report], "recipe": recipe})
         return [line for line in summary(manifest) if "changed nothing" in line]
 
     skips = [Skip(where="a", reason=SENTENCE(text="it has no cache")), Skip(where="b", reason=SENTENCE(text="another"))]
     idle = PassReport(name="quantize_kv", effect="exact", skips=skips)
-    assert said(idle) == ["note: the step quantize_kv changed nothing: it has no cache (2 reasons in all)"]
-    assert not said(idle.model_copy(update={"changes": REPORT.changes}))
+    assert idle_notes(idle) == ["note: the step quantize_kv changed nothing: it has no cache (2 reasons in all)"]
+    assert not idle_notes(idle.model_copy(update={"changes": REPORT.changes}))
     # that a portable model keeps the standard form is no news
-    assert not said(idle.model_copy(update={"name": "lower"}))
+    assert not idle_notes(idle.model_copy(update={"name": "lower"}))

@@ -23,7 +23,7 @@ from graphopt.report.page import report
 from graphopt.report.trace_builder import open_model, trace_of
 from tests.decoders import decoder
 from tests.graphs import run_pass
-from tests.report.page.test_report import HOSTILE, traced
+from tests.report.page.test_report import HOSTILE, trace_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
@@ -42,27 +42,27 @@ def browser() -> Iterator[Browser]:
     # Playwright's own browsers are downloads, and no dependency of the project is one: a Chromium has to be there.
     executable = shutil.which("chromium") or shutil.which("google-chrome") or pytest.skip("there is no Chromium")
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
+        chromium = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium
+        chromium.close()
 
 
 def demo(before: Path, after: Path) -> str:
     """Return the page about what the demo makes last, with all of its parts, measured on a little text."""
     optimize(before, "rotate-int4-rtn", after, run=False, quality_tokens=0)
     graph, manifest = open_model(after)
-    found = diff_of(open_model(before), (graph, manifest), (before.name, after.name))
-    lost = losses(before, after, [TEXT], tokens=64, window=32, weights=True)
-    taken = profile(after, prompt=16, tokens=3, repeats=1, threads=1)
-    return report(trace_of(graph, manifest, after.name), manifest, found, lost, taken)
+    difference = diff_of(open_model(before), (graph, manifest), (before.name, after.name))
+    model_losses = losses(before, after, [TEXT], tokens=64, window=32, weights=True)
+    run_profile = profile(after, prompt=16, tokens=3, repeats=1, threads=1)
+    return report(trace_of(graph, manifest, after.name), manifest, difference, model_losses, run_profile)
 
 
-def drawn(layers: list[str]) -> str:
+def random_page(layers: list[str]) -> str:
     """Return the page about a deep decoder after a few passes; errors and times are drawn, nothing of it is run."""
     before, model = decoder(layers), decoder(layers)
     steps = [run_pass(model, "fold_norms"), run_pass(model, "quantize_weights", linear={"format": "int4", "group": 16})]
     manifest = Manifest(source=Source(kind="onnx", name="drawn"), model=ModelFacts(), passes=steps)
-    found, trace = diff_of((before, None), (model, manifest)), trace_of(model, manifest, "drawn")
+    difference, trace = diff_of((before, None), (model, manifest)), trace_of(model, manifest, "drawn")
     random = np.random.default_rng(0)
     products = [
         ProductLoss(
@@ -74,11 +74,13 @@ def drawn(layers: list[str]) -> str:
         if node.role.endswith("_proj") and node.weights
     ]  # fmt: skip
     groups = [Group(what="layers", layers=[n], kl=random.uniform(0, 0.04), only=0.01, bytes=5) for n in range(9)]
-    lost = Losses(tokens=64, kl=0.04, products=products, groups=groups)
+    random_losses = Losses(tokens=64, kl=0.04, products=products, groups=groups)
     times = {node.name: random.exponential(1e-5) for node in trace.nodes}
     total = sum(times.values())
     run = Run(tokens=16, runs=1, seconds=1.2 * total, profiled=2 * total, nodes=times, kernels={}, between=0.2 * total)
-    return report(trace, manifest, found, lost, Profile(model="drawn", threads=1, bandwidth=1e10, prompt=run))
+    return report(
+        trace, manifest, difference, random_losses, Profile(model="drawn", threads=1, bandwidth=1e10, prompt=run)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,7 @@ def make_page(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) 
         file = folder / f"{name}.html"
         if not file.exists():
             layers = {"llama": ["global"] * 32, "experts": ["experts"] * 24}
-            text = demo(shipped_artifact, folder / "made") if name == "demo" else drawn(layers[name])
+            text = demo(shipped_artifact, folder / "made") if name == "demo" else random_page(layers[name])
             file.write_text(text, encoding="utf-8")
         return file
 
@@ -105,11 +107,11 @@ def opened_page(browser: Browser, file: Path, fragment: str = "", width: int = 1
     page = browser.new_page(viewport={"width": width, "height": 900})
     errors: list[str] = []
 
-    def logged(message: ConsoleMessage) -> None:
+    def log_error(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             errors.append(message.text)
 
-    page.on("console", logged)
+    page.on("console", log_error)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: errors.append(request.url) if not request.url.startswith("file:") else None)
     page.goto(f"file://{file}{fragment}")
@@ -165,9 +167,9 @@ def test_all_parts_are_used(browser: Browser, make_page: Callable[[str], Path], 
     assert "q=role%3Aattention" in url
 
     # edits one by one, and those of one pass
-    at = page.text_content("#at")
+    position = page.text_content("#at")
     page.click('[data-step="1"]')
-    assert page.text_content("#at") != at
+    assert page.text_content("#at") != position
     assert page.locator("#edit .side").count() == 2
     page.select_option("#by", "quantize_weights")
     assert "by " in (page.text_content("#at") or "")
@@ -187,12 +189,12 @@ def test_all_parts_are_used(browser: Browser, make_page: Callable[[str], Path], 
     assert errors == []
 
     # the address that was copied leads to the same view
-    again, errors = opened_page(browser, make_page(name), "#" + url.partition("#")[2])
-    assert again.input_value("#query") == "role:attention"
-    assert again.input_value("#colour") == "stored"
+    second_page, errors = opened_page(browser, make_page(name), "#" + url.partition("#")[2])
+    assert second_page.input_value("#query") == "role:attention"
+    assert second_page.input_value("#colour") == "stored"
     assert errors == []
-    for each in (page, again):
-        each.close()
+    for view in (page, second_page):
+        view.close()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -248,7 +250,7 @@ def test_hostile_names_stay_text(browser: Browser, tmp_path: Path) -> None:
     model = decoder(4)
     for number, name in enumerate(HOSTILE):
         list(model.graph)[-1 - number].name = name
-    (tmp_path / "page.html").write_text(report(traced(model, HOSTILE[0])), encoding="utf-8")
+    (tmp_path / "page.html").write_text(report(trace_model(model, HOSTILE[0])), encoding="utf-8")
     last = len(list(model.graph)) - 1
     for fragment in (f"#node={last}", "#q=((&colour=nothing&node=-5"):
         page, errors = opened_page(browser, tmp_path / "page.html", fragment)

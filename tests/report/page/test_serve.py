@@ -49,9 +49,9 @@ def test_the_page_follows_the_files_of_the_model(model: Path) -> None:
         assert 'fetch("/stamp")' in page
         assert "extra.layer" not in page
         assert get(server, "stamp") == first
-        changed = residual_model(layers=3)
-        next(node for node in changed.graph if node.op_type == "MatMul").name = "extra.layer"
-        save(changed, model.parent)
+        new_model = residual_model(layers=3)
+        next(node for node in new_model.graph if node.op_type == "MatMul").name = "extra.layer"
+        save(new_model, model.parent)
         assert get(server, "stamp") != first
         assert "extra.layer" in get(server)
 
@@ -77,18 +77,18 @@ def test_only_this_machine_is_answered_and_only_two_paths(model: Path) -> None:
         assert server.server_address[0] == HOST
         with pytest.raises(HTTPError, match="404"):
             get(server, "model.onnx")
-        asked = HTTPConnection(HOST, server.server_port, timeout=10)
-        asked.request("GET", "/", headers={"Host": f"elsewhere.example:{server.server_port}"})
-        assert asked.getresponse().status == 403
-        asked.close()
+        connection = HTTPConnection(HOST, server.server_port, timeout=10)
+        connection.request("GET", "/", headers={"Host": f"elsewhere.example:{server.server_port}"})
+        assert connection.getresponse().status == 403
+        connection.close()
 
 
 def test_a_port_that_is_taken_is_an_error(model: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        taken.listen()
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        listener.listen()
         with pytest.raises(InputError, match="choose another --port"):
-            PageServer(model, lambda: "page", taken.getsockname()[1])
+            PageServer(model, lambda: "page", listener.getsockname()[1])
 
 
 def test_a_file_on_disk_asks_no_server(model: Path) -> None:
