@@ -13,11 +13,11 @@ from graphopt.ort import capacity as room
 from graphopt.ort.session import ACCURACY_LEVEL
 from graphopt.passes.lower.lower import lower_model
 from graphopt.verification.equivalence import Verifier
-from tests.graph.weights.counting import Counted
+from tests.graph.weights.counting import CountingExpression
 from tests.graphs import residual_model, run_pass
 
 
-def started(model: ir.Model, folder: Path) -> Verifier:
+def start_verifier(model: ir.Model, folder: Path) -> Verifier:
     verifier = Verifier(folder, {})
     verifier.start(model)
     return verifier
@@ -33,7 +33,7 @@ def scale_weight(model: ir.Model, name: str, factor: float) -> None:
 
 def test_nothing_changed_is_measured_as_nothing(tmp_path: Path) -> None:
     model = residual_model()
-    check = started(model, tmp_path).check(model, "nothing", "exact")
+    check = start_verifier(model, tmp_path).check(model, "nothing", "exact")
     assert check.status == "measured"
     assert check.figures["largest_change"] == 0
     assert check.figures["same_first_choice_share"] == 1
@@ -42,7 +42,7 @@ def test_nothing_changed_is_measured_as_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("factor", [1 + 2e-3, 0.0])
 def test_an_exact_pass_that_moves_the_logits_is_refused(tmp_path: Path, factor: float) -> None:
     model = residual_model()
-    verifier = started(model, tmp_path)
+    verifier = start_verifier(model, tmp_path)
     scale_weight(model, "head", factor)
     with pytest.raises(VerificationError, match="fold is exact, but it moved the logits by"):
         verifier.check(model, "fold", "exact")
@@ -50,7 +50,7 @@ def test_an_exact_pass_that_moves_the_logits_is_refused(tmp_path: Path, factor: 
 
 def test_a_lossy_pass_is_measured_step_by_step_and_from_the_start(tmp_path: Path) -> None:
     model = residual_model()
-    verifier = started(model, tmp_path)
+    verifier = start_verifier(model, tmp_path)
     for step in (1, 2):
         scale_weight(model, "head", 1.1)
         figures = verifier.check(model, f"step {step}", "lossy").figures
@@ -89,8 +89,8 @@ def test_an_exact_pass_is_compared_without_the_rounding_of_inputs(
     norm = next(node.name or "" for node in model.graph if node.op_type == "RMSNormalization")
     scale_weight(model, norm, 1 + 2e-5)
     # Four layers pass on what the first is off by; with inputs rounded to int8 it is more than an exact pass may do.
-    found = verifier.check(model, "another order", "exact").figures["largest_change"]
-    assert found < 8e-5
+    change = verifier.check(model, "another order", "exact").figures["largest_change"]
+    assert change < 8e-5
     assert verifier.check(model, "again", "lossy").figures["largest_change"] == 0
     scale_weight(model, norm, 1.002)
     with pytest.raises(VerificationError, match="is exact"):
@@ -100,7 +100,7 @@ def test_an_exact_pass_is_compared_without_the_rounding_of_inputs(
 @pytest.mark.parametrize("effect", ["exact", "lossy"])
 def test_logits_that_are_not_finite_are_refused_from_any_pass(tmp_path: Path, effect: str) -> None:
     model = residual_model()
-    verifier = started(model, tmp_path)
+    verifier = start_verifier(model, tmp_path)
     scale_weight(model, "head", np.inf)
     with pytest.raises(VerificationError, match="NaN or infinite.*node=broken"):
         verifier.check(model, "broken", effect)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_a_model_that_is_broken_from_the_start_is_refused(tmp_path: Path) -> Non
     model = residual_model()
     scale_weight(model, "head", np.nan)
     with pytest.raises(VerificationError, match="before any pass"):
-        started(model, tmp_path)
+        start_verifier(model, tmp_path)
 
 
 def test_a_model_that_does_not_fit_is_not_covered_with_the_reason(
@@ -118,7 +118,7 @@ def test_a_model_that_does_not_fit_is_not_covered_with_the_reason(
 ) -> None:
     monkeypatch.setattr(room, "available_memory", lambda: 1000)
     model = residual_model()
-    verifier = started(model, tmp_path)
+    verifier = start_verifier(model, tmp_path)
     scale_weight(model, "head", 0.0)
     check = verifier.check(model, "fold", "exact")
     assert check.status == "not covered"
@@ -132,7 +132,7 @@ def test_padding_and_a_cache_are_part_of_the_probe(llama_artifact: Path, tmp_pat
     from graphopt.tasks.causal_lm.probe import CausalProbe
 
     model = artifact.read(llama_artifact).model
-    verifier = started(model, tmp_path)
+    verifier = start_verifier(model, tmp_path)
     assert (CausalProbe.draw(Interface.of_graph(model.graph)).attention_mask == 0).sum() == 3
     # what an Attention that forgets its mask gets wrong shows only behind padding and in the second call
     for node in [node for node in model.graph if node.op_type == "Attention"]:
@@ -144,11 +144,11 @@ def test_padding_and_a_cache_are_part_of_the_probe(llama_artifact: Path, tmp_pat
 
 def test_lazy_weights_are_computed_once_per_check(tmp_path: Path) -> None:
     model = residual_model()
-    verifier = started(model, tmp_path)
+    verifier = start_verifier(model, tmp_path)
     weight = own_input(next(node for node in model.graph if node.name == "up0"), 1)
-    rewrite(weight, partial(Counted, name=str(tmp_path)))
+    rewrite(weight, partial(CountingExpression, name=str(tmp_path)))
     verifier.check(model, "one", "exact")
     verifier.check(model, "two", "exact")
-    assert Counted.counts[str(tmp_path)] == 1
+    assert CountingExpression.counts[str(tmp_path)] == 1
     # and the folder holds no model that was run, only what was evaluated
     assert [file.name for file in tmp_path.iterdir()] == ["weights"]

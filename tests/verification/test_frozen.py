@@ -42,8 +42,8 @@ def test_it_still_generates_what_it_generated(name: str) -> None:
 @pytest.mark.parametrize("name", BOUNDS)
 def test_it_still_opens_and_its_files_are_whole(name: str) -> None:
     artifact.verify_files(FROZEN / name)
-    opened = artifact.read(FROZEN / name)
-    assert "tokenizer.json" in opened.companions
+    frozen = artifact.read(FROZEN / name)
+    assert "tokenizer.json" in frozen.companions
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_it_still_verifies(name: str, expected: list[tuple[str, str]]) -> None:
     # the replay says what it did not compare
     (finding,) = next(check for check in proof.checks if check.name == "replay").findings
     assert finding.status == "not covered"
-    assert all(f"{pattern} ({why})" in str(finding.reason) for pattern, why in LEFT_OUT.items())
+    assert all(f"{pattern} ({reason})" in str(finding.reason) for pattern, reason in LEFT_OUT.items())

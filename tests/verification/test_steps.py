@@ -66,24 +66,24 @@ class Runs:
     """Passes on a small model, checked as a compilation checks them; counts sessions."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.opened = 0
+        self.open_count = 0
         self.model, self.verifier = residual_model(), Verifier(folder, {})
         open_file = Runner.open
 
-        def counted(runner: Runner, path: Path, **options: Any) -> Any:
-            self.opened += 1
+        def count_open(runner: Runner, path: Path, **options: Any) -> Any:
+            self.open_count += 1
             return open_file(runner, path, **options)
 
-        patch.setattr(Runner, "open", counted)
+        patch.setattr(Runner, "open", count_open)
         self.verifier.start(self.model)
 
     def check(self, passes: Sequence[Pass]) -> list[Check]:
-        shared = make_context(task_of(self.model.graph))
+        context = make_context(task_of(self.model.graph))
         with Checks(self.verifier, lambda stage: None) as checks:
-            for ran in run_passes(
-                self.model, passes, shared, on_pass=lambda step: checks.check_before(step, self.model)
+            for run in run_passes(
+                self.model, passes, context, on_pass=lambda step: checks.check_before(step, self.model)
             ):
-                checks.check_behind(ran, ran.report.claims)
+                checks.check_behind(run, run.report.claims)
             return checks.finish(self.model)
 
 
@@ -98,7 +98,7 @@ def test_exact_passes_in_a_row_are_run_once_and_the_record_says_so(runs: Runs) -
     assert [check.after for check in checks] == ["first", "rename", "lossy", "second", "third"]
     assert {check.status for check in checks} == {"measured"}
     # before, behind two exact passes, behind the lossy one, behind the last two
-    assert runs.opened == 4
+    assert runs.open_count == 4
     assert [check.reason.code == RAN_TOGETHER.code for check in checks] == [True, True, False, True, True]
     assert checks[0].reason.figures["passes"] == ["first", "rename"]
     assert [check.figures["largest_change"] for check in checks] == pytest.approx(
@@ -106,10 +106,10 @@ def test_exact_passes_in_a_row_are_run_once_and_the_record_says_so(runs: Runs) -
     )
 
 
-@pytest.mark.parametrize("place", [0, 1, 2, 3])
-def test_the_pass_at_fault_is_named_wherever_it_stands_in_the_row(runs: Runs, place: int) -> None:
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+def test_the_pass_at_fault_is_named_wherever_it_stands_in_the_row(runs: Runs, position: int) -> None:
     passes: list[Pass] = [scale_head(1 + 1e-6, f"right {number}") for number in range(3)]
-    passes.insert(place, scale_head(1 + 3 * TOLERANCE, "wrong"))
+    passes.insert(position, scale_head(1 + 3 * TOLERANCE, "wrong"))
     with pytest.raises(VerificationError, match=r"the pass wrong is exact, but it moved the logits by 3\.0e-04"):
         runs.check(passes)
 
@@ -120,18 +120,18 @@ def test_a_pass_that_breaks_the_model_is_found_behind_a_row_that_cannot_be_run(r
 
 
 def test_a_fault_in_front_of_a_lossy_pass_is_found_before_that_works(runs: Runs) -> None:
-    worked: list[str] = []
+    names: list[str] = []
 
     class Lossy(Rename):
         name: ClassVar[str] = "lossy"
         effect: ClassVar[Effect] = "lossy"
 
         def rewrite(self, model: ir.Model, context: Context) -> None:
-            worked.append(self.name)
+            names.append(self.name)
 
     with pytest.raises(VerificationError, match="the pass wrong"):
         runs.check([scale_head(1.1, "wrong"), Lossy()])
-    assert not worked
+    assert not names
 
 
 def test_roundings_that_add_up_to_more_than_one_are_judged_pass_by_pass(runs: Runs) -> None:
@@ -143,7 +143,7 @@ def test_roundings_that_add_up_to_more_than_one_are_judged_pass_by_pass(runs: Ru
 
 def test_what_was_left_as_it_was_is_not_run_again(runs: Runs) -> None:
     checks = runs.check([scale_head(1.5, "lossy", "lossy"), scale_head(1, "nothing"), scale_head(1, "to do", "lossy")])
-    assert runs.opened == 2
+    assert runs.open_count == 2
     assert [check.reason.code for check in checks[1:]] == [SAME_GRAPH.code] * 2
     assert [check.figures["largest_change"] for check in checks[1:]] == [0, 0]
     # figures from the start are those of the model that was run
@@ -169,28 +169,28 @@ def test_graphs_are_the_same_in_every_node_port_and_weight() -> None:
 
 
 def test_each_pass_is_announced_run_and_numbered_and_the_model_before_is_kept() -> None:
-    model, announced = residual_model(), []
+    model, announcements = residual_model(), []
     name = model.graph[0].name
     earlier = [PassReport(name="rename", effect="exact"), PassReport(name="other", effect="exact")]
     steps = [Rename() for _ in range(2)]
-    ran = list(
+    pass_runs = list(
         run_passes(
             model,
             steps,
             make_context(task_of(model.graph)),
             earlier=earlier,
-            on_pass=lambda step: announced.append((step, model.graph[0].name)),
+            on_pass=lambda step: announcements.append((step, model.graph[0].name)),
         )
     )
-    assert announced == [(steps[0], name), (steps[1], f"{name}'")]
-    assert [each.report.run for each in ran] == [2, 3]
-    assert [each.before.graph[0].name for each in ran] == [name, f"{name}'"]
-    assert all(each.after is model for each in ran)
+    assert announcements == [(steps[0], name), (steps[1], f"{name}'")]
+    assert [run.report.run for run in pass_runs] == [2, 3]
+    assert [run.before.graph[0].name for run in pass_runs] == [name, f"{name}'"]
+    assert all(run.after is model for run in pass_runs)
 
 
 def test_reports_are_found_by_their_run_where_they_are_not_numbered_too() -> None:
-    first, second, other = (PassReport(name=name, effect="exact") for name in ("rotate", "rotate", "lower"))
-    found = by_run([first, other, second])
-    assert found["rotate", 1] is first
-    assert found["rotate", 2] is second
-    assert found["lower", 1] is other
+    first, second, lowering = (PassReport(name=name, effect="exact") for name in ("rotate", "rotate", "lower"))
+    report_by_run = by_run([first, lowering, second])
+    assert report_by_run["rotate", 1] is first
+    assert report_by_run["rotate", 2] is second
+    assert report_by_run["lower", 1] is lowering

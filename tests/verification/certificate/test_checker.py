@@ -15,7 +15,7 @@ from graphopt.numerics.rotations.hadamard import hadamard
 from graphopt.verification.certificate import constants
 from graphopt.verification.certificate.checker import check
 from tests.graphs import logits, relative, residual_model, session
-from tests.verification.certificate.rotated import (
+from tests.verification.certificate.rotated_models import (
     WIDTH,
     attention_model,
     claim,
@@ -59,13 +59,13 @@ def test_any_number_of_threads_says_the_same_in_the_same_order(monkeypatch: pyte
     """Findings of matrices come late where threads compare them."""
     before, after, claims = rotated_residual(layers=3, biases=True)
     edit(after, "down1.weight", lambda weight: weight * 1.01)
-    said = []
+    findings_by_run = []
     for threads in (1, 3):
         monkeypatch.setattr(constants, "processors", lambda count=threads: count)
         certificate = check(before, after, claims)
-        said.append([(each.tensor, each.status, each.figures) for each in certificate.findings])
-    assert said[0] == said[1]
-    assert {status for _, status, _ in said[0]} == {"proved", "failed"}
+        findings_by_run.append([(finding.tensor, finding.status, finding.figures) for finding in certificate.findings])
+    assert findings_by_run[0] == findings_by_run[1]
+    assert {status for _, status, _ in findings_by_run[0]} == {"proved", "failed"}
 
 
 @given(rotation=rotations, biases=st.booleans(), seed=st.integers(0, 1000), data=st.data())
@@ -81,9 +81,9 @@ def test_one_entry_of_one_weight_off_by_a_thousandth_is_found(
     # An entry of ordinary size: what is off by less than its row's rounding cannot be seen, nor would it matter.
     row = data.draw(st.integers(0, len(rows) - 1))
     column = int(np.abs(rows[row]).argmax())
-    changed = rows.astype(np.float64)
-    changed[row, column] *= 1.001
-    edit(after, name, lambda _: changed.reshape(array.shape))
+    new_rows = rows.astype(np.float64)
+    new_rows[row, column] *= 1.001
+    edit(after, name, lambda _: new_rows.reshape(array.shape))
     certificate = check(before, after, claims, seed=seed)
     assert first_fault(certificate).tensor == name
     assert sum(finding.status == "failed" for finding in certificate.findings) == 1
@@ -123,16 +123,16 @@ def test_the_same_graph_needs_no_claims() -> None:
 
 
 def test_a_second_rotation_of_a_rotated_graph_is_proved() -> None:
-    _, once, _ = rotated_residual()
-    twice = once.clone()
+    _, rotated_model, _ = rotated_residual()
+    second_model = rotated_model.clone()
     Q = dense(rotation_of(16, "random", 9))
     for name in ("table", "down0.weight", "down1.weight"):
-        edit(twice, name, lambda W: W @ Q)
+        edit(second_model, name, lambda W: W @ Q)
     for name in ("up0.weight", "up1.weight", "head.weight"):
-        edit(twice, name, lambda W: Q.T @ W)
+        edit(second_model, name, lambda W: Q.T @ W)
     tensors = tuple(claim(f"{name}.out", "again") for name in ("embedding", "down0", "down1"))
     claims = Claims(rotations={"again": rotation_of(16, "random", 9)}, tensors=tensors)
-    assert check(once, twice, claims).status == "proved"
+    assert check(rotated_model, second_model, claims).status == "proved"
 
 
 def test_hadamard_nodes_that_were_there_before_are_nodes_like_others() -> None:
@@ -170,20 +170,20 @@ def test_a_rotation_and_its_inverse_cancel() -> None:
 )
 def test_a_claim_that_cannot_be_is_a_finding(wrong: TensorClaim, reason: str) -> None:
     model = residual_model(gains=False)
-    known = {
+    rotation_by_name = {
         "r": rotation_of(16, "hadamard", 0),
         "half": RotationClaim(kind="hadamard", width=8, factors=(8,)),
         "odd": RotationClaim(kind="hadamard", width=16, factors=(5,)),
         "none": RotationClaim(kind="hadamard", width=6, factors=(6,)),
     }
-    certificate = check(model, model.clone(), Claims(rotations=known, tensors=(wrong,)))
+    certificate = check(model, model.clone(), Claims(rotations=rotation_by_name, tensors=(wrong,)))
     assert reason in str(first_fault(certificate).reason)
 
 
 def test_claims_of_the_same_coordinates_are_a_finding() -> None:
     before, after, claims = rotated_residual()
-    twice = (*claims.tensors, claim("embedding.out", "r"))
-    fault = first_fault(check(before, after, claims.model_copy(update={"tensors": twice})))
+    repeated_claims = (*claims.tensors, claim("embedding.out", "r"))
+    fault = first_fault(check(before, after, claims.model_copy(update={"tensors": repeated_claims})))
     assert "about the same coordinates" in str(fault.reason)
 
 
@@ -213,8 +213,8 @@ def test_heads_of_a_packed_projection_are_counted_head_by_head() -> None:
     R = dense(rotation_of(12, "random", 2))
     maps = np.eye(3 * 3 * 12)
     for head in range(3):
-        where = slice((3 * head + 2) * 12, (3 * head + 3) * 12)
-        maps[where, where] = R
+        block = slice((3 * head + 2) * 12, (3 * head + 3) * 12)
+        maps[block, block] = R
     edit(after, "packed.weight", lambda W: W @ maps)
     edit(after, "output.weight", lambda W: np.kron(np.eye(3), R.T) @ W)
     rotation = {"v": rotation_of(12, "random", 2)}
@@ -226,10 +226,10 @@ def test_heads_of_a_packed_projection_are_counted_head_by_head() -> None:
 
 def test_a_rotation_that_mixes_heads_does_not_pass_attention() -> None:
     before, after, claims = rotated_attention(online=False)
-    both = rotation_of(16, "random", 3)
+    wide_rotation = rotation_of(16, "random", 3)
     claims = without(claims, "packed.out")
     tensors = (*claims.tensors, claim("packed.out", "all", start=0))
-    claims = Claims(rotations={**claims.rotations, "all": both}, tensors=tensors)
+    claims = Claims(rotations={**claims.rotations, "all": wide_rotation}, tensors=tensors)
     reasons = [str(finding.reason) for finding in check(before, after, claims).findings if finding.node == "attention"]
     assert any("mixes heads" in reason for reason in reasons)
 
@@ -239,8 +239,8 @@ def test_weights_are_read_again_from_their_files(tmp_path: Path) -> None:
     for name, model in (("before", before), ("after", after)):
         (tmp_path / name).mkdir()
         ir.save(model, tmp_path / name / "m.onnx", external_data="m.data", size_threshold_bytes=0)
-    loaded = [ir.load(tmp_path / name / "m.onnx") for name in ("before", "after")]
-    assert check(*loaded, claims).status == "proved"
-    tensors = [value.const_value for model in loaded for value in model.graph.initializers.values()]
+    models = [ir.load(tmp_path / name / "m.onnx") for name in ("before", "after")]
+    assert check(*models, claims).status == "proved"
+    tensors = [value.const_value for model in models for value in model.graph.initializers.values()]
     assert all(isinstance(tensor, ir.ExternalTensor) and tensor.raw is None for tensor in tensors)
     assert relative(logits(before, tmp_path / "a"), logits(after, tmp_path / "b")) < 5e-6

@@ -10,12 +10,12 @@ from graphopt.numerics.rotations.claims import Claims
 from graphopt.verification.certificate.checker import check
 from graphopt.verification.certificate.correspondence import live_nodes
 from tests.graphs import residual_model
-from tests.verification.certificate.rotated import edit, first_fault, insert_hadamard, node, rotated_residual
+from tests.verification.certificate.rotated_models import edit, first_fault, insert_hadamard, node, rotated_residual
 
 
-def add_branch(model: ir.Model, read: str) -> None:
-    """Add an output that an ``If`` computes from what the node called ``read`` computes, seen from inside only."""
-    outer = node(model, read).outputs[0]
+def add_branch(model: ir.Model, source: str) -> None:
+    """Add an output that an ``If`` computes from what the node called ``source`` computes, seen from inside only."""
+    outer = node(model, source).outputs[0]
     branches = []
     for number, op_type in enumerate(("Identity", "Neg")):
         inner = ir.node(op_type, [outer], name=f"branch{number}")
@@ -23,23 +23,23 @@ def add_branch(model: ir.Model, read: str) -> None:
         branches.append(ir.Graph([], inner.outputs, nodes=[inner], name=f"graph{number}"))
     condition = ir.val("condition", const_value=ir.tensor(np.array(True), name="condition"))
     model.graph.initializers["condition"] = condition
-    chosen = ir.node("If", [condition], {"then_branch": branches[0], "else_branch": branches[1]}, name="if")
-    chosen.outputs[0].name, chosen.outputs[0].dtype = "chosen", ir.DataType.FLOAT
-    model.graph.append(chosen)
-    model.graph.outputs.append(chosen.outputs[0])
+    branch_node = ir.node("If", [condition], {"then_branch": branches[0], "else_branch": branches[1]}, name="if")
+    branch_node.outputs[0].name, branch_node.outputs[0].dtype = "chosen", ir.DataType.FLOAT
+    model.graph.append(branch_node)
+    model.graph.outputs.append(branch_node.outputs[0])
 
 
-@pytest.mark.parametrize(("read", "fault"), [("up0", None), ("norm0", "if")])
-def test_what_a_subgraph_reads_from_outside_is_followed(read: str, fault: str | None) -> None:
+@pytest.mark.parametrize(("source", "fault"), [("up0", None), ("norm0", "if")])
+def test_what_a_subgraph_reads_from_outside_is_followed(source: str, fault: str | None) -> None:
     before, after, claims = rotated_residual()
     for model in (before, after):
-        add_branch(model, read)
+        add_branch(model, source)
     certificate = check(before, after, claims)
     if fault is None:
         assert certificate.status == "proved"
     else:
         assert first_fault(certificate).node == fault
-        assert first_fault(certificate).tensor == f"{read}.out"
+        assert first_fault(certificate).tensor == f"{source}.out"
 
 
 def test_a_subgraph_that_reads_something_else_is_found() -> None:
@@ -95,9 +95,9 @@ def test_ports_must_stay() -> None:
 def test_outputs_must_not_change_places() -> None:
     before, after = residual_model(16, 16, residual_output=True), residual_model(16, 16, residual_output=True)
     x = node(after, "residual1").outputs[0]
-    other = node(after, "residual0").outputs[0]
-    x.name, other.name = "swapped", x.name
-    after.graph.outputs[1] = other
+    earlier_sum = node(after, "residual0").outputs[0]
+    x.name, earlier_sum.name = "swapped", x.name
+    after.graph.outputs[1] = earlier_sum
     fault = first_fault(check(before, after, Claims()))
     assert fault.tensor == "residual1.out"
     assert "does not stand for" in str(fault.reason)
@@ -109,11 +109,11 @@ def test_a_constant_may_be_copied_but_not_computed() -> None:
     after.graph.initializers["copy"] = copy
     node(after, "up0").replace_input_with(1, copy)
     assert check(before, after, Claims()).status == "proved"
-    made = ir.node("Identity", [copy], name="made")
-    after.graph.insert_before(node(after, "up0"), made)
-    node(after, "up0").replace_input_with(1, made.outputs[0])
-    places = [finding.node for finding in check(before, after, Claims()).findings]
-    assert places[:2] == ["made", "up0"]
+    identity = ir.node("Identity", [copy], name="made")
+    after.graph.insert_before(node(after, "up0"), identity)
+    node(after, "up0").replace_input_with(1, identity.outputs[0])
+    nodes = [finding.node for finding in check(before, after, Claims()).findings]
+    assert nodes[:2] == ["made", "up0"]
 
 
 def test_an_initializer_that_the_app_may_replace_is_no_constant() -> None:
@@ -134,8 +134,8 @@ def test_nodes_in_the_wrong_order_are_found() -> None:
 
 def test_an_added_rotation_behind_nothing_known_is_found() -> None:
     before, after = residual_model(), residual_model()
-    turned = insert_hadamard(after, "residual1", 4, 4, "turned")
-    turned.replace_input_with(0, after.graph.initializers["up0.weight"])
+    rotation_node = insert_hadamard(after, "residual1", 4, 4, "turned")
+    rotation_node.replace_input_with(0, after.graph.initializers["up0.weight"])
     assert first_fault(check(before, after, Claims())).node == "turned"
 
 

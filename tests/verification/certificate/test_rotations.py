@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from graphopt.numerics.rotations.claims import RotationClaim
 from graphopt.numerics.rotations.hadamard import hadamard
 from graphopt.verification.certificate.rotations import Rotations, check_hadamard, of_claim, of_matrices, sylvester
-from tests.verification.certificate.rotated import dense
+from tests.verification.certificate.rotated_models import dense
 
 # Sums of at most 512 numbers of order 1 in float64.
 TOLERANCE = 1e-12
@@ -50,12 +50,12 @@ def test_large_sylvester_matrices_are_products_of_small_ones(order: int) -> None
 def test_one_wrong_entry_is_no_hadamard_matrix(order: int, data: st.DataObject) -> None:
     matrix = hadamard(order).copy()
     assert reduce(np.kron, check_hadamard(matrix)).tolist() == matrix.tolist()
-    where = data.draw(st.tuples(st.integers(0, order - 1), st.integers(0, order - 1)))
-    for wrong in (-matrix[where], 0, 3):
-        other = matrix.copy()
-        other[where] = wrong
+    index = data.draw(st.tuples(st.integers(0, order - 1), st.integers(0, order - 1)))
+    for wrong in (-matrix[index], 0, 3):
+        wrong_matrix = matrix.copy()
+        wrong_matrix[index] = wrong
         with pytest.raises(ValueError, match=r"H H\^T is not|neither"):
-            check_hadamard(other)
+            check_hadamard(wrong_matrix)
 
 
 def test_other_integer_matrices_with_orthogonal_rows_are_no_hadamard_matrices() -> None:
@@ -67,12 +67,12 @@ def test_other_integer_matrices_with_orthogonal_rows_are_no_hadamard_matrices() 
 
 def test_equal_matrices_have_one_number() -> None:
     rotations = Rotations()
-    claimed = rotations.number(of_claim(RotationClaim(kind="hadamard", width=96, factors=(12, 8))))
-    assert rotations.number(of_matrices([hadamard(12), hadamard(8)])) == claimed
-    assert rotations.number(of_matrices([np.kron(hadamard(12), hadamard(2)), hadamard(4)])) == claimed
-    assert rotations.number(of_matrices([-hadamard(12), -hadamard(8)])) == claimed
-    assert rotations.number(of_matrices([hadamard(8), hadamard(12)])) != claimed
-    assert rotations.number(of_matrices([-hadamard(12), hadamard(8)])) != claimed
+    number = rotations.number(of_claim(RotationClaim(kind="hadamard", width=96, factors=(12, 8))))
+    assert rotations.number(of_matrices([hadamard(12), hadamard(8)])) == number
+    assert rotations.number(of_matrices([np.kron(hadamard(12), hadamard(2)), hadamard(4)])) == number
+    assert rotations.number(of_matrices([-hadamard(12), -hadamard(8)])) == number
+    assert rotations.number(of_matrices([hadamard(8), hadamard(12)])) != number
+    assert rotations.number(of_matrices([-hadamard(12), hadamard(8)])) != number
     assert len(rotations) == 3
 
 
@@ -100,11 +100,11 @@ def test_a_claim_of_no_matrix_is_refused(claim: RotationClaim) -> None:
 
 
 def test_a_random_matrix_that_is_not_orthogonal_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Skewed:
+    class SkewedRotation:
         def __init__(self, width: int, seed: int) -> None:
             self.matrix = np.eye(width)
             self.matrix[0, 1] = 1e-9
 
-    monkeypatch.setattr("graphopt.verification.certificate.rotations.RandomRotation", Skewed)
+    monkeypatch.setattr("graphopt.verification.certificate.rotations.RandomRotation", SkewedRotation)
     with pytest.raises(ValueError, match="not orthogonal"):
         of_claim(RotationClaim(kind="random", width=8, seed=0))

@@ -26,7 +26,7 @@ TOLERANCE = 1e-12  # sums of a few float64 numbers of order 1
 Array = np.ndarray
 
 
-def known() -> Rotations:
+def make_rotations() -> Rotations:
     """Rotations 1, 2, 3 of widths 2, 3, 4."""
     rotations = Rotations()
     for width in (2, 3, 4):
@@ -34,7 +34,7 @@ def known() -> Rotations:
     return rotations
 
 
-ROTATIONS = known()
+ROTATIONS = make_rotations()
 
 
 def real(dims: Dims) -> tuple[int, ...]:
@@ -60,14 +60,14 @@ def site(
     **attributes: object,
 ) -> Site:
     values, tags, constants = [], [], {}
-    for index, given_ in enumerate(inputs):
-        if isinstance(given_, np.ndarray):
-            tensor = ir.tensor(given_)
+    for index, entry in enumerate(inputs):
+        if isinstance(entry, np.ndarray):
+            tensor = ir.tensor(entry)
             constants[index] = (tensor, tensor)
             values.append(ir.val(f"c{index}", const_value=tensor))
         else:
-            values.append(None if given_ is None else value(f"x{index}", given_[0]))
-        tags.append(given_[1] if isinstance(given_, tuple) else None)
+            values.append(None if entry is None else value(f"x{index}", entry[0]))
+        tags.append(entry[1] if isinstance(entry, tuple) else None)
     node = ir.node(op_type, values, attributes, num_outputs=len(outputs), name="here")  # type: ignore[arg-type]
     for index, (out, dims) in enumerate(zip(node.outputs, outputs, strict=True)):
         out.name, out.dtype, out.shape = f"y{index}", ir.DataType.FLOAT, ir.Shape(dims)
@@ -78,55 +78,55 @@ def site(
     return Site(node, node, tags, [None] * len(outputs), constants, ROTATIONS, no_weights, no_weights)
 
 
-def outcome(made: Site) -> list[Tag] | None:
+def outcome(case: Site) -> list[Tag] | None:
     """Return what the rule says, or nothing where it refuses, or where what it says is refused by the walk."""
     try:
-        tags = (RULES | OWN_RULES)[made.node.op_type](made)
+        tags = (RULES | OWN_RULES)[case.node.op_type](case)
     except (RefusalError, ValueError, IndexError):
         return None
     for index, tag in enumerate(tags):
-        if tag is not None and (tag.shape != made.output_shape(index) or not tag.is_complete(ROTATIONS)):
+        if tag is not None and (tag.shape != case.output_shape(index) or not tag.is_complete(ROTATIONS)):
             return None
     return tags
 
 
-def accepted(made: Site) -> list[Tag]:
-    tags = outcome(made)
+def accept(case: Site) -> list[Tag]:
+    tags = outcome(case)
     assert tags is not None
     return tags
 
 
-def holds(made: Site, function: Callable[..., Array | list[Array]], *shapes: Dims) -> bool:
+def holds(case: Site, function: Callable[..., Array | list[Array]], *shapes: Dims) -> bool:
     """Return whether the rule has an answer, and assert that it is right for random numbers."""
-    tags = outcome(made)
+    tags = outcome(case)
     if tags is None:
         return False
     random = np.random.default_rng(0)
     arrays = [random.standard_normal(real(dims)) for dims in shapes]
-    turned = [turn(tag, array) for tag, array in zip(made.tags, arrays, strict=False)]
-    before, after = (function(*given_) for given_ in (arrays, turned))
+    rotated_arrays = [turn(tag, array) for tag, array in zip(case.tags, arrays, strict=False)]
+    before, after = (function(*operands) for operands in (arrays, rotated_arrays))
     pairs = zip(before, after, strict=True) if isinstance(before, list) else [(before, after)]
-    for tag, (one, other) in zip(tags, pairs, strict=False):
-        np.testing.assert_allclose(turn(tag, one), other, atol=TOLERANCE)
+    for tag, (plain_array, rotated_array) in zip(tags, pairs, strict=False):
+        np.testing.assert_allclose(turn(tag, plain_array), rotated_array, atol=TOLERANCE)
     return True
 
 
-FOLLOWED: Counter[str] = Counter()
-REFUSED: Counter[str] = Counter()
+FOLLOWED_COUNTS: Counter[str] = Counter()
+REFUSED_COUNTS: Counter[str] = Counter()
 
 
-def tally(what: str, followed: bool) -> None:
+def tally(subject: str, is_followed: bool) -> None:
     """A rule may refuse what it cannot follow; see the fixture below."""
-    event(f"{what} {'followed' if followed else 'refused'}")
-    (FOLLOWED if followed else REFUSED)[what] += 1
+    event(f"{subject} {'followed' if is_followed else 'refused'}")
+    (FOLLOWED_COUNTS if is_followed else REFUSED_COUNTS)[subject] += 1
 
 
 @pytest.fixture(autouse=True)
 def no_rule_refuses_every_example() -> Iterator[None]:
-    FOLLOWED.clear()
-    REFUSED.clear()
+    FOLLOWED_COUNTS.clear()
+    REFUSED_COUNTS.clear()
     yield
-    assert set(REFUSED) <= set(FOLLOWED)
+    assert set(REFUSED_COUNTS) <= set(FOLLOWED_COUNTS)
 
 
 @st.composite
@@ -146,9 +146,9 @@ def tensors(draw: st.DrawFn) -> tuple[Dims, Coordinates]:
     dims = (*outer, *inner)
     tag = tag.spread(static(dims))
     order = draw(st.permutations(range(len(dims))))
-    moved = tag.move(lambda plane: plane.transpose(order))
-    assert moved is not None
-    return tuple(dims[axis] for axis in order), moved
+    moved_tag = tag.move(lambda plane: plane.transpose(order))
+    assert moved_tag is not None
+    return tuple(dims[axis] for axis in order), moved_tag
 
 
 @st.composite
@@ -157,20 +157,20 @@ def targets(draw: st.DrawFn, source: Dims) -> Dims:
     dims: list[int | str] = [dim for dim in source if dim is not None]
     for _ in range(draw(st.integers(0, 3))):
         kind = draw(st.sampled_from(["merge", "cut", "one", "swap"]))
-        at = draw(st.integers(0, max(0, len(dims) - 1)))
-        pair = dims[at : at + 2]
+        index = draw(st.integers(0, max(0, len(dims) - 1)))
+        pair = dims[index : index + 2]
         if kind == "one":
-            dims.insert(at, 1)
+            dims.insert(index, 1)
         elif kind == "swap" and len(pair) == 2:
-            dims[at : at + 2] = pair[::-1]
-        elif kind == "cut" and isinstance(dims[at], int) and int(dims[at]) % 2 == 0:
-            dims[at : at + 1] = [2, int(dims[at]) // 2]
+            dims[index : index + 2] = pair[::-1]
+        elif kind == "cut" and isinstance(dims[index], int) and int(dims[index]) % 2 == 0:
+            dims[index : index + 1] = [2, int(dims[index]) // 2]
         elif kind == "merge" and len(pair) == 2:
             if all(isinstance(dim, int) for dim in pair):
-                dims[at : at + 2] = [int(pair[0]) * int(pair[1])]
+                dims[index : index + 2] = [int(pair[0]) * int(pair[1])]
             else:
                 size = prod(real(tuple(pair)))
-                dims[at : at + 2] = [next((name for name, other in SIZES.items() if other == size), None) or 1]
+                dims[index : index + 2] = [next((name for name, length in SIZES.items() if length == size), None) or 1]
     return tuple(dims)
 
 
@@ -180,8 +180,8 @@ def test_reshape(tensor: tuple[Dims, Coordinates], data: st.DataObject) -> None:
     dims, _ = tensor
     target = data.draw(targets(dims))
     assume(prod(real(target)) == prod(real(dims)))
-    made = site("Reshape", [tensor, np.array([0])], [target])
-    tally("reshape", holds(made, lambda x: x.reshape(real(target)), dims))
+    case = site("Reshape", [tensor, np.array([0])], [target])
+    tally("reshape", holds(case, lambda x: x.reshape(real(target)), dims))
 
 
 @given(tensor=tensors(), data=st.data())
@@ -189,8 +189,8 @@ def test_reshape(tensor: tuple[Dims, Coordinates], data: st.DataObject) -> None:
 def test_transpose(tensor: tuple[Dims, Coordinates], data: st.DataObject) -> None:
     dims, _ = tensor
     order = data.draw(st.permutations(range(len(dims))))
-    made = site("Transpose", [tensor], [tuple(dims[axis] for axis in order)], perm=order)
-    assert holds(made, lambda x: x.transpose(order), dims)
+    case = site("Transpose", [tensor], [tuple(dims[axis] for axis in order)], perm=order)
+    assert holds(case, lambda x: x.transpose(order), dims)
 
 
 @given(tensor=tensors(), data=st.data())
@@ -202,17 +202,17 @@ def test_split_and_slice(tensor: tuple[Dims, Coordinates], data: st.DataObject) 
     if isinstance(size, int) and size > 1:
         cut = data.draw(st.integers(1, size - 1))
         parts = [tuple(part if a == axis else dim for a, dim in enumerate(dims)) for part in (cut, size - cut)]
-        made = site("Split", [tensor, np.array([cut, size - cut])], parts, axis=axis)
-        tally("split", holds(made, lambda x: np.split(x, [cut], axis), dims))
+        case = site("Split", [tensor, np.array([cut, size - cut])], parts, axis=axis)
+        tally("split", holds(case, lambda x: np.split(x, [cut], axis), dims))
     start, step = data.draw(st.integers(0, 1)), data.draw(st.sampled_from([1, 2, -1]))
-    where = (slice(None),) * axis + (slice(start, 100, step) if step > 0 else slice(None, start, step),)
+    region = (slice(None),) * axis + (slice(start, 100, step) if step > 0 else slice(None, start, step),)
     ends = [100 if step > 0 else start]
     starts = [start if step > 0 else 100]
-    count = len(range(real(dims)[axis])[where[-1]])
+    count = len(range(real(dims)[axis])[region[-1]])
     if count:
         out = tuple(count if a == axis else dim for a, dim in enumerate(dims))
-        made = site("Slice", [tensor, *(np.array(v) for v in (starts, ends, [axis], [step]))], [out])
-        tally("slice", holds(made, lambda x: x[where], dims))
+        case = site("Slice", [tensor, *(np.array(v) for v in (starts, ends, [axis], [step]))], [out])
+        tally("slice", holds(case, lambda x: x[region], dims))
 
 
 @given(tensor=tensors(), data=st.data())
@@ -224,34 +224,36 @@ def test_expand_gather_and_sums(tensor: tuple[Dims, Coordinates], data: st.DataO
     assert holds(site("Expand", [tensor, np.array([0])], [wide]), lambda x: np.broadcast_to(x, real(wide)), dims)
     index = np.array([[0, 0, 1]]) % real(dims)[axis]
     out = (*dims[:axis], 1, 3, *dims[axis + 1 :])
-    made = site("Gather", [tensor, ((1, 3), None)], [out], axis=axis)
-    tally("gather", holds(made, lambda x: x.take(index, axis), dims))
+    case = site("Gather", [tensor, ((1, 3), None)], [out], axis=axis)
+    tally("gather", holds(case, lambda x: x.take(index, axis), dims))
     rows = np.array([[0], [1], [1]]) % real(dims)[0]
-    made = site("GatherND", [tensor, (("length", 1), None)], [("length", *dims[1:])])
-    tally("rows", holds(made, lambda x: x[rows[:, 0]], dims))
-    kept = data.draw(st.booleans())
-    out = (*dims[:axis], *((1,) if kept else ()), *dims[axis + 1 :])
-    made = site("ReduceSum", [tensor, np.array([axis])], [out], keepdims=int(kept))
-    tally("sum", holds(made, lambda x: x.sum(axis, keepdims=kept), dims))
+    case = site("GatherND", [tensor, (("length", 1), None)], [("length", *dims[1:])])
+    tally("rows", holds(case, lambda x: x[rows[:, 0]], dims))
+    keeps_axis = data.draw(st.booleans())
+    out = (*dims[:axis], *((1,) if keeps_axis else ()), *dims[axis + 1 :])
+    case = site("ReduceSum", [tensor, np.array([axis])], [out], keepdims=int(keeps_axis))
+    tally("sum", holds(case, lambda x: x.sum(axis, keepdims=keeps_axis), dims))
 
 
-@given(tensor=tensors(), other=tensors(), data=st.data())
+@given(tensor=tensors(), other_tensor=tensors(), data=st.data())
 @settings(max_examples=200)
-def test_concat_and_add(tensor: tuple[Dims, Coordinates], other: tuple[Dims, Coordinates], data: st.DataObject) -> None:
+def test_concat_and_add(
+    tensor: tuple[Dims, Coordinates], other_tensor: tuple[Dims, Coordinates], data: st.DataObject
+) -> None:
     dims, tag = tensor
     axis = data.draw(st.integers(0, len(dims) - 1))
-    second = data.draw(st.sampled_from([(dims, tag), (dims, None), other]))
+    second = data.draw(st.sampled_from([(dims, tag), (dims, None), other_tensor]))
     size = dims[axis]
     if len(second[0]) == len(dims) and all(
         a == axis or x == y for a, (x, y) in enumerate(zip(dims, second[0], strict=True))
     ):
         total = size + second[0][axis] if isinstance(size, int) and isinstance(second[0][axis], int) else None
         out = (*dims[:axis], total, *dims[axis + 1 :])
-        made = site("Concat", [tensor, second], [out], axis=axis)
-        tally("concat", holds(made, lambda x, y: np.concatenate([x, y], axis), dims, second[0]))
+        case = site("Concat", [tensor, second], [out], axis=axis)
+        tally("concat", holds(case, lambda x, y: np.concatenate([x, y], axis), dims, second[0]))
     if second[0] == dims:
-        made = site("Add", [tensor, second], [dims])
-        assert holds(made, np.add, dims, dims) == (second[1] is not None and second[1].key() == tag.key())
+        case = site("Add", [tensor, second], [dims])
+        assert holds(case, np.add, dims, dims) == (second[1] is not None and second[1].key() == tag.key())
 
 
 @given(tensor=tensors(), data=st.data())
@@ -259,49 +261,49 @@ def test_concat_and_add(tensor: tuple[Dims, Coordinates], other: tuple[Dims, Coo
 def test_products_with_factors(tensor: tuple[Dims, Coordinates], data: st.DataObject) -> None:
     dims, tag = tensor
     factor = tuple(dim if data.draw(st.booleans()) else 1 for dim in dims)
-    followed = holds(site("Mul", [tensor, (factor, None)], [dims]), np.multiply, dims, factor)
-    assert followed == all(factor[axis] == 1 for axis in tag.spanned_axes())
+    is_followed = holds(site("Mul", [tensor, (factor, None)], [dims]), np.multiply, dims, factor)
+    assert is_followed == all(factor[axis] == 1 for axis in tag.spanned_axes())
     assert not holds(site("Div", [(factor, None), tensor], [dims]), np.divide, factor, dims)
     condition = np.random.default_rng(1).standard_normal(real(factor)) > 0
-    made = site("Where", [(factor, None), tensor, np.zeros((), np.float32)], [dims])
-    chosen = holds(made, lambda _, x: np.where(condition, x, 0), factor, dims)
-    assert chosen == followed
+    case = site("Where", [(factor, None), tensor, np.zeros((), np.float32)], [dims])
+    is_chosen = holds(case, lambda _, x: np.where(condition, x, 0), factor, dims)
+    assert is_chosen == is_followed
 
 
 def matmul_of(a: tuple[Dims, Tag], b: tuple[Dims, Tag]) -> Site:
     batch = np.broadcast_shapes(static(a[0][:-2]), static(b[0][:-2]))
-    named = [dim for dim in (*a[0][:-2], *b[0][:-2]) if isinstance(dim, str)]
-    lead = tuple(named[0] if named and size == 1 else size for size in batch)
+    symbols = [dim for dim in (*a[0][:-2], *b[0][:-2]) if isinstance(dim, str)]
+    lead = tuple(symbols[0] if symbols and size == 1 else size for size in batch)
     return site("MatMul", [a, b], [(*lead, a[0][-2], b[0][-1])])
 
 
 def test_products_of_activations() -> None:
-    along = in_blocks(3, 4, 8)  # two copies of width 4
-    other = in_blocks(1, 2, 8)
-    a = (("batch", 2, "length", 8), along.spread((1, 2, 1, 8)))
-    right = Coordinates(along.labels[:, :, None])
+    along_rows = in_blocks(3, 4, 8)  # two copies of width 4
+    other_labels = in_blocks(1, 2, 8)
+    a = (("batch", 2, "length", 8), along_rows.spread((1, 2, 1, 8)))
+    right = Coordinates(along_rows.labels[:, :, None])
     b = (("batch", 2, 8, "length"), right.spread((1, 2, 8, 1)))
     assert holds(matmul_of(a, b), np.matmul, a[0], b[0])
     # one batch entry for all, as for repeated keys
     assert holds(matmul_of(a, ((8, "length"), right.spread((8, 1)))), np.matmul, a[0], (8, "length"))
     scores = (("batch", 2, "length", 3), None)
-    values = (("batch", 2, 3, 8), along.spread((1, 2, 3, 8)))
+    values = (("batch", 2, 3, 8), along_rows.spread((1, 2, 3, 8)))
     assert holds(matmul_of(scores, values), np.matmul, scores[0], values[0])
-    wrong = Coordinates(other.labels[:, :, None])
-    for refused in (
+    wrong = Coordinates(other_labels.labels[:, :, None])
+    for pair in (
         (a, (b[0], wrong.spread((1, 2, 8, 1)))),
         (a, (b[0], None)),
         ((a[0], None), b),
-        (a, (("batch", 2, 8, 8), along.spread((1, 2, 8, 8)))),
+        (a, (("batch", 2, 8, 8), along_rows.spread((1, 2, 8, 8)))),
         (((2, "length", 8), in_blocks(3, 4, 16).spread((1, 16)).move(lambda p: p.reshape(2, 1, 8))), ((8, 3), None)),
         (scores, (("batch", 2, 3, 8), Coordinates(in_blocks(2, 3, 48).labels.reshape(3, 1, 2, 3, 8)))),
     ):
-        assert outcome(matmul_of(*refused)) is None
+        assert outcome(matmul_of(*pair)) is None
 
 
 def test_a_rotation_across_batch_entries_does_not_pass_a_product() -> None:
-    mixed = in_blocks(1, 2, 48).labels.reshape(3, 1, 3, 8, 2).transpose(0, 1, 4, 2, 3)
-    tag = canonical(mixed)
+    numbers = in_blocks(1, 2, 48).labels.reshape(3, 1, 3, 8, 2).transpose(0, 1, 4, 2, 3)
+    tag = canonical(numbers)
     assert tag is not None
     assert tag.spanned_axes() == {1}
     assert outcome(matmul_of((("batch", 2, "length", 3), None), (("batch", 2, 3, 8), tag))) is None
@@ -348,8 +350,8 @@ def test_attention_head_by_head(heads: tuple[int, int], values: tuple[int, int])
     keys, value_tag = per_head(2, *heads), per_head(2, *values)
     for queries in itertools.product([0, 1, 3], repeat=4):
         inputs = [(QUERY, per_head(4, *queries)), (KEYS, keys), (KEYS, value_tag)]
-        followed = holds(site("Attention", inputs, [QUERY]), attend, QUERY, KEYS, KEYS)
-        assert followed == (queries == tuple(np.repeat(heads, 2)))
+        is_followed = holds(site("Attention", inputs, [QUERY]), attend, QUERY, KEYS, KEYS)
+        assert is_followed == (queries == tuple(np.repeat(heads, 2)))
 
 
 def test_attention_with_heads_in_one_axis() -> None:
@@ -357,15 +359,15 @@ def test_attention_with_heads_in_one_axis() -> None:
     q = canonical(per_head(4, 3, 3, 1, 1).labels.reshape(3, 1, 1, 16))  # type: ignore[union-attr]
     k = canonical(per_head(2, 3, 1).labels.reshape(3, 1, 1, 8))  # type: ignore[union-attr]
 
-    def folded(q: Array, k: Array, v: Array) -> Array:
+    def attend_rows(q: Array, k: Array, v: Array) -> Array:
         q, k, v = (x.reshape(*x.shape[:2], -1, 4).swapaxes(1, 2) for x in (q, k, v))
         return attend(q, k, v).swapaxes(1, 2).reshape(2, 3, 16)
 
     inputs = [(query, q), (keys, k), (keys, k)]
-    made = site("Attention", inputs, [query], q_num_heads=4, kv_num_heads=2)
-    assert holds(made, folded, query, keys, keys)
-    made = site("Attention", [(query, k), *inputs[1:]], [query], q_num_heads=4, kv_num_heads=2)
-    assert outcome(made) is None
+    case = site("Attention", inputs, [query], q_num_heads=4, kv_num_heads=2)
+    assert holds(case, attend_rows, query, keys, keys)
+    case = site("Attention", [(query, k), *inputs[1:]], [query], q_num_heads=4, kv_num_heads=2)
+    assert outcome(case) is None
 
 
 def test_a_mask_in_other_coordinates_is_refused() -> None:
@@ -379,14 +381,14 @@ def test_the_past_is_in_the_coordinates_of_what_is_new() -> None:
     q = per_head(4, 3, 3, 3, 3)
     inputs = [(QUERY, q), (KEYS, tag), (KEYS, tag), None, (cache, tag), (cache, tag)]
     outputs = [QUERY, ("batch", 2, None, 4), ("batch", 2, None, 4)]
-    y, key, value_ = accepted(site("Attention", inputs, outputs))
+    y, key, value_ = accept(site("Attention", inputs, outputs))
     assert same_coordinates(key, tag)
     assert same_coordinates(value_, tag)
     assert same_coordinates(y, q)
     for wrong in (None, per_head(2, 3, 0)):
-        for place in (4, 5):
-            other = [(cache, wrong) if i == place else given_ for i, given_ in enumerate(inputs)]
-            assert outcome(site("Attention", other, outputs)) is None
+        for number in (4, 5):
+            wrong_inputs = [(cache, wrong) if i == number else entry for i, entry in enumerate(inputs)]
+            assert outcome(site("Attention", wrong_inputs, outputs)) is None
 
 
 ROWS, TOKENS, OF_STATE = ("batch", "length", 2, 3), ("batch", "length", 2, 4), ("batch", 2, 3, 4)
@@ -397,8 +399,8 @@ def recur(q: Array, k: Array, v: Array, g: Array, b: Array, mask: Array, state: 
     outputs = []
     for t in range(v.shape[1]):
         state = np.exp(g[:, t, ..., None]) * state
-        read = np.einsum("bhkv,bhk->bhv", state, k[:, t])
-        state = state + np.einsum("bhk,bhv->bhkv", k[:, t], b[:, t] * (v[:, t] - read))
+        recall = np.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + np.einsum("bhk,bhv->bhkv", k[:, t], b[:, t] * (v[:, t] - recall))
         outputs.append(np.einsum("bhkv,bhk->bhv", state, q[:, t]))
     return [np.stack(outputs, 1), state]
 
@@ -412,20 +414,20 @@ def test_a_recurrence_sums_up_values_head_by_head(values: tuple[int, int], state
     weights: list[tuple[Dims, Tag]] = [(ROWS, None), (ROWS, None)]
     gates: list[tuple[Dims, Tag]] = [(("batch", "length", 2, size), None) for size in (3, 1)]
     inputs = [*weights, (TOKENS, of_value), *gates, (("batch", 0), None), (OF_STATE, of_state)]
-    made = site("LinearRecurrence", inputs, [TOKENS, OF_STATE], delta=1, scale=1.0)
-    followed = holds(made, recur, ROWS, ROWS, TOKENS, *(dims for dims, _ in gates), ("batch", 0), OF_STATE)
-    assert followed == (values == state)
+    case = site("LinearRecurrence", inputs, [TOKENS, OF_STATE], delta=1, scale=1.0)
+    is_followed = holds(case, recur, ROWS, ROWS, TOKENS, *(dims for dims, _ in gates), ("batch", 0), OF_STATE)
+    assert is_followed == (values == state)
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_rotated_keys_and_queries_of_a_recurrence_are_refused(index: int) -> None:
     rows: Dims = ("batch", "length", 2, 4)
     tag = canonical(per_head(2, 3, 3).labels.transpose(0, 1, 3, 2, 4))  # type: ignore[union-attr]
-    nothing: list[tuple[Dims, Tag]] = [(("batch", "length", 2, 0), None)] * 2
-    inputs = [(rows, None), (rows, None), (rows, None), *nothing, (("batch", 0), None), (("batch", 2, 4, 4), None)]
+    empty_gates: list[tuple[Dims, Tag]] = [(("batch", "length", 2, 0), None)] * 2
+    inputs = [(rows, None), (rows, None), (rows, None), *empty_gates, (("batch", 0), None), (("batch", 2, 4, 4), None)]
     inputs[index] = (rows, tag)
-    made = site("LinearRecurrence", inputs, [rows, ("batch", 2, 4, 4)], delta=0, scale=1.0)
-    assert outcome(made) is None
+    case = site("LinearRecurrence", inputs, [rows, ("batch", 2, 4, 4)], delta=0, scale=1.0)
+    assert outcome(case) is None
 
 
 @pytest.mark.parametrize(

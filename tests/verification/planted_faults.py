@@ -35,34 +35,37 @@ class Fault:
 
 def faults(message: Message) -> Iterator[Fault]:
     """Yield one fault of each kind at each part, at the first place where it is filled, or else where it could be."""
-    seen: set[str] = set()
-    for filled in (True, False):
-        for path, owner in places(message):
-            for fault, there in faults_at(path, owner):
-                if there is filled and str(fault) not in seen:
-                    seen.add(str(fault))
+    names: set[str] = set()
+    for is_filled in (True, False):
+        for path, owner in walk(message):
+            for fault, has_content in faults_at(path, owner):
+                if has_content is is_filled and str(fault) not in names:
+                    names.add(str(fault))
                     yield fault
 
 
 def faults_at(path: Path, owner: Message) -> Iterator[tuple[Fault, bool]]:
     """Yield every fault of one message, and whether the field that it is in is filled there."""
-    above = [name for name, _ in path]
+    owners = [name for name, _ in path]
     for field in owner.DESCRIPTOR.fields:
         for kind, change in _changes(owner, field):
-            yield Fault(".".join([*above, field.name]), kind, _at(path, change)), _content(owner, field)
-    yield Fault(".".join([*above, "unknown"]), "an", _at(path, lambda owner: owner.MergeFromString(UNKNOWN))), False
+            yield Fault(".".join([*owners, field.name]), kind, _apply_at(path, change)), _content(owner, field)
+    yield (
+        Fault(".".join([*owners, "unknown"]), "an", _apply_at(path, lambda owner: owner.MergeFromString(UNKNOWN))),
+        False,
+    )
 
 
-def places(message: Message, path: Path = ()) -> Iterator[tuple[Path, Message]]:
+def walk(message: Message, path: Path = ()) -> Iterator[tuple[Path, Message]]:
     """Yield every message in ``message`` with the fields and indices that lead to it."""
     yield path, message
     for field, value in message.ListFields():
         if field.message_type is not None:
-            for index, each in enumerate(value) if field.is_repeated else [(None, value)]:
-                yield from places(each, (*path, (field.name, index)))
+            for index, part in enumerate(value) if field.is_repeated else [(None, value)]:
+                yield from walk(part, (*path, (field.name, index)))
 
 
-def _at(path: Path, change: Callable[[Any], None]) -> Callable[[Message], None]:
+def _apply_at(path: Path, change: Callable[[Any], None]) -> Callable[[Message], None]:
     def apply(message: Any) -> None:
         for name, index in path:
             message = getattr(message, name) if index is None else getattr(message, name)[index]
@@ -77,10 +80,10 @@ def _content(owner: Message, field: FieldDescriptor) -> bool:
 
 def _changes(owner: Message, field: FieldDescriptor) -> Iterator[tuple[str, Callable[[Any], None]]]:
     """Yield the kinds of fault that a field can have, with what plants each into its owner."""
-    name, filled = field.name, _content(owner, field)
+    name, is_filled = field.name, _content(owner, field)
     if field.is_repeated:
         yield "one more", lambda owner: _add(getattr(owner, name), field)
-        if filled:
+        if is_filled:
             yield "one less", lambda owner: getattr(owner, name).pop()
             first, last = getattr(owner, name)[0], getattr(owner, name)[-1]
             if first != last:
@@ -88,16 +91,16 @@ def _changes(owner: Message, field: FieldDescriptor) -> Iterator[tuple[str, Call
             if field.message_type is None:
                 yield "other", lambda owner: _replace(owner, field)
         return
-    if filled:
+    if is_filled:
         yield "no", lambda owner: owner.ClearField(name)
     if field.message_type is not None:
-        if not filled:
+        if not is_filled:
             yield "empty", lambda owner: getattr(owner, name).SetInParent()
     else:
-        yield "other", lambda owner: setattr(owner, name, _other(field, getattr(owner, name)))
+        yield "other", lambda owner: setattr(owner, name, _another_value(field, getattr(owner, name)))
 
 
-def _other(field: FieldDescriptor, value: Any) -> Any:
+def _another_value(field: FieldDescriptor, value: Any) -> Any:
     """Return another value of a field that is no message."""
     if field.enum_type is not None:
         return next(number for number in field.enum_type.values_by_number if number != value)
@@ -108,7 +111,7 @@ def _other(field: FieldDescriptor, value: Any) -> Any:
 
 def _add(elements: Any, field: FieldDescriptor) -> None:
     if field.message_type is None:
-        elements.append(elements[-1] if elements else _other(field, _zero(field)))
+        elements.append(elements[-1] if elements else _another_value(field, _zero(field)))
     elif elements:
         elements.add().CopyFrom(elements[-1])
     else:
@@ -127,10 +130,10 @@ def _zero(field: FieldDescriptor) -> Any:
 def _reverse(owner: Any, field: FieldDescriptor) -> None:
     copies = list(getattr(owner, field.name))[::-1]
     if field.message_type is not None:
-        copies = [type(each).FromString(each.SerializeToString()) for each in copies]
+        copies = [type(message).FromString(message.SerializeToString()) for message in copies]
     del getattr(owner, field.name)[:]
     getattr(owner, field.name).extend(copies)
 
 
 def _replace(owner: Any, field: FieldDescriptor) -> None:
-    getattr(owner, field.name)[0] = _other(field, getattr(owner, field.name)[0])
+    getattr(owner, field.name)[0] = _another_value(field, getattr(owner, field.name)[0])

@@ -62,8 +62,8 @@ def node(model: ir.Model, name: str) -> ir.Node:
     return next(node for node in model.graph if node.name == name)
 
 
-def claim(tensor: str, rotation: str, axis: int = -1, **place: int) -> TensorClaim:
-    return TensorClaim(tensor=tensor, axis=axis, rotation=rotation, **place)
+def claim(tensor: str, rotation: str, axis: int = -1, **extent: int) -> TensorClaim:
+    return TensorClaim(tensor=tensor, axis=axis, rotation=rotation, **extent)
 
 
 def without(claims: Claims, tensor: str) -> Claims:
@@ -92,7 +92,7 @@ def rotated_residual(
 
 
 HEADS, GROUPS, WIDTH, HIDDEN, INNER = 4, 2, 4, 16, 12
-PACKED = (HEADS + 2 * GROUPS) * WIDTH
+PACKED_COLUMNS = (HEADS + 2 * GROUPS) * WIDTH
 STARTS = {"query": 0, "key": HEADS * WIDTH, "value": (HEADS + GROUPS) * WIDTH}
 
 
@@ -106,10 +106,10 @@ def attention_model(*, groups: int = GROUPS) -> ir.Model:
     heads = {"query": HEADS, "key": groups, "value": groups}
     ids = ir.val("input_ids", ir.DataType.INT64, ["batch", "length"])
     past = {
-        what: ir.val(f"past_key_values.0.{what}", ir.DataType.FLOAT, ["batch", groups, "past", WIDTH])
-        for what in ("key", "value")
+        role: ir.val(f"past_key_values.0.{role}", ir.DataType.FLOAT, ["batch", groups, "past", WIDTH])
+        for role in ("key", "value")
     }
-    ones = build.constant("ones", np.ones(HIDDEN, np.float32))
+    unit_gain = build.constant("ones", np.ones(HIDDEN, np.float32))
 
     def op(op_type: str, inputs: list[ir.Value | None], shape: list[int | str], name: str, **attrs: object) -> ir.Value:
         value = build.op(op_type, inputs, None, name, **attrs)
@@ -120,21 +120,21 @@ def attention_model(*, groups: int = GROUPS) -> ir.Model:
         return build.op("MatMul", [x, build.weight(f"{name}.weight", rows, columns)], columns, name)
 
     x = build.op("Gather", [build.weight("table", VOCABULARY, HIDDEN), ids], HIDDEN, "embedding", axis=0)
-    normed = build.op("RMSNormalization", [x, ones], HIDDEN, "norm", axis=-1)
+    norm_output = build.op("RMSNormalization", [x, unit_gain], HIDDEN, "norm", axis=-1)
     total = (HEADS + 2 * groups) * WIDTH
-    packed = linear(normed, HIDDEN, total, "packed")
-    packed = build.op("Add", [packed, build.weight("packed.bias", total)], total, "biased")
+    projection = linear(norm_output, HIDDEN, total, "packed")
+    projection = build.op("Add", [projection, build.weight("packed.bias", total)], total, "biased")
     sizes = build.constant("sizes", np.array([count * WIDTH for count in heads.values()], np.int64))
-    split = ir.node("Split", [packed, sizes], {"axis": -1}, num_outputs=3, name="split")
+    split = ir.node("Split", [projection, sizes], {"axis": -1}, num_outputs=3, name="split")
     build.nodes.append(split)
     parts = {}
-    for (what, count), part in zip(heads.items(), split.outputs, strict=True):
-        part.name, part.dtype = f"{what}.part", ir.DataType.FLOAT
+    for (role, count), part in zip(heads.items(), split.outputs, strict=True):
+        part.name, part.dtype = f"{role}.part", ir.DataType.FLOAT
         part.shape = ir.Shape(["batch", "length", count * WIDTH])
-        shape = build.constant(f"{what}.shape", np.array([0, 0, count, WIDTH], np.int64))
-        folded = op("Reshape", [part, shape], ["batch", "length", count, WIDTH], what)
-        turned: list[int | str] = ["batch", count, "length", WIDTH]
-        parts[what] = op("Transpose", [folded], turned, f"{what}.heads", perm=[0, 2, 1, 3])
+        shape = build.constant(f"{role}.shape", np.array([0, 0, count, WIDTH], np.int64))
+        split_heads = op("Reshape", [part, shape], ["batch", "length", count, WIDTH], role)
+        head_dims: list[int | str] = ["batch", count, "length", WIDTH]
+        parts[role] = op("Transpose", [split_heads], head_dims, f"{role}.heads", perm=[0, 2, 1, 3])
     attention = ir.node(
         "Attention",
         [parts["query"], parts["key"], parts["value"], None, past["key"], past["value"]],
@@ -154,11 +154,11 @@ def attention_model(*, groups: int = GROUPS) -> ir.Model:
     y = op("Transpose", [attention.outputs[0]], ["batch", "length", HEADS, WIDTH], "back", perm=[0, 2, 1, 3])
     y = build.op("Reshape", [y, build.constant("joined.shape", np.array([0, 0, -1], np.int64))], HIDDEN, "joined")
     x = build.op("Add", [x, linear(y, HIDDEN, HIDDEN, "output")], HIDDEN, "residual")
-    normed = build.op("RMSNormalization", [x, ones], HIDDEN, "norm2", axis=-1)
-    up = linear(normed, HIDDEN, INNER, "up")
-    gated = build.op("Mul", [up, build.op("Sigmoid", [up], INNER, "gate")], INNER, "gated")
-    x = build.op("Add", [x, linear(gated, INNER, HIDDEN, "down")], HIDDEN, "residual2")
-    logits = linear(build.op("RMSNormalization", [x, ones], HIDDEN, "final", axis=-1), HIDDEN, VOCABULARY, "head")
+    norm_output = build.op("RMSNormalization", [x, unit_gain], HIDDEN, "norm2", axis=-1)
+    up = linear(norm_output, HIDDEN, INNER, "up")
+    product = build.op("Mul", [up, build.op("Sigmoid", [up], INNER, "gate")], INNER, "gated")
+    x = build.op("Add", [x, linear(product, INNER, HIDDEN, "down")], HIDDEN, "residual2")
+    logits = linear(build.op("RMSNormalization", [x, unit_gain], HIDDEN, "final", axis=-1), HIDDEN, VOCABULARY, "head")
     logits.name = "logits"
     outputs = [logits, *attention.outputs[1:]]
     graph = ir.Graph(
@@ -181,13 +181,13 @@ def insert_hadamard(model: ir.Model, name: str, left: int, right: int, new: str)
         matrix = ir.val(f"{new}.{side}", const_value=ir.tensor(hadamard(order).copy(), name=f"{new}.{side}"))
         model.graph.initializers[f"{new}.{side}"] = matrix
         matrices.append(matrix)
-    turned = ir.node("Hadamard", [value, *matrices], domain="ai.graphopt", name=new)
-    turned.outputs[0].name = f"{new}.out"
-    value.replace_all_uses_with(turned.outputs[0])
-    turned.replace_input_with(0, value)
-    model.graph.insert_after(source, turned)
+    rotation_node = ir.node("Hadamard", [value, *matrices], domain="ai.graphopt", name=new)
+    rotation_node.outputs[0].name = f"{new}.out"
+    value.replace_all_uses_with(rotation_node.outputs[0])
+    rotation_node.replace_input_with(0, value)
+    model.graph.insert_after(source, rotation_node)
     model.opset_imports["ai.graphopt"] = 1
-    return turned
+    return rotation_node
 
 
 def rotated_attention(*, online: bool = True) -> tuple[ir.Model, ir.Model, Claims]:
@@ -198,7 +198,7 @@ def rotated_attention(*, online: bool = True) -> tuple[ir.Model, ir.Model, Claim
     """
     before, after = attention_model(), attention_model()
     Q, R = dense(RESIDUAL), dense(VALUE)
-    per_head = np.eye(PACKED)
+    per_head = np.eye(PACKED_COLUMNS)
     values = slice(STARTS["value"], None)
     per_head[values, values] = np.kron(np.eye(GROUPS), R)
     edit(after, "table", lambda W: W @ Q)
@@ -213,8 +213,8 @@ def rotated_attention(*, online: bool = True) -> tuple[ir.Model, ir.Model, Claim
     tensors.append(claim("packed.out", "value", start=STARTS["value"], copies=GROUPS, stride=WIDTH))
     tensors.append(claim("past_key_values.0.value", "value", 3))
     if online:
-        for what in ("query", "key"):
-            insert_hadamard(after, f"{what}.heads", 2, 2, f"{what}.turned")
+        for role in ("query", "key"):
+            insert_hadamard(after, f"{role}.heads", 2, 2, f"{role}.turned")
         insert_hadamard(after, "gated", 12, 1, "gated.turned")
         tensors.append(claim("past_key_values.0.key", "key", 3))
     rotations = {"residual": RESIDUAL, "value": VALUE, "key": KEY}
