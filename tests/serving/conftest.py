@@ -27,7 +27,7 @@ BLOCKS = 40
 
 
 @pytest.fixture(scope="session")
-def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def served_folder(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model with a pool of 651 blocks, and a chat template."""
     folder = tmp_path_factory.mktemp("served") / "python"
     steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "64MB", "block": 16}]
@@ -37,9 +37,9 @@ def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def narrow(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def narrow(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a pool of :data:`BLOCKS` blocks."""
-    return with_blocks(served, tmp_path_factory.mktemp("narrow") / "python", BLOCKS)
+    return with_blocks(served_folder, tmp_path_factory.mktemp("narrow") / "python", BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -48,32 +48,32 @@ def session(shipped_artifact: Path) -> Session:
 
 
 @pytest.fixture(scope="module")
-def expected(served: Path, session: Session) -> Any:
+def expected(served_folder: Path, session: Session) -> Any:
     """Return a function that says what an Engine with a large pool makes of texts, each so many tokens."""
     from tests.serving.test_batch import run
 
-    batch = Batch(served, threads=1, on_failure=print)
+    batch = Batch(served_folder, threads=1, on_failure=print)
 
-    def texts(prompts: list[str], tokens: list[int], least: bool = False) -> list[str]:
+    def texts(prompts: list[str], tokens: list[int], exact: bool = False) -> list[str]:
         turns = [
-            Turn(tuple(session.encode(prompt)), limit, min_tokens=limit if least else 0)
+            Turn(tuple(session.encode(prompt)), limit, min_tokens=limit if exact else 0)
             for prompt, limit in zip(prompts, tokens, strict=True)
         ]
-        return [session.decode(made) for made, _ in run(batch, turns)]
+        return [session.decode(reply) for reply, _ in run(batch, turns)]
 
     yield texts
     batch.close()
 
 
-def with_blocks(served: Path, folder: Path, blocks: int, **model: object) -> Path:
+def with_blocks(source: Path, folder: Path, blocks: int, **model: object) -> Path:
     """Return a folder with the files of another one and another pool; ``model`` overrides what is said of the model."""
     folder.mkdir()
-    for file in served.iterdir():
+    for file in source.iterdir():
         if file.suffix == ".so":  # onnxruntime-genai takes no link
             shutil.copy(file, folder)
         elif file.name != GENAI_CONFIG:
             (folder / file.name).symlink_to(file)
-    config = json.loads((served / GENAI_CONFIG).read_text())
+    config = json.loads((source / GENAI_CONFIG).read_text())
     config["engine"]["dynamic_batching"]["num_blocks"] = blocks
     config["model"] |= model
     (folder / GENAI_CONFIG).write_text(json.dumps(config))

@@ -28,24 +28,24 @@ def file(session: Session, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_a_request_finds_what_was_read_before(served: Path, session: Session, file: Path) -> None:
+def test_a_request_finds_what_was_read_before(served_folder: Path, session: Session, file: Path) -> None:
     tokens = session.encode(TEXT)
-    assert beginnings_of(served, [file]) == [tokens]
+    assert beginnings_of(served_folder, [file]) == [tokens]
     turn = Turn((*tokens, *session.encode("\nmain(")), 8)
-    found = []
+    results = []
     for beginnings in ([], [tokens]):
-        batch = Batch(served, threads=1, on_failure=print)
+        batch = Batch(served_folder, threads=1, on_failure=print)
         read_first(batch, beginnings)
-        found.append(run(batch, [turn])[0])
+        results.append(run(batch, [turn])[0])
         batch.close()
-    (text, before), (same_text, after) = found
+    (text, before), (same_text, after) = results
     assert text == same_text
     assert before.cached_tokens == 0
     assert after.cached_tokens >= len(tokens) // 16 * 16 - 16  # whole blocks, of 16 tokens
 
 
-def test_what_cannot_be_read_first_is_refused(served: Path, file: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_read_first_is_refused(served_folder: Path, file: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"take [0-9]+ blocks of 16 tokens, and the pool has 6"):
-        beginnings_of(with_blocks(served, tmp_path / "small", 6), [file, file])
+        beginnings_of(with_blocks(served_folder, tmp_path / "small", 6), [file, file])
     with pytest.raises(InputError, match="there is no cache file here"):
-        beginnings_of(served, [tmp_path / "missing.cache"])
+        beginnings_of(served_folder, [tmp_path / "missing.cache"])

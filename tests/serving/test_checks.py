@@ -32,8 +32,8 @@ def check(*options: object) -> Result:
     return CliRunner().invoke(app, ["serve", "--check", "--port", "0", *map(str, options)])
 
 
-def test_a_folder_that_fits(served: Path) -> None:
-    result = check(served, "--replicas", 2)
+def test_a_folder_that_fits(served_folder: Path) -> None:
+    result = check(served_folder, "--replicas", 2)
     assert result.exit_code == 0, result.output
     lines = dict(line.removeprefix("ok  ").split(": ", 1) for line in result.output.splitlines())
     assert lines.keys() == {"command", "packages", "folder", "memory", "front"}
@@ -41,20 +41,20 @@ def test_a_folder_that_fits(served: Path) -> None:
     assert "651 blocks of 16 tokens" in lines["folder"]
 
 
-def test_memory_is_that_of_weights_and_of_every_block(served: Path) -> None:
-    weights, caches = memory_of(served)
-    assert weights == sum((served / name).stat().st_size for name in ("model.onnx", DATA))
+def test_memory_is_that_of_weights_and_of_every_block(served_folder: Path) -> None:
+    weights, caches = memory_of(served_folder)
+    assert weights == sum((served_folder / name).stat().st_size for name in ("model.onnx", DATA))
     # 6 layers, keys and values, 651 blocks of 16 tokens of 2 heads of 64 float32
     assert caches == 6 * 2 * 651 * 16 * 2 * 64 * 4
 
 
-def test_each_thing_that_does_not_fit_is_told(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_thing_that_does_not_fit_is_told(served_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "available_memory", lambda: 10**9)
     monkeypatch.setenv("ETCD_ENDPOINTS", "http://127.0.0.1:9")  # discard: nobody listens there
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        others = ["--discovery", "etcd", "--address", "192.0.2.1"]  # RFC 5737: an address for documentation
-        result = check(served, "--replicas", 9, "--port", port, *others)
+        options = ["--discovery", "etcd", "--address", "192.0.2.1"]  # RFC 5737: an address for documentation
+        result = check(served_folder, "--replicas", 9, "--port", port, *options)
     assert result.exit_code == 2
     problems = dict(line[4:].split(": ", 1) for line in result.output.splitlines() if line.startswith("no  "))
     assert problems.keys() == {"memory", "front", "address", "etcd"}
@@ -65,39 +65,39 @@ def test_each_thing_that_does_not_fit_is_told(served: Path, monkeypatch: pytest.
     assert "http://127.0.0.1:9 cannot be used" in problems["etcd"]
 
 
-def test_damaged_folders(served: Path, shipped_artifact: Path, tmp_path: Path) -> None:
+def test_damaged_folders(served_folder: Path, shipped_artifact: Path, tmp_path: Path) -> None:
     def problem(folder: Path) -> str:
         findings = {finding.subject: finding for finding in examine(folder, Settings("model", port=0))}
         return str(findings["folder"].problem)
 
     assert "takes one batch at a time" in problem(shipped_artifact)
-    refused = with_blocks(served, tmp_path / "refused", 40)
-    (refused / GENAI_CONFIG).unlink()
-    manifest = read_manifest(refused)
+    incomplete = with_blocks(served_folder, tmp_path / "refused", 40)
+    (incomplete / GENAI_CONFIG).unlink()
+    manifest = read_manifest(incomplete)
     manifest.notes.append(NO_GENAI_CONFIG(why=INDEXERS()))
-    (refused / MANIFEST).write_text(manifest.model_dump_json())
-    assert "the step serve could not change that" in problem(refused)
-    assert "keys of trained indexers" in problem(refused)
-    short = with_blocks(served, tmp_path / "short", 40)
+    (incomplete / MANIFEST).write_text(manifest.model_dump_json())
+    assert "the step serve could not change that" in problem(incomplete)
+    assert "keys of trained indexers" in problem(incomplete)
+    short = with_blocks(served_folder, tmp_path / "short", 40)
     (short / DATA).unlink()
     (short / DATA).write_bytes(b"cut")
     assert "has 3 bytes where its manifest says" in problem(short)
     with pytest.raises(InputError, match="cut off"):  # a start refuses it too
         check_folder(short)
-    for library in served.glob("*.so"):
-        linked = with_blocks(served, tmp_path / "linked", 40)
-        (linked / library.name).unlink()
-        (linked / library.name).symlink_to(library)
-        assert "takes no link" in problem(linked)
-        (linked / library.name).unlink()
-        (linked / library.name).write_bytes(b"\x7fELF of another machine")
-        assert "cannot be loaded on this machine" in problem(linked)
-        shutil.rmtree(linked)
+    for library in served_folder.glob("*.so"):
+        folder_of_link = with_blocks(served_folder, tmp_path / "linked", 40)
+        (folder_of_link / library.name).unlink()
+        (folder_of_link / library.name).symlink_to(library)
+        assert "takes no link" in problem(folder_of_link)
+        (folder_of_link / library.name).unlink()
+        (folder_of_link / library.name).write_bytes(b"\x7fELF of another machine")
+        assert "cannot be loaded on this machine" in problem(folder_of_link)
+        shutil.rmtree(folder_of_link)
 
 
-def test_a_start_refuses_what_cannot_work(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_refuses_what_cannot_work(served_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ETCD_ENDPOINTS", "http://127.0.0.1:9")
-    result = CliRunner().invoke(app, ["serve", str(served), "--port", "0", "--discovery", "etcd"])
+    result = CliRunner().invoke(app, ["serve", str(served_folder), "--port", "0", "--discovery", "etcd"])
     assert isinstance(result.exception, InputError)
     assert "say in ETCD_ENDPOINTS where it is" in str(result.exception)
 

@@ -24,17 +24,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     compiler = shutil.which("c++") or pytest.skip("there is no C++ compiler")
     source = (EXAMPLE / "engine.cc").read_text()
     assert source.count("\n") <= 75  # an example that grows is no longer read
-    found = re.search(r"//   c\+\+ (.+) -o engine\n", source)
-    assert found
+    match = re.search(r"//   c\+\+ (.+) -o engine\n", source)
+    assert match
     program = tmp_path_factory.mktemp("cpp") / "engine"
     package = str(Path(onnxruntime_genai.__file__).parent)
-    options = found[1].replace("$GENAI", package).split()
+    options = match[1].replace("$GENAI", package).split()
     subprocess.run([compiler, *options, "-o", program], cwd=EXAMPLE, check=True)
     return [str(program)]
 
 
 def test_replies_to_two_prompts_at_once_are_those_of_python(
-    engine: list[str], served: Path, shipped_artifact: Path
+    engine: list[str], served_folder: Path, shipped_artifact: Path
 ) -> None:
     files = list(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so*"))
     if not files:
@@ -43,31 +43,31 @@ def test_replies_to_two_prompts_at_once_are_those_of_python(
     session = load(shipped_artifact, threads=1)
     texts = ("class Stack:", "def read_lines(path):\n    with open(path) as stream:")
     prompts = [session.encode(text) for text in texts]
-    given = [",".join(map(str, prompt)) for prompt in prompts]
-    said = subprocess.run(
-        [*engine, str(served), "12", *given],
+    token_lists = [",".join(map(str, prompt)) for prompt in prompts]
+    process = subprocess.run(
+        [*engine, str(served_folder), "12", *token_lists],
         env=os.environ | {"ORT_LIB_PATH": str(files[0])},
         capture_output=True,
         text=True,
         check=True,
     )
-    came = [tuple(map(int, line.split())) for line in said.stdout.splitlines()]
+    tokens_in_order = [tuple(map(int, line.split())) for line in process.stdout.splitlines()]
     for number, prompt in enumerate(prompts):
         expected = generate(session, [prompt], max_new_tokens=12)[0].tokens
-        assert [token for which, token in came if which == number] == expected
+        assert [token for prompt_number, token in tokens_in_order if prompt_number == number] == expected
     # The second prompt came when the first had a token, and both went on together.
-    order = [which for which, _ in came]
+    order = [prompt_number for prompt_number, _ in tokens_in_order]
     assert order[0] == 0
     assert 1 in order[: len(order) - 2]
 
 
 def test_it_says_what_it_needs(engine: list[str]) -> None:
-    said = subprocess.run(engine, capture_output=True, text=True)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert "usage: engine FOLDER LENGTH PROMPT..." in said.stderr
+    process = subprocess.run(engine, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert "usage: engine FOLDER LENGTH PROMPT..." in process.stderr
 
 
 def test_a_folder_that_is_not_there_is_named(engine: list[str], tmp_path: Path) -> None:
-    said = subprocess.run([*engine, str(tmp_path / "absent"), "1", "1"], capture_output=True, text=True)
-    assert said.returncode == 1
-    assert "absent" in said.stderr
+    process = subprocess.run([*engine, str(tmp_path / "absent"), "1", "1"], capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "absent" in process.stderr

@@ -33,11 +33,17 @@ def resources() -> list[dict[str, Any]]:
 
 
 def pods() -> list[dict[str, Any]]:
-    return [each["spec"]["template"] for each in resources() if each["kind"] in ("Deployment", "StatefulSet")]
+    return [
+        resource["spec"]["template"] for resource in resources() if resource["kind"] in ("Deployment", "StatefulSet")
+    ]
 
 
 def containers() -> list[dict[str, Any]]:
-    return [each for pod in pods() for each in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"])]
+    return [
+        container
+        for pod in pods()
+        for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"])
+    ]
 
 
 def expressions() -> list[str]:
@@ -60,21 +66,23 @@ def test_command_lines_are_those_of_graphopt() -> None:
     serve = typer.main.get_command(build_app()).commands["serve"]  # type: ignore[attr-defined]
     for line in lines:
         assert line[0] == "serve"
-        given = serve.make_context("serve", list(line[1:])).params
-        assert given["discovery"] == "etcd"
-        assert (given["replicas"], given["front"]) in ((0, True), (1, False))
+        parameters = serve.make_context("serve", list(line[1:])).params
+        assert parameters["discovery"] == "etcd"
+        assert (parameters["replicas"], parameters["front"]) in ((0, True), (1, False))
 
 
 def test_kubernetes_names_what_is_there() -> None:
-    services = {each["metadata"]["name"]: each["spec"] for each in resources() if each["kind"] == "Service"}
+    services = {
+        resource["metadata"]["name"]: resource["spec"] for resource in resources() if resource["kind"] == "Service"
+    }
     labels = [pod["metadata"]["labels"] for pod in pods()]
-    ports = {port["name"]: port["containerPort"] for each in containers() for port in each.get("ports", ())}
+    ports = {port["name"]: port["containerPort"] for container in containers() for port in container.get("ports", ())}
     for name, service in services.items():
         assert service["selector"] in labels, name
         assert all(port.get("targetPort", port["port"]) in {*ports, *ports.values()} for port in service["ports"])
-    for each in resources():
-        if each["kind"] in ("Deployment", "StatefulSet"):
-            assert each["spec"]["selector"]["matchLabels"] == each["spec"]["template"]["metadata"]["labels"]
+    for resource in resources():
+        if resource["kind"] in ("Deployment", "StatefulSet"):
+            assert resource["spec"]["selector"]["matchLabels"] == resource["spec"]["template"]["metadata"]["labels"]
     for pod in pods():
         volumes = {volume["name"] for volume in pod["spec"].get("volumes", ())} | {"data"}
         for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
@@ -85,32 +93,35 @@ def test_kubernetes_names_what_is_there() -> None:
         assert all(probe["path"] in ("/live", "/health") and probe["port"] in ports for probe in probes)
     addresses = re.findall(r"http://(\w+):(\d+)", "".join(file.read_text() for file in KUBERNETES))
     assert {name for name, _ in addresses} - {"0"} <= set(services)
-    listed = yaml.safe_load((EXAMPLES / "kustomization.yaml").read_text())
-    assert sorted(listed["resources"]) == [f"kubernetes/{file.name}" for file in KUBERNETES]
+    kustomization = yaml.safe_load((EXAMPLES / "kustomization.yaml").read_text())
+    assert sorted(kustomization["resources"]) == [f"kubernetes/{file.name}" for file in KUBERNETES]
 
 
 def test_compose_and_kubernetes_say_the_same() -> None:
     images = {service["image"] for service in compose()["services"].values()} - {"prom/prometheus:v2.55.1"}
     assert images - {"grafana/grafana:11.3.0"} == {container["image"] for container in containers()}
-    caddy = next(each for each in containers() if each["name"] == "caddy")
-    for variables in (set(compose()["services"]["caddy"]["environment"]), {each["name"] for each in caddy["env"]}):
+    caddy = next(container for container in containers() if container["name"] == "caddy")
+    for variables in (
+        set(compose()["services"]["caddy"]["environment"]),
+        {variable["name"] for variable in caddy["env"]},
+    ):
         assert variables <= set(re.findall(r"\{\$(GRAPHOPT_\w+)", (EXAMPLES / "Caddyfile").read_text()))
     for service in compose()["services"].values():
         for volume in service.get("volumes", ()):
             assert not volume.startswith("./") or (EXAMPLES / volume.split(":")[0]).exists(), volume
-    scraped = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())["scrape_configs"]
-    names = {name for job in scraped for way in job["dns_sd_configs"] for name in way["names"]}
+    scrape_configs = yaml.safe_load((EXAMPLES / "prometheus.yml").read_text())["scrape_configs"]
+    names = {name for job in scrape_configs for way in job["dns_sd_configs"] for name in way["names"]}
     assert names <= set(compose()["services"])
-    assert names <= {each["metadata"]["name"] for each in resources() if each["kind"] == "Service"}
-    jobs = {job["job_name"] for job in scraped}
+    assert names <= {resource["metadata"]["name"] for resource in resources() if resource["kind"] == "Service"}
+    jobs = {job["job_name"] for job in scrape_configs}
     assert set(re.findall(r'job="([\w-]+)"', " ".join(expressions()))) == jobs
 
 
 def test_the_image_has_what_it_is_built_from() -> None:
     lines = (EXAMPLES / "Dockerfile.dockerignore").read_text().splitlines()
     assert all((ROOT / line[1:]).exists() for line in lines if line.startswith("!"))
-    needed = {"CMakeLists.txt", "pyproject.toml", "graphopt", "tools"}  # CMakeLists.txt runs a tool of tools/release
-    assert {f"!{name}" for name in needed} <= set(lines)
+    sources = {"CMakeLists.txt", "pyproject.toml", "graphopt", "tools"}  # CMakeLists.txt runs a tool of tools/release
+    assert {f"!{name}" for name in sources} <= set(lines)
 
 
 def test_metrics_of_workers_on_the_dashboard_exist() -> None:
@@ -122,11 +133,11 @@ def test_metrics_of_workers_on_the_dashboard_exist() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 def test_kustomize_builds_it() -> None:
-    done = subprocess.run(["kubectl", "kustomize", str(EXAMPLES)], capture_output=True, text=True, check=True)
-    made = [part for part in yaml.safe_load_all(done.stdout) if part]
-    assert len(made) == len(resources()) + 1
-    assert {part["metadata"]["namespace"] for part in made} == {"graphopt"}
-    config = next(part for part in made if part["kind"] == "ConfigMap")
+    process = subprocess.run(["kubectl", "kustomize", str(EXAMPLES)], capture_output=True, text=True, check=True)
+    parts = [part for part in yaml.safe_load_all(process.stdout) if part]
+    assert len(parts) == len(resources()) + 1
+    assert {part["metadata"]["namespace"] for part in parts} == {"graphopt"}
+    config = next(part for part in parts if part["kind"] == "ConfigMap")
     assert config["data"].keys() == {"Caddyfile", "index.html"}
 
 

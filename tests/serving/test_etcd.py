@@ -26,14 +26,14 @@ def test_keys_and_leases(environment: dict[str, str]) -> None:
 def test_workers_of_two_machines_share_a_journal(environment: dict[str, str], tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
-    here, there = (Journal(tmp_path / name, Etcd(environment)) for name in "ab")
-    assert here.take("a", 7, 5).prompt == 7
-    here.note_token("a")
-    entry = there.take("a", 9, 0)
+    first, second = (Journal(tmp_path / name, Etcd(environment)) for name in "ab")
+    assert first.take("a", 7, 5).prompt == 7
+    first.note_token("a")
+    entry = second.take("a", 9, 0)
     assert (entry.prompt, entry.seed) == (7, 5)
-    here.end("a")  # another worker has it by now
-    there.end("a")
-    assert there.take("a", 9, 1).prompt == 9
+    first.end("a")  # another worker has it by now
+    second.end("a")
+    assert second.take("a", 9, 1).prompt == 9
 
 
 def test_an_etcd_that_is_not_there_is_an_oserror() -> None:

@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 class Cluster:
     """A front, and hosts that join and leave."""
 
-    def __init__(self, served: Path, work: Path) -> None:
-        self.served, self.work = served, work
+    def __init__(self, folder: Path, work: Path) -> None:
+        self.folder, self.work = folder, work
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.ports: dict[str, int] = {}
         self.start("front", "--replicas", 0, "--port", 0)
@@ -50,7 +50,7 @@ class Cluster:
     def add(self, name: str) -> None:
         self.ports[name] = free_port()
         options = ["--name", "python", "--threads", 1, "--metrics-port", self.ports[name]]
-        self.start(name, self.served, "--no-front", *options)
+        self.start(name, self.folder, "--no-front", *options)
 
     def metrics(self, name: str) -> dict[str, str]:
         """Return what the worker of a host says of itself."""
@@ -64,10 +64,10 @@ class Cluster:
         self.until(lambda: '"ready"' in get(f"{address}/health"))
         self.until(lambda: worker in get(f"{self.url.removesuffix('/v1')}/health"))
 
-    def until(self, found: Any) -> Any:
+    def until(self, condition: Any) -> Any:
         for _ in range(600):
             with contextlib.suppress(OSError):
-                if result := found():
+                if result := condition():
                     return result
             time.sleep(0.1)
         raise AssertionError("\n".join((self.work / name).read_text() for name in self.processes))
@@ -84,8 +84,8 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(served, tmp_path_factory.mktemp("hosts"))
+def cluster(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(served_folder, tmp_path_factory.mktemp("hosts"))
     try:
         for name in "ab":
             cluster.add(name)
@@ -98,7 +98,7 @@ def cluster(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             process.wait(60)
 
 
-def read_all(cluster: Cluster, tokens: int, disturb: Any, at: int = 20) -> list[str]:
+def read_all(cluster: Cluster, tokens: int, disturb: Any, part_to_disturb: int = 20) -> list[str]:
     """Read a stream of each text, and disturb when a client has read so many parts of the first one."""
     from openai import OpenAI
 
@@ -106,21 +106,21 @@ def read_all(cluster: Cluster, tokens: int, disturb: Any, at: int = 20) -> list[
     # The first answer lets pydantic build the client's types, which it does not do in several threads at once.
     list(completions.create(model="python", prompt=TEXTS[0], max_tokens=1, stream=True))
 
-    def read(prompt: str) -> str:
-        told: Any = {"model": "python", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    def read_stream(prompt: str) -> str:
+        request: Any = {"model": "python", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
         parts = []
-        for number, part in enumerate(completions.create(**told, extra_body={"ignore_eos": True})):
+        for number, part in enumerate(completions.create(**request, extra_body={"ignore_eos": True})):
             parts.append(part.choices[0].text if part.choices else "")
-            if number == at and prompt == TEXTS[0]:
+            if number == part_to_disturb and prompt == TEXTS[0]:
                 disturb()
         return "".join(parts)
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        return list(threads.map(read, TEXTS))
+        return list(threads.map(read_stream, TEXTS))
 
 
 def test_a_host_that_is_killed_loses_no_stream(cluster: Cluster, expected: Any) -> None:
-    killed = []
+    names = []
 
     def kill() -> None:
         # The front may have given all streams to one host.
@@ -128,25 +128,25 @@ def test_a_host_that_is_killed_loses_no_stream(cluster: Cluster, expected: Any) 
         # What keeps the worker alive goes first, so that nobody starts it again.
         for process in (cluster.processes[name].pid, cluster.worker(name)):
             os.kill(process, signal.SIGKILL)
-        killed.append(name)
+        names.append(name)
 
     # A worker is done long before its client has read all, and has to be at work still.
-    assert read_all(cluster, 800, kill, at=0) == expected(list(TEXTS), [800] * 8, least=True)
-    assert cluster.processes[killed[0]].wait(10) == -signal.SIGKILL
+    assert read_all(cluster, 800, kill, part_to_disturb=0) == expected(list(TEXTS), [800] * 8, exact=True)
+    assert cluster.processes[names[0]].wait(10) == -signal.SIGKILL
     assert "\ndynamo_frontend_model_migration_total{" in get(f"{cluster.url.removesuffix('/v1')}/metrics")
 
 
 def test_a_host_that_joins_gets_requests_and_one_that_ends_ends_them(cluster: Cluster, expected: Any) -> None:
-    (other,) = (cluster.processes[name] for name in "ab" if cluster.processes[name].poll() is None)
+    (process,) = (cluster.processes[name] for name in "ab" if cluster.processes[name].poll() is None)
     cluster.add("c")
     cluster.wait_for_host("c")
 
     def end() -> None:
-        other.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
 
-    assert read_all(cluster, 200, end) == expected(list(TEXTS), [200] * 8, least=True)
-    assert other.wait(60) == 0
-    assert read_all(cluster, 20, lambda: None) == expected(list(TEXTS), [20] * 8, least=True)
+    assert read_all(cluster, 200, end) == expected(list(TEXTS), [200] * 8, exact=True)
+    assert process.wait(60) == 0
+    assert read_all(cluster, 20, lambda: None) == expected(list(TEXTS), [20] * 8, exact=True)
     figures = cluster.metrics("c")
     assert int(figures["graphopt_worker_tokens_total"]) >= 8 * 20
     assert int(figures["graphopt_worker_requests_total"]) >= 8

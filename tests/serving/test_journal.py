@@ -29,12 +29,12 @@ def journal(tmp_path: Path) -> Journal:
     return Journal(tmp_path)
 
 
-def end_of_a_worker(folder: Path, number: str, then: str = "", name: str = "a") -> None:
+def end_of_a_worker(folder: Path, number: str, statements: str = "", name: str = "a") -> None:
     """Let another process take a request of 7 tokens, and end by a signal."""
-    script = WORKER.format(number=number, then=then, name=name)
+    script = WORKER.format(number=number, then=statements, name=name)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", script, str(folder)], env=environment, capture_output=True)
-    assert ended.returncode < 0
+    process = subprocess.run([sys.executable, "-c", script, str(folder)], env=environment, capture_output=True)
+    assert process.returncode < 0
 
 
 def test_a_request_that_crashed_its_worker_is_refused(journal: Journal, tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def test_a_request_of_which_there_are_tokens_goes_on(journal: Journal, tmp_path:
     end_of_a_worker(tmp_path, "SIGABRT", 'journal.note_token("a")')
     assert journal.take("a", 9, 0).prompt == 7
     # and then no further: nothing was made of these nine tokens
-    other = Journal(tmp_path)
+    second_journal = Journal(tmp_path)
     journal.note_crash("not healthy")
     with pytest.raises(ValueError, match="crashed"):
-        other.take("a", 9, 0)
+        second_journal.take("a", 9, 0)
 
 
 def test_of_other_machines_two_workers_may_be_lost_with_a_request(tmp_path: Path) -> None:

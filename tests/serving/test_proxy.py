@@ -21,7 +21,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.serving.test_deployment import metrics
-from tests.serving.test_server import Served, get
+from tests.serving.test_server import ServerProcess, get
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("dynamo"), reason="the extra `serve` is not installed"),
@@ -75,16 +75,16 @@ class Proxy:
 
 
 @pytest.fixture(scope="module")
-def server(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def server(served_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     port = free_port()
-    served_by = Served(served, tmp_path_factory.mktemp("faults"), "--threads", 1, "--metrics-port", port)
-    served_by.metrics = f"http://127.0.0.1:{port}/metrics"  # type: ignore[attr-defined]
-    yield served_by
-    assert served_by.close() == 0
+    process = ServerProcess(served_folder, tmp_path_factory.mktemp("faults"), "--threads", 1, "--metrics-port", port)
+    process.metrics = f"http://127.0.0.1:{port}/metrics"  # type: ignore[attr-defined]
+    yield process
+    assert process.close() == 0
 
 
 @pytest.fixture(scope="module")
-def proxy(server: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+def proxy(server: ServerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     proxy = Proxy(server.url.split("/")[2], tmp_path_factory.mktemp("caddy"), TOKEN)
     yield proxy
     proxy.close()
@@ -105,9 +105,9 @@ def test_what_is_open_and_what_is_not(proxy: Proxy) -> None:
         assert proxy.ask(path, token=TOKEN).status == 404
 
 
-def test_streams_come_as_they_are_made(proxy: Proxy, server: Served) -> None:
-    told = {"model": "python", "prompt": TEXT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
-    answer = proxy.ask("/v1/completions", {**told, "stream": True}, TOKEN)
+def test_streams_come_as_they_are_made(proxy: Proxy, server: ServerProcess) -> None:
+    request = {"model": "python", "prompt": TEXT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    answer = proxy.ask("/v1/completions", {**request, "stream": True}, TOKEN)
     pieces = list(iter(lambda: answer.read1(1 << 16), b""))
     assert len(pieces) > 20  # of 401 parts; how many come at once depends on how busy the machine is
     parts = [json.loads(line[6:]) for line in b"".join(pieces).splitlines() if line.startswith(b"data: {")]
@@ -115,7 +115,7 @@ def test_streams_come_as_they_are_made(proxy: Proxy, server: Served) -> None:
     assert "".join(part["choices"][0]["text"] for part in parts) == text
 
 
-def test_a_short_token_lets_nobody_in(server: Served, tmp_path: Path) -> None:
+def test_a_short_token_lets_nobody_in(server: ServerProcess, tmp_path: Path) -> None:
     for token in ("", "short"):
         proxy = Proxy(server.url.split("/")[2], tmp_path, token)
         assert proxy.ask("/v1/models", token=token).status == 401
@@ -123,13 +123,13 @@ def test_a_short_token_lets_nobody_in(server: Served, tmp_path: Path) -> None:
         proxy.close()
 
 
-def test_metrics_on_the_dashboard_exist(server: Served) -> None:
+def test_metrics_on_the_dashboard_exist(server: ServerProcess) -> None:
     server.client.completions.create(model="python", prompt="x", max_tokens=4, stream=True).close()
     server.text(TEXT, 4)
     texts = get(f"{server.url.removesuffix('/v1')}/metrics") + get(server.metrics)  # type: ignore[attr-defined]
-    offered = set(re.findall(r"^# TYPE (\w+)", texts, re.MULTILINE))
+    names = set(re.findall(r"^# TYPE (\w+)", texts, re.MULTILINE))
     # counted since the first one; tests/serving/test_hosts.py lets requests move
-    assert metrics() - offered == {"dynamo_frontend_model_migration_total"}
+    assert metrics() - names == {"dynamo_frontend_model_migration_total"}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def page(proxy: Proxy) -> Iterator[Any]:
         browser.close()
 
 
-def test_a_person_types_and_sees_the_stream(page: Any, server: Served) -> None:
+def test_a_person_types_and_sees_the_stream(page: Any, server: ServerProcess) -> None:
     from playwright.sync_api import expect
 
     expect(page.locator("#state")).to_have_text("This server wants its token: enter it above.", timeout=30_000)
@@ -160,8 +160,8 @@ def test_a_person_types_and_sees_the_stream(page: Any, server: Served) -> None:
     page.keyboard.press("Enter")
     expect(page.locator("#state")).to_have_text(re.compile(r"12 tokens in [\d.]+ s"), timeout=30_000)
     messages: list[Any] = [{"role": "user", "content": TEXT}]
-    told = {"model": "python", "max_tokens": 12, "temperature": 0}
-    reply = server.client.chat.completions.create(messages=messages, **told).choices[0].message.content
+    request = {"model": "python", "max_tokens": 12, "temperature": 0}
+    reply = server.client.chat.completions.create(messages=messages, **request).choices[0].message.content
     assert page.locator(".user").all_text_contents() == [TEXT]
     assert page.locator(".assistant").all_text_contents() == [reply]
     # The second message goes with those before it, and Stop ends what is being written. The line is slow: otherwise the
@@ -175,15 +175,15 @@ def test_a_person_types_and_sees_the_stream(page: Any, server: Served) -> None:
     page.click("#stop")
     expect(page.locator("#send")).to_be_enabled(timeout=30_000)
     messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "a <b>list</b>"}]
-    whole = server.client.chat.completions.create(messages=messages, **{**told, "max_tokens": 900})
-    stopped = page.locator(".assistant").nth(1).text_content()
-    assert stopped
-    assert len(stopped) < len(str(whole.choices[0].message.content))
-    assert str(whole.choices[0].message.content).startswith(stopped)
+    whole = server.client.chat.completions.create(messages=messages, **{**request, "max_tokens": 900})
+    text = page.locator(".assistant").nth(1).text_content()
+    assert text
+    assert len(text) < len(str(whole.choices[0].message.content))
+    assert str(whole.choices[0].message.content).startswith(text)
     assert page.locator(".user").nth(1).text_content() == "a <b>list</b>"
 
 
-def test_a_text_that_goes_on(page: Any, server: Served) -> None:
+def test_a_text_that_goes_on(page: Any, server: ServerProcess) -> None:
     from playwright.sync_api import expect
 
     page.click("#clear")

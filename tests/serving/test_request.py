@@ -18,8 +18,8 @@ from tests.serving.conftest import BLOCKS
 LIMITS = Limits(positions=64, vocabulary=100, block=16, blocks=8, requests=4, tokens=32)
 
 
-def test_limits_are_read_from_the_folder(served: Path, narrow: Path, shipped_artifact: Path) -> None:
-    limits = Limits.of_folder(served)
+def test_limits_are_read_from_the_folder(served_folder: Path, narrow: Path, shipped_artifact: Path) -> None:
+    limits = Limits.of_folder(served_folder)
     assert (limits.positions, limits.vocabulary, limits.block, limits.beginning) == (1024, 4096, 16, (0,))
     # a request that the whole pool cannot hold can never end
     assert Limits.of_folder(narrow).positions == BLOCKS * 16
@@ -57,8 +57,8 @@ def test_a_turn_is_what_was_asked_for() -> None:
     assert (turn.prompt, turn.prior_tokens, turn.limit, turn.min_tokens, turn.seed) == ((1, 2, 3), (), 5, 2, 9)
     assert (turn.temperature, turn.top_k, turn.top_p) == (0.5, 0, 0.9)
     # moved from another worker, which made two tokens: the front counts them off
-    moved = turn_of({**request, "stop_conditions": {"max_tokens": 3}}, LIMITS, [1, 2, 3, 4, 5], prompt=3)
-    assert (moved.prompt, moved.prior_tokens, moved.limit) == ((1, 2, 3), (4, 5), 5)
+    second_turn = turn_of({**request, "stop_conditions": {"max_tokens": 3}}, LIMITS, [1, 2, 3, 4, 5], prompt=3)
+    assert (second_turn.prompt, second_turn.prior_tokens, second_turn.limit) == ((1, 2, 3), (4, 5), 5)
     # no more than there are positions; no end of text before
     assert turn_of({"stop_conditions": {"ignore_eos": True}}, LIMITS, [1, 2, 3]).min_tokens == 61
 
@@ -74,17 +74,17 @@ def test_a_text_begins_as_the_tokenizer_begins_it() -> None:
 
 def test_sampling_is_the_model_makers_where_the_client_says_nothing() -> None:
     maker = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    ours = turn_of({}, replace(LIMITS, sampling=maker), [1])
-    assert (ours.temperature, ours.top_k, ours.top_p) == (0.6, 20, 0.95)
-    asked = turn_of({"sampling_options": {"temperature": 0.0}}, replace(LIMITS, sampling=maker), [1])
-    assert asked.temperature == 0
+    turn = turn_of({}, replace(LIMITS, sampling=maker), [1])
+    assert (turn.temperature, turn.top_k, turn.top_p) == (0.6, 20, 0.95)
+    greedy_turn = turn_of({"sampling_options": {"temperature": 0.0}}, replace(LIMITS, sampling=maker), [1])
+    assert greedy_turn.temperature == 0
     # as OpenAI's API says
     assert turn_of({}, LIMITS, [1]).temperature == 1
     assert turn_of({}, replace(LIMITS, sampling={**maker, "do_sample": False}), [1]).temperature == 1
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("form", "expected"),
     [
         ({"json": {"type": "object"}}, ("json_schema", json.dumps({"type": "object", "x-guidance": JSON_STYLE}))),
         ({"json": "{}", "regex": None}, ("json_schema", json.dumps({"x-guidance": JSON_STYLE}))),
@@ -96,10 +96,10 @@ def test_sampling_is_the_model_makers_where_the_client_says_nothing() -> None:
         (None, None),
     ],
 )
-def test_forms_of_replies(asked: dict[str, Any] | None, expected: tuple[str, str] | None) -> None:
-    assert turn_of({"sampling_options": {"guided_decoding": asked}}, LIMITS, [1]).guidance == expected
+def test_forms_of_replies(form: dict[str, Any] | None, expected: tuple[str, str] | None) -> None:
+    assert turn_of({"sampling_options": {"guided_decoding": form}}, LIMITS, [1]).guidance == expected
 
 
-def test_a_model_without_a_template_offers_no_chat(served: Path, shipped_artifact: Path) -> None:
-    assert offered_by(served) == ["chat", "completions"]
+def test_a_model_without_a_template_offers_no_chat(served_folder: Path, shipped_artifact: Path) -> None:
+    assert offered_by(served_folder) == ["chat", "completions"]
     assert offered_by(shipped_artifact) == ["completions"]
