@@ -94,8 +94,8 @@ def test_a_loop_is_that_of_the_scheduler() -> None:
     scheduler.set_timesteps(4)
     expected = torch.from_numpy(noise) * scheduler.init_noise_sigma
     for moment in scheduler.timesteps:
-        scaled = scheduler.scale_model_input(expected, moment)
-        expected = scheduler.step(scaled * 0.5 + moment / 1000, moment, expected).prev_sample
+        model_input = scheduler.scale_model_input(expected, moment)
+        expected = scheduler.step(model_input * 0.5 + moment / 1000, moment, expected).prev_sample
     np.testing.assert_allclose(sample, expected.numpy(), rtol=1e-5, atol=1e-5)
     with pytest.raises(InputError, match="no scheduler Unknown"):
         sampling_loop(denoise, {"_class_name": "Unknown"}, feeds, 4, 0)

@@ -71,10 +71,10 @@ SCORER = Scorer()
 
 def main(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:
     monkeypatch.setattr("sys.argv", ["graphopt", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as stop:
         cli.main()
-    printed = capsys.readouterr()
-    return int(ended.value.code or 0), printed.out + printed.err
+    streams = capsys.readouterr()
+    return int(stop.value.code or 0), streams.out + streams.err
 
 
 def scorer() -> ir.Model:

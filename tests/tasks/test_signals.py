@@ -90,7 +90,7 @@ def test_outputs_that_the_kind_does_not_name_are_compared_in_units_of_their_own(
     sessions = with_two_outputs(1), with_two_outputs(1.01)
     images = random_signals((2, 3, 8, 8), np.random.default_rng(0))
     probe = SignalProbe({"pixel_values": images}, ["logits"], 5, IMAGES, ["features"])
-    before, after = (probe.run(each) for each in sessions)
+    before, after = (probe.run(session) for session in sessions)
     figures = probe.figures(before, after)
     # features of 1% more: against the largest logit as they are, 1e-4
     np.testing.assert_allclose(np.abs(after - before).max() / np.abs(before).max(), 0.01, rtol=1e-3)

@@ -107,8 +107,12 @@ def test_names_of_caches_are_read_back_as_they_are_written() -> None:
     assert exported_name("attention_mask") is None
     cross = "past_key_values.cross_attention_cache.layers.3.keys"
     assert exported_name(f"input.{cross}") == exported_name(f"output.{cross}") == "cross_key_values.3.key"
-    own = "output.past_key_values.self_attention_cache.layers.3.values"
-    assert (exported_name(own), is_cross_port("cross_key_values.3.key"), is_cross_port(own)) == (
+    self_attention_name = "output.past_key_values.self_attention_cache.layers.3.values"
+    assert (
+        exported_name(self_attention_name),
+        is_cross_port("cross_key_values.3.key"),
+        is_cross_port(self_attention_name),
+    ) == (
         "present.3.value",
         True,
         False,

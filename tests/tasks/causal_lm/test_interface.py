@@ -100,7 +100,7 @@ def test_positions_count_real_tokens_however_they_are_fed(paddings: list[int], p
     mask = (np.arange(length) >= np.array(paddings)[:, None]).astype(np.int64)
     ids = np.arange(mask.size).reshape(mask.shape)
     past = interface.empty_past(len(paddings))
-    fed, start = [], 0
+    all_positions, start = [], 0
     for piece in pieces:
         end = start + piece
         feeds = interface.feeds(ids[:, start:end], mask[:, :end], past)
@@ -108,9 +108,9 @@ def test_positions_count_real_tokens_however_they_are_fed(paddings: list[int], p
         assert all(array.flags.c_contiguous for array in feeds.values())
         assert np.array_equal(feeds["input_ids"], ids[:, start:end])
         assert feeds["attention_mask"].shape == (len(paddings), end)
-        fed.append(feeds["position_ids"])
+        all_positions.append(feeds["position_ids"])
         start = end
-    for positions, padding in zip(np.concatenate(fed, axis=1), paddings, strict=True):
+    for positions, padding in zip(np.concatenate(all_positions, axis=1), paddings, strict=True):
         # 0, 1, 2, ... from the first real token; padding in front of it sits at 0, a position that exists.
         assert positions.tolist() == [0] * min(padding, length) + list(range(length - min(padding, length)))
 
@@ -119,7 +119,7 @@ def test_graph_without_mask_refuses_padding() -> None:
     interface = Interface.of_ports(*ports(mask=False, positions=False))
     ids, past = np.zeros((2, 3), np.int64), interface.empty_past(2)
     assert set(interface.feeds(ids, np.ones((2, 3), np.int64), past)) == {"input_ids", *interface.past}
-    padded = np.array([[1, 1, 1], [0, 1, 1]])
+    padded_mask = np.array([[1, 1, 1], [0, 1, 1]])
     with pytest.raises(InputError, match="no attention_mask input"):
-        interface.feeds(ids, padded, past)
-    assert "attention_mask" not in interface.feeds(ids, padded, past, needs_mask=False)
+        interface.feeds(ids, padded_mask, past)
+    assert "attention_mask" not in interface.feeds(ids, padded_mask, past, needs_mask=False)

@@ -13,7 +13,7 @@ def constant(name: str, array: np.ndarray) -> onnx.TensorProto:
     return numpy_helper.from_array(array, name)
 
 
-def saved(path: Path, graph: onnx.GraphProto, opset: int = 18) -> Path:
+def save_graph(path: Path, graph: onnx.GraphProto, opset: int = 18) -> Path:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
     onnx.checker.check_model(model)
     onnx.save(model, path)
@@ -69,7 +69,7 @@ def sound(path: Path) -> Path:
         constant("axes", np.array([0])),
         constant("head", random.standard_normal((8, 24)).astype(np.float32)),
     ]
-    return saved(path, helper.make_graph(nodes, "sound", inputs, outputs, weights))
+    return save_graph(path, helper.make_graph(nodes, "sound", inputs, outputs, weights))
 
 
 def picture(path: Path, opset: int = 11) -> Path:
@@ -96,7 +96,7 @@ def picture(path: Path, opset: int = 11) -> Path:
         helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 10]),
         helper.make_tensor_value_info("label", TensorProto.INT64, ["N"]),
     ]
-    return saved(path, helper.make_graph(nodes, "picture", inputs, outputs, weights), opset)
+    return save_graph(path, helper.make_graph(nodes, "picture", inputs, outputs, weights), opset)
 
 
 def table(path: Path) -> Path:
@@ -125,7 +125,7 @@ def table(path: Path) -> Path:
         constant("rows", random.standard_normal((7, 32)).astype(np.float32)),
         constant("weight", random.standard_normal((32, 64)).astype(np.float32)),
     ]
-    return saved(path, helper.make_graph(nodes, "table", inputs, outputs, weights))
+    return save_graph(path, helper.make_graph(nodes, "table", inputs, outputs, weights))
 
 
 def convolutions(path: Path, *, channels: int = 16, norms: bool = False) -> Path:
@@ -179,7 +179,7 @@ def convolutions(path: Path, *, channels: int = 16, norms: bool = False) -> Path
         weights += [constant("factors", vectors[4].reshape(shape)), constant("shifts", vectors[5].reshape(shape))]
     images = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 3, 16, 16])
     logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 10])
-    return saved(path, helper.make_graph(nodes, "convolutions", [images], [logits], weights), opset=23)
+    return save_graph(path, helper.make_graph(nodes, "convolutions", [images], [logits], weights), opset=23)
 
 
 def shared_heads(path: Path, *, weak: float = 1.0) -> Path:
@@ -214,4 +214,4 @@ def shared_heads(path: Path, *, weak: float = 1.0) -> Path:
         helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 8]),
         helper.make_tensor_value_info("places", TensorProto.INT64, ["batch", 8, 8, 8]),
     ]
-    return saved(path, helper.make_graph(nodes, "heads", [images], outputs, weights), opset=23)
+    return save_graph(path, helper.make_graph(nodes, "heads", [images], outputs, weights), opset=23)

@@ -20,7 +20,7 @@ from graphopt.tasks.graph.samples import Samples
 from tests.tasks.graph import graphs
 
 
-def settled(file: Path) -> tuple[Samples, ir.Graph]:
+def settle_samples(file: Path) -> tuple[Samples, ir.Graph]:
     graph, samples = load(file).graph, Samples()
     assert task_of(graph).name == "graph"
     samples.settle(graph, open_session(file, threads=1))
@@ -28,7 +28,7 @@ def settled(file: Path) -> tuple[Samples, ir.Graph]:
 
 
 def test_a_branch_is_chosen_by_a_constant_that_it_is_compared_with(tmp_path: Path) -> None:
-    samples, graph = settled(graphs.sound(tmp_path / "sound.onnx"))
+    samples, graph = settle_samples(graphs.sound(tmp_path / "sound.onnx"))
     feeds = samples.feeds(graph, 1)[0]
     assert feeds["rate"] == 16000
     # The state has a batch where it says nothing; the sound is longer than the taps of the convolution.
@@ -37,7 +37,7 @@ def test_a_branch_is_chosen_by_a_constant_that_it_is_compared_with(tmp_path: Pat
 
 
 def test_integers_stay_in_the_table_that_they_index(tmp_path: Path) -> None:
-    samples, graph = settled(graphs.table(tmp_path / "table.onnx"))
+    samples, graph = settle_samples(graphs.table(tmp_path / "table.onnx"))
     assert range_of(graph.inputs[0]).limit == 7
     feeds = [sample["kinds"] for sample in samples.feeds(graph, 8)]
     assert (min(map(np.min, feeds)), max(map(np.max, feeds))) == (0, 6)
@@ -49,7 +49,7 @@ def test_integers_stay_in_the_table_that_they_index(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_listed_as_inputs_are_not_fed(tmp_path: Path) -> None:
-    samples, graph = settled(graphs.picture(tmp_path / "picture.onnx"))
+    samples, graph = settle_samples(graphs.picture(tmp_path / "picture.onnx"))
     assert [value.name for value in graph.inputs] == ["pixels"]
     assert samples.feeds(graph, 1)[0]["pixels"].shape == (2, 3, 64, 64)
     assert str(samples.description(samples.feeds(graph, 2))) == "2 draws of random inputs, pixels [2, 3, 64, 64]"
@@ -82,7 +82,7 @@ def waves(path: Path, nodes: list[onnx.NodeProto], weights: list[onnx.TensorProt
         helper.make_tensor_value_info("waves_lens", TensorProto.INT64, ["B"]),
     ]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * rank)]
-    return graphs.saved(path, helper.make_graph(nodes, "waves", inputs, outputs, weights))
+    return graphs.save_graph(path, helper.make_graph(nodes, "waves", inputs, outputs, weights))
 
 
 def test_a_letter_is_a_batch_in_front_and_a_length_elsewhere(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_letter_is_a_batch_in_front_and_a_length_elsewhere(tmp_path: Path) -> 
         helper.make_node("Mul", ["wide", "column"], ["y"]),
     ]
     weights = [graphs.constant("one", np.array([1])), graphs.constant("pads", np.array([0, 30, 0, 30]))]
-    samples, graph = settled(waves(tmp_path / "waves.onnx", nodes, weights))
+    samples, graph = settle_samples(waves(tmp_path / "waves.onnx", nodes, weights))
     feeds = samples.feeds(graph, 1)[0]
     assert feeds["waves"].shape == (2, 32)
     assert feeds["waves_lens"].tolist() == [32, 32]
@@ -108,7 +108,9 @@ def test_sizes_whose_outputs_say_something_come_first(tmp_path: Path) -> None:
         helper.make_node("Cast", ["is_long"], ["factor"], to=TensorProto.FLOAT),
         helper.make_node("Mul", ["waves", "factor"], ["y"]),
     ]
-    samples, graph = settled(waves(tmp_path / "waves.onnx", nodes, [graphs.constant("hundred", np.array([100]))]))
+    samples, graph = settle_samples(
+        waves(tmp_path / "waves.onnx", nodes, [graphs.constant("hundred", np.array([100]))])
+    )
     assert samples.feeds(graph, 1)[0]["waves"].shape == (2, 128)
 
 

@@ -28,8 +28,8 @@ def test_rows_of_an_archive_are_samples(tmp_path: Path) -> None:
     assert np.array_equal(samples[2]["x"], ROWS[2])
     # One array for all samples, and a graph whose batch is 1.
     np.savez(tmp_path / "shared.npz", x=ROWS.reshape(6, 4), kind=1)
-    fixed = [Port("x", np.dtype(np.float32), (1, 4)), PORTS[1]]
-    assert [sample["kind"].item() for sample in read_samples(tmp_path / "shared.npz", fixed)] == [1] * 6
+    fixed_ports = [Port("x", np.dtype(np.float32), (1, 4)), PORTS[1]]
+    assert [sample["kind"].item() for sample in read_samples(tmp_path / "shared.npz", fixed_ports)] == [1] * 6
 
 
 def test_folders_hold_archives_or_arrays(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *a
     monkeypatch.setattr("sys.argv", ["graphopt", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    printed = capsys.readouterr()
-    return int(end.value.code or 0), printed.out + printed.err
+    streams = capsys.readouterr()
+    return int(end.value.code or 0), streams.out + streams.err
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +91,10 @@ def test_a_requirement_is_met_or_nothing_is_written(picture: Path, tmp_path: Pat
 def test_commands_take_a_graph(
     picture: Path, int4: Path, inputs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = picture.parent / "outputs.npz"
-    code, text = call(capsys, monkeypatch, "run", int4, "--inputs", inputs, "--save", saved)
+    output_file = picture.parent / "outputs.npz"
+    code, text = call(capsys, monkeypatch, "run", int4, "--inputs", inputs, "--save", output_file)
     assert (code, "6 samples of pixels.npz" in text) == (0, True)
-    with np.load(saved) as outputs:
+    with np.load(output_file) as outputs:
         assert (outputs["logits"].shape, outputs["label"].shape) == ((6, 1, 10), (6, 1))
         assert np.array_equal(outputs["logits"].argmax(-1), outputs["label"])
     code, text = call(capsys, monkeypatch, "run", picture, "--json")
