@@ -28,18 +28,20 @@ def run(*arguments: object) -> Result:
 
 
 def test_what_was_collected_ahead_is_enough_for_no_run(llama_artifact: Path, recipe: Path, tmp_path: Path) -> None:
-    kept, out = tmp_path / "kept", tmp_path / "out"
-    made = run("calibrate", llama_artifact, "-r", recipe, "-o", kept, "--json")
-    assert made.exit_code == 0, made.output
-    found = json.loads(made.stdout)
-    assert {each["tokens"] for each in found} == {300}
-    table = run("calibrate", llama_artifact, "-r", recipe, "-o", kept)
+    statistics, out = tmp_path / "kept", tmp_path / "out"
+    calibration = run("calibrate", llama_artifact, "-r", recipe, "-o", statistics, "--json")
+    assert calibration.exit_code == 0, calibration.output
+    rows = json.loads(calibration.stdout)
+    assert {row["tokens"] for row in rows} == {300}
+    table = run("calibrate", llama_artifact, "-r", recipe, "-o", statistics)
     assert all(word in table.output for word in ("kurtosis", "largest", "300", "--statistics"))
     missing = run("optimize", llama_artifact, "-r", recipe, "-o", out, "--no-run")
     assert "graphopt calibrate MODEL" in str(missing.exception)
-    done = run("optimize", llama_artifact, "-r", recipe, "-o", out, "--no-run", "--statistics", kept, "--json")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["recipe"]["calibration"]["windows"] == 3
-    checked = run("verify", llama_artifact, out, "--no-run", "--statistics", kept, "--json")
-    assert checked.exit_code == 0, checked.output
-    assert "proved" in {check["status"] for check in json.loads(checked.stdout)["checks"]}
+    optimization = run(
+        "optimize", llama_artifact, "-r", recipe, "-o", out, "--no-run", "--statistics", statistics, "--json"
+    )
+    assert optimization.exit_code == 0, optimization.output
+    assert json.loads(optimization.stdout)["recipe"]["calibration"]["windows"] == 3
+    verification = run("verify", llama_artifact, out, "--no-run", "--statistics", statistics, "--json")
+    assert verification.exit_code == 0, verification.output
+    assert "proved" in {check["status"] for check in json.loads(verification.stdout)["checks"]}

@@ -26,14 +26,14 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
             code = 0
         except SystemExit as stop:
             code = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        streams = capsys.readouterr()
+        return code, streams.out, streams.err
 
     return call
 
 
 @pytest.fixture(scope="module")
-def optimized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int4_artifact(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from graphopt.compile.pipeline import optimize
 
     optimize(llama_artifact, "int4-rtn", folder := tmp_path_factory.mktemp("cli") / "int4")
@@ -73,30 +73,30 @@ def test_export_lets_a_plain_onnx_in(run, llama_artifact: Path, tmp_path: Path) 
     assert json.loads(out)["source"]["kind"] == "onnx"
 
 
-def test_run_streams_one_prompt_and_lists_several(run, optimized: Path) -> None:
-    code, out, _ = run("run", optimized, "--prompt", "def f(x):", "--max-new-tokens", 5)
+def test_run_streams_one_prompt_and_lists_several(run, int4_artifact: Path) -> None:
+    code, out, _ = run("run", int4_artifact, "--prompt", "def f(x):", "--max-new-tokens", 5)
     assert code == 0
     assert out.startswith("def f(x):")
     assert len(out) > len("def f(x):\n")
-    code, listed, _ = run("run", optimized, "--prompt", "def f(x):", "--prompt", "import", "--max-new-tokens", 5)
+    code, text, _ = run("run", int4_artifact, "--prompt", "def f(x):", "--prompt", "import", "--max-new-tokens", 5)
     assert code == 0
-    assert "def f(x):" in listed
-    assert "import" in listed
-    assert "(length)" in listed
+    assert "def f(x):" in text
+    assert "import" in text
+    assert "(length)" in text
 
 
-def test_run_json_and_seeds(run, optimized: Path) -> None:
-    arguments = ("run", optimized, "--prompt", "class", "--max-new-tokens", 8, "--temperature", 1.5, "--json")
+def test_run_json_and_seeds(run, int4_artifact: Path) -> None:
+    arguments = ("run", int4_artifact, "--prompt", "class", "--max-new-tokens", 8, "--temperature", 1.5, "--json")
     texts = [json.loads(run(*arguments, "--seed", seed)[1])[0]["tokens"] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_run_tells_what_drafts_did(run, optimized: Path) -> None:
-    options = ("run", optimized, "--prompt", "def f(x):", "--max-new-tokens", 12, "--threads", 1)
+def test_run_tells_what_drafts_did(run, int4_artifact: Path) -> None:
+    options = ("run", int4_artifact, "--prompt", "def f(x):", "--max-new-tokens", 12, "--threads", 1)
     plain = json.loads(run(*options, "--json")[1])
-    told = json.loads(run(*options, "--json", "--speculate", "lookup", "--draft-tokens", 3, "--stats")[1])
-    assert told["completions"] == plain
-    assert told["drafts"]["tokens"] == 11
+    report = json.loads(run(*options, "--json", "--speculate", "lookup", "--draft-tokens", 3, "--stats")[1])
+    assert report["completions"] == plain
+    assert report["drafts"]["tokens"] == 11
     assert json.loads(run(*options, "--json", "--speculate", "auto")[1]) == plain
     assert "11 tokens in" in run(*options, "--speculate", "lookup", "--draft-tokens", 3, "--stats")[2]
     code, _, error = run(*options, "--speculate", "nothing")
@@ -104,26 +104,26 @@ def test_run_tells_what_drafts_did(run, optimized: Path) -> None:
     assert "no drafts 'nothing'" in error
 
 
-def test_run_on_a_gpu_that_onnxruntime_does_not_know_exits_4(run, optimized: Path) -> None:
+def test_run_on_a_gpu_that_onnxruntime_does_not_know_exits_4(run, int4_artifact: Path) -> None:
     import onnxruntime
 
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         pytest.skip("this onnxruntime has the provider")
-    code, _, error = run("run", optimized, "--prompt", "a", "--device", "cuda")
+    code, _, error = run("run", int4_artifact, "--prompt", "a", "--device", "cuda")
     assert code == 4
     assert "has no CUDAExecutionProvider" in error
 
 
-def test_eval_measures_a_file(run, optimized: Path, tmp_path: Path) -> None:
+def test_eval_measures_a_file(run, int4_artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text("import os\nprint(os.getcwd())\n" * 10)
-    code, out, _ = run("eval", optimized, "--text", tmp_path / "text.py", "--json")
+    code, out, _ = run("eval", int4_artifact, "--text", tmp_path / "text.py", "--json")
     assert code == 0
     report = json.loads(out)
     # this tokenizer adds no BOS, so the first token, one byte, cannot be scored
     assert report["bytes"] == (tmp_path / "text.py").stat().st_size - 1
     # random weights know nothing: about log2(300) bits per token, and no better than guessing bytes of a small alphabet
     assert 1 < report["bits_per_byte"] < 16
-    assert "bits per byte" in run("eval", optimized, "--text", tmp_path / "text.py")[1]
+    assert "bits per byte" in run("eval", int4_artifact, "--text", tmp_path / "text.py")[1]
 
 
 def test_passes_and_recipes_are_listed(run) -> None:
@@ -169,9 +169,9 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(
         "{binary}": tmp_path / "binary",
         "{empty}": tmp_path / "empty",
     }
-    filled = [re.sub(r"\{[^}]+\}", lambda match: str(names[match[0]]), argument) for argument in arguments]
+    command = [re.sub(r"\{[^}]+\}", lambda match: str(names[match[0]]), argument) for argument in arguments]
     before = sorted(tmp_path.iterdir())
-    code, out, err = run(*filled)
+    code, out, err = run(*command)
     assert code == 2
     assert message in err
     assert "Traceback" not in err
@@ -236,9 +236,9 @@ def test_inspect_folds_layers_and_takes_a_query(run, llama_artifact: Path) -> No
     assert "2 layers: (A) x 2" in out
     code, out, _ = run("inspect", llama_artifact, "role:down_proj", "layer:1", "--json")
     assert code == 0
-    found = json.loads(out)
-    assert found["format"] == "graphopt.trace/1"
-    assert [(node["role"], node["layer"]) for node in found["nodes"]] == [("down_proj", 1)]
+    report = json.loads(out)
+    assert report["format"] == "graphopt.trace/1"
+    assert [(node["role"], node["layer"]) for node in report["nodes"]] == [("down_proj", 1)]
     code, _, err = run("inspect", llama_artifact, "colour:red")
     assert code == 2
     assert "the keys are op, role" in err
@@ -264,11 +264,11 @@ def test_verify_proves_again_and_names_what_is_wrong(run, llama_artifact: Path, 
 
 def test_heads_are_measured_and_a_recipe_takes_them(run, llama_artifact: Path, tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text("def f(x):\n    return [x, x + 1]\n" * 40)
-    measured = ["heads", llama_artifact, "--text", tmp_path / "text.py", "--windows", 1, "--recent", 16, "--page", 16]
-    code, out, _ = run(*measured, "-o", tmp_path / "heads.json")
+    command = ["heads", llama_artifact, "--text", tmp_path / "text.py", "--windows", 1, "--recent", 16, "--page", 16]
+    code, out, _ = run(*command, "-o", tmp_path / "heads.json")
     assert code == 0
     assert all(name in out for name in ("induction", "echo", "kept by", "attention kept"))
-    code, out, _ = run(*measured, "--json")
+    code, out, _ = run(*command, "--json")
     assert json.loads(out) == json.loads((tmp_path / "heads.json").read_text())
     steps = [{"step": "canonicalize"}, {"step": "sparse_kv", "heads": str(tmp_path / "heads.json"), "page": 16}]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"name": "mine", "steps": steps}))

@@ -28,5 +28,5 @@ def test_exit_codes_and_json(tmp_path: Path) -> None:
     assert "1 edited" in result.stdout
     result = run(app, ["diff", *files, "--json"])
     assert result.exit_code == 1
-    found = Diff.model_validate(json.loads(result.stdout))
-    assert found.edges[0].before == ["up2"]
+    difference = Diff.model_validate(json.loads(result.stdout))
+    assert difference.edges[0].before == ["up2"]

@@ -20,8 +20,8 @@ def call(
         code = 0
     except SystemExit as stop:
         code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    streams = capsys.readouterr()
+    return code, streams.out, streams.err
 
 
 def test_run_prints_cosines_and_json_has_the_embeddings(
@@ -51,19 +51,19 @@ def test_eval_compares_with_a_reference(
     text.write_text("import os\nclass Stack:\n\nimport os\n")
     against = ("--reference", bert_artifact, "--text", text)
     code, out, _ = call(monkeypatch, capsys, "eval", bert_artifact, *against, "--json")
-    found = json.loads(out)
-    assert (code, found["texts"], found["cut"]) == (0, 2, 0)
-    assert found["cosine_smallest"] == pytest.approx(1, abs=1e-12)
+    report = json.loads(out)
+    assert (code, report["texts"], report["cut"]) == (0, 2, 0)
+    assert report["cosine_smallest"] == pytest.approx(1, abs=1e-12)
     code, out, _ = call(monkeypatch, capsys, "eval", bert_artifact, *against)
     assert (code, "1.000000" in out) == (0, True)
-    for arguments, said in (
+    for arguments, message in (
         ((bert_artifact, "--text", text), "no reference was given"),
         ((bert_artifact, *against, "--window", 8), "an encoder reads no windows"),
         ((llama_artifact, *against), "--reference is for encoders"),
         ((bert_artifact, "--reference", llama_artifact, "--text", text), "makes no embeddings"),
     ):
         code, _, err = call(monkeypatch, capsys, "eval", *arguments)
-        assert (code, said in err) == (2, True), err
+        assert (code, message in err) == (2, True), err
 
 
 def test_a_step_for_caches_is_refused_by_its_name(
@@ -71,17 +71,20 @@ def test_a_step_for_caches_is_refused_by_its_name(
 ) -> None:
     for recipe, step in (("kv4", "quantize_kv"), ("streaming", "sparse_kv"), ("retrieval", "sparse_kv")):
         code, _, err = call(monkeypatch, capsys, "optimize", bert_artifact, "-r", recipe, "-o", tmp_path / "made")
-        said = " ".join(err.replace("│", " ").split())
-        assert (code, f"the step {step} of the recipe {recipe} is for a cache of keys and values" in said) == (2, True)
+        message = " ".join(err.replace("│", " ").split())
+        assert (code, f"the step {step} of the recipe {recipe} is for a cache of keys and values" in message) == (
+            2,
+            True,
+        )
         assert not (tmp_path / "made").exists()
 
 
 def test_sizes_of_files_are_texts(
     bert_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = tmp_path / "made"
-    code, _, _ = call(monkeypatch, capsys, "export", bert_artifact, "-o", made, "--part-size", "20kB")
-    sizes = {file.name: file.stat().st_size for file in made.iterdir() if file.name.startswith("model.onnx.data")}
+    output = tmp_path / "made"
+    code, _, _ = call(monkeypatch, capsys, "export", bert_artifact, "-o", output, "--part-size", "20kB")
+    sizes = {file.name: file.stat().st_size for file in output.iterdir() if file.name.startswith("model.onnx.data")}
     assert (code, len(sizes) > 2, "model.onnx.data.2" in sizes) == (0, True, True)
     for size in ("2 parsecs", "0", "-1GB"):
         code, _, err = call(monkeypatch, capsys, "export", bert_artifact, "-o", tmp_path / "no", "--part-size", size)

@@ -33,11 +33,11 @@ def tables(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     text = folder / "text"
     text.write_text("def f(x):\n    return x\n" * 400, encoding="utf-8")
     after, int4 = folder / "w4a4", folder / "int4"
-    few = ("--quality-tokens", 64)
+    options = ("--quality-tokens", 64)
     commands = (
-        ("optimize", llama_artifact, "-r", "w4a4", "-o", after, "--set", "quantize_weights.rounding=nearest", *few),
-        ("optimize", llama_artifact, "-r", "rotate-kv4-rtn", "-o", folder / "kv4", "--all", *few),
-        ("optimize", llama_artifact, "-r", "rotate-int4-rtn", "-o", int4, *few),
+        ("optimize", llama_artifact, "-r", "w4a4", "-o", after, "--set", "quantize_weights.rounding=nearest", *options),
+        ("optimize", llama_artifact, "-r", "rotate-kv4-rtn", "-o", folder / "kv4", "--all", *options),
+        ("optimize", llama_artifact, "-r", "rotate-int4-rtn", "-o", int4, *options),
         ("verify", llama_artifact, int4, "--all"),
         ("inspect", after),
         ("inspect", after, "--all"),
@@ -51,16 +51,21 @@ def tables(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         ("calibrate", llama_artifact, "-o", folder / "statistics"),
         ("recipes",),
     )
-    printed: dict[str, list[ConsoleTable]] = {}
+    tables_by_command: dict[str, list[ConsoleTable]] = {}
     for number, command in enumerate(commands):
-        shown = printed.setdefault(f"{command[0]} {number}", [])
+        console_tables = tables_by_command.setdefault(f"{command[0]} {number}", [])
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(sys, "argv", ["graphopt", *map(str, command)])
-            monkeypatch.setattr(out, "print", lambda *values, shown=shown, **_: shown.extend(values))
+            monkeypatch.setattr(
+                out, "print", lambda *values, console_tables=console_tables, **_: console_tables.extend(values)
+            )
             with pytest.raises(SystemExit) as stop:
                 cli.main()
         assert stop.value.code in ((1,) if command[0] == "diff" else (0, None)), command
-    return {name: [value for value in values if isinstance(value, ConsoleTable)] for name, values in printed.items()}
+    return {
+        name: [value for value in values if isinstance(value, ConsoleTable)]
+        for name, values in tables_by_command.items()
+    }
 
 
 def test_each_command_prints_a_table(tables: dict[str, list[ConsoleTable]]) -> None:
@@ -69,8 +74,8 @@ def test_each_command_prints_a_table(tables: dict[str, list[ConsoleTable]]) -> N
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_figures_and_headings_are_whole(tables: dict[str, list[ConsoleTable]], width: int) -> None:
-    for name, printed in tables.items():
-        for table in printed:
+    for name, console_tables in tables.items():
+        for table in console_tables:
             text = text_of(table, width)
             lines = text.splitlines()
             assert max(map(len, lines)) <= width, name
@@ -83,6 +88,6 @@ def test_figures_and_headings_are_whole(tables: dict[str, list[ConsoleTable]], w
 
 
 def test_reasons_are_folded_unless_all_are_asked_for(tables: dict[str, list[ConsoleTable]]) -> None:
-    folded, every = tables["inspect 4"][-1], tables["inspect 5"][-1]
-    assert len(folded.rows) < len(every.rows) / 4
-    assert sum(int(row[1]) for row in folded.rows) >= len(every.rows)
+    short_table, full_table = tables["inspect 4"][-1], tables["inspect 5"][-1]
+    assert len(short_table.rows) < len(full_table.rows) / 4
+    assert sum(int(row[1]) for row in short_table.rows) >= len(full_table.rows)
