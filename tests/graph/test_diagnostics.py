@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from graphopt.graph.diagnostics import RULES, Fact, Rule
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8) | st.floats(-1e9, 1e9)
-PACKED = Rule("tests.packed", "{weight} as {format} of shape {shape!r}", also=["rows"], scales=", {count} {scales}")
-WHY = Rule("tests.why", "it stays: {why}")
+PACKED_RULE = Rule(
+    "tests.packed", "{weight} as {format} of shape {shape!r}", also=["rows"], scales=", {count} {scales}"
+)
+WHY_RULE = Rule("tests.why", "it stays: {why}")
 
 
 @pytest.fixture(autouse=True)
@@ -22,30 +24,30 @@ def _forget_new_rules() -> object:
 
 
 def test_a_fact_carries_its_figures_and_its_rule_the_words() -> None:
-    fact = PACKED(weight="up.weight", format="int4", shape=[4, 8], rows=4)
+    fact = PACKED_RULE(weight="up.weight", format="int4", shape=[4, 8], rows=4)
     assert (fact.code, fact.figures["shape"]) == ("tests.packed", [4, 8])
     assert str(fact) == "up.weight as int4 of shape [4, 8]"
 
 
 def test_a_clause_stands_where_its_figure_does() -> None:
-    assert str(PACKED(weight="w", format="int4", shape=[1], scales="scales", count=2)) == (
+    assert str(PACKED_RULE(weight="w", format="int4", shape=[1], scales="scales", count=2)) == (
         "w as int4 of shape [1], 2 scales"
     )
-    assert str(PACKED(weight="w", format="int4", shape=[1], scales=None)) == "w as int4 of shape [1]"
+    assert str(PACKED_RULE(weight="w", format="int4", shape=[1], scales=None)) == "w as int4 of shape [1]"
 
 
 @pytest.mark.parametrize(
-    ("figures", "named"),
+    ("figures", "message"),
     [({}, "missing figures \\['why'\\]"), ({"why": "a", "who": "b"}, "unknown figures \\['who'\\]")],
 )
-def test_figures_that_the_rule_does_not_name_are_refused(figures: dict[str, str], named: str) -> None:
-    with pytest.raises(TypeError, match=named):
-        WHY(**figures)
+def test_figures_that_the_rule_does_not_name_are_refused(figures: dict[str, str], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        WHY_RULE(**figures)
 
 
 def test_figures_that_are_no_json_are_refused() -> None:
     with pytest.raises(TypeError, match="the figure why holds what is no JSON"):
-        WHY(why=[object()])  # type: ignore[list-item]
+        WHY_RULE(why=[object()])  # type: ignore[list-item]
 
 
 def test_a_code_belongs_to_one_rule_and_has_one_form() -> None:
@@ -65,21 +67,21 @@ def test_facts_come_back_from_json_as_they_went(figures: dict[str, object]) -> N
 
 
 def test_a_fact_is_no_sentence() -> None:
-    fact = WHY(why="a")
-    assert fact == WHY(why="a")
-    assert hash(fact) == hash(WHY(why="a"))
-    assert fact not in (WHY(why="b"), "it stays: a")
+    fact = WHY_RULE(why="a")
+    assert fact == WHY_RULE(why="a")
+    assert hash(fact) == hash(WHY_RULE(why="a"))
+    assert fact not in (WHY_RULE(why="b"), "it stays: a")
 
 
 def test_facts_inside_facts_are_said_with_them() -> None:
-    both = WHY(why=[WHY(why="a"), WHY(why="b")])
-    assert str(both) == "it stays: it stays: a; it stays: b"
-    assert str(Fact.model_validate_json(both.model_dump_json())) == str(both)
+    fact = WHY_RULE(why=[WHY_RULE(why="a"), WHY_RULE(why="b")])
+    assert str(fact) == "it stays: it stays: a; it stays: b"
+    assert str(Fact.model_validate_json(fact.model_dump_json())) == str(fact)
     assert str(Rule("tests.and", "{names:and}")(names=["a", "b"])) == "a and b"
 
 
 def test_a_code_that_is_not_known_is_shown_with_its_figures() -> None:
-    assert str(Fact(code="later.version", figures={"group": 32, "why": WHY(why="x")})) == (
+    assert str(Fact(code="later.version", figures={"group": 32, "why": WHY_RULE(why="x")})) == (
         "later.version (group 32, why it stays: x)"
     )
 

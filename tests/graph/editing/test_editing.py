@@ -52,36 +52,38 @@ def test_nodes_take_the_place_the_name_and_the_history_of_a_node() -> None:
 
 def test_an_output_of_the_graph_keeps_its_name_and_place() -> None:
     model = chain("Neg", "Abs")
-    made = ir.node("Relu", [model.graph[1].inputs[0]], name="relu")
-    editing.replace(model.graph[1], made)
+    relu = ir.node("Relu", [model.graph[1].inputs[0]], name="relu")
+    editing.replace(model.graph[1], relu)
     assert [value.name for value in model.graph.outputs] == ["v1"]
     np.testing.assert_array_equal(run(model)[0], np.maximum(-X, 0))
 
 
 def test_what_a_new_node_knows_of_its_output_stays() -> None:
     model = chain("Neg", "Abs")
-    made = ir.node("Shape", [model.graph[0].outputs[0]], name="shape")
-    made.outputs[0].dtype, made.outputs[0].shape = ir.DataType.INT64, ir.Shape([2])
-    editing.replace(model.graph[1], made)
-    assert (made.outputs[0].dtype, made.outputs[0].shape) == (ir.DataType.INT64, ir.Shape([2]))
+    shape_node = ir.node("Shape", [model.graph[0].outputs[0]], name="shape")
+    shape_node.outputs[0].dtype, shape_node.outputs[0].shape = ir.DataType.INT64, ir.Shape([2])
+    editing.replace(model.graph[1], shape_node)
+    assert (shape_node.outputs[0].dtype, shape_node.outputs[0].shape) == (ir.DataType.INT64, ir.Shape([2]))
     # a scalar has an empty shape, which is not the same as none
     scalar = ir.node("Size", [model.graph[0].outputs[0]], name="size")
     scalar.outputs[0].dtype, scalar.outputs[0].shape = ir.DataType.INT64, ir.Shape([])
-    editing.replace(made, scalar)
+    editing.replace(shape_node, scalar)
     assert scalar.outputs[0].shape == ir.Shape([])
 
 
 def test_what_only_the_old_node_read_goes_and_the_rest_stays() -> None:
     model = chain("Neg", "Abs", "Neg")
     graph = model.graph
-    alone, both = (editing.shared_constant(graph, name, np.ones(4, np.float32)) for name in ("alone", "both"))
-    inner = ir.node("Add", [graph.inputs[0], alone], name="inner")
-    outer = ir.node("Add", [inner.outputs[0], both], name="outer")
+    own_constant, common_constant = (
+        editing.shared_constant(graph, name, np.ones(4, np.float32)) for name in ("alone", "both")
+    )
+    inner = ir.node("Add", [graph.inputs[0], own_constant], name="inner")
+    outer = ir.node("Add", [inner.outputs[0], common_constant], name="outer")
     old = ir.node("Add", [graph[2].outputs[0], outer.outputs[0]], name="old")
     graph.extend([inner, outer, old])
     graph.outputs.append(old.outputs[0])
     old.outputs[0].name, old.outputs[0].type, old.outputs[0].shape = "sum", ir.TensorType(F), ir.Shape(["batch", 4])
-    editing.replace(old, ir.node("Sub", [graph[2].outputs[0], both], name="new"))
+    editing.replace(old, ir.node("Sub", [graph[2].outputs[0], common_constant], name="new"))
     assert names(model) == ["n0", "n1", "n2", "new"]
     assert list(graph.initializers) == ["both"]
     np.testing.assert_array_equal(run(model)[1], -np.abs(X) - 1)
@@ -111,13 +113,13 @@ def test_a_node_with_two_outputs_stays_while_one_is_read() -> None:
 def test_a_node_goes_between_a_value_and_some_of_its_readers() -> None:
     model = chain("Neg", "Abs")
     value = model.graph[0].outputs[0]
-    other = ir.node("Relu", [value], name="other")
-    model.graph.append(other)
-    other.outputs[0].name, other.outputs[0].type = "w", ir.TensorType(F)
-    model.graph.outputs.append(other.outputs[0])
-    made = editing.insert_behind(value, ir.node("Exp", [value], name="exp"), {other})
+    relu = ir.node("Relu", [value], name="other")
+    model.graph.append(relu)
+    relu.outputs[0].name, relu.outputs[0].type = "w", ir.TensorType(F)
+    model.graph.outputs.append(relu.outputs[0])
+    insertion = editing.insert_behind(value, ir.node("Exp", [value], name="exp"), {relu})
     assert names(model) == ["n0", "exp", "n1", "other"]
-    assert (made.name, made.dtype, made.shape) == ("exp.output", F, ir.Shape(["batch", 4]))
+    assert (insertion.name, insertion.dtype, insertion.shape) == ("exp.output", F, ir.Shape(["batch", 4]))
     left, right = run(model)
     np.testing.assert_array_equal(left, np.abs(X))
     np.testing.assert_allclose(right, np.exp(-X), rtol=1e-6)
@@ -126,8 +128,8 @@ def test_a_node_goes_between_a_value_and_some_of_its_readers() -> None:
 def test_a_node_behind_an_output_of_the_graph_takes_its_name() -> None:
     model = chain("Neg")
     value = model.graph.outputs[0]
-    one = editing.shared_constant(model.graph, "one", np.ones(4, np.float32))
-    editing.insert_behind(value, ir.node("Add", [value, one], name="add"), value_name="v0.before")
+    unit = editing.shared_constant(model.graph, "one", np.ones(4, np.float32))
+    editing.insert_behind(value, ir.node("Add", [value, unit], name="add"), value_name="v0.before")
     assert [output.name for output in model.graph.outputs] == ["v0"]
     assert model.graph[0].outputs[0].name == "v0.before"
     np.testing.assert_array_equal(run(model)[0], 1 - X)
@@ -160,17 +162,17 @@ def test_equal_constants_are_shared_and_others_get_a_name_of_their_own() -> None
     graph = chain("Neg").graph
     first = editing.shared_constant(graph, "c", np.array([1, 2]))
     assert editing.shared_constant(graph, "c", np.array([1, 2])) is first
-    for other in (np.array([1, 3]), np.array([1, 2], np.int32), np.array([[1, 2]])):
-        assert editing.shared_constant(graph, "c", other) is not first
+    for constant in (np.array([1, 3]), np.array([1, 2], np.int32), np.array([[1, 2]])):
+        assert editing.shared_constant(graph, "c", constant) is not first
     assert list(graph.initializers) == ["c", "c.1", "c.2", "c.3"]
 
 
 def test_a_node_like_another_has_its_attributes_and_history() -> None:
     node = ir.node("Split", [ir.val("x", F)], {"axis": 1, "num_outputs": 2}, num_outputs=2, name="split")
     node.metadata_props["scope"] = "mlp"
-    made = editing.clone_node(node, [ir.val("y", F)], "other")
-    assert (made.name, len(made.outputs), made.attributes.get_int("axis")) == ("other", 2, 1)
-    assert made.metadata_props["scope"] == "mlp"
+    copy = editing.clone_node(node, [ir.val("y", F)], "other")
+    assert (copy.name, len(copy.outputs), copy.attributes.get_int("axis")) == ("other", 2, 1)
+    assert copy.metadata_props["scope"] == "mlp"
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10)), max_size=8))
@@ -178,20 +180,20 @@ def test_any_sequence_of_edits_keeps_the_graph_valid_and_what_it_computes(edits:
     """Each edit puts nodes in that undo one another, or takes such a node out; so the graph always computes -|-x|."""
     model = chain("Neg", "Abs", "Neg")
     graph, expected = model.graph, -np.abs(X)
-    for number, (kind, place) in enumerate(edits):
-        node = graph[place % len(graph)]
+    for number, (kind, position) in enumerate(edits):
+        node = graph[position % len(graph)]
         value = node.outputs[0]
         if kind == 0:  # Relu(v) - Relu(-v) = v
-            there, turned = ir.node("Relu", [value]), ir.node("Neg", [value])
-            back = ir.node("Relu", [turned.outputs[0]])
-            whole = ir.node("Sub", [there.outputs[0], back.outputs[0]], name=f"whole{number}")
-            like = editing.clone_node(node, node.inputs)
-            for each in (there, turned):
-                each.replace_input_with(0, like.outputs[0])
-            editing.replace(node, [like, there, turned, back, whole])
+            positive_part, negation = ir.node("Relu", [value]), ir.node("Neg", [value])
+            back = ir.node("Relu", [negation.outputs[0]])
+            whole = ir.node("Sub", [positive_part.outputs[0], back.outputs[0]], name=f"whole{number}")
+            copy_of_node = editing.clone_node(node, node.inputs)
+            for reader in (positive_part, negation):
+                reader.replace_input_with(0, copy_of_node.outputs[0])
+            editing.replace(node, [copy_of_node, positive_part, negation, back, whole])
         elif kind == 1:
-            renamed = f"{value.name}.before{number}" if value.is_graph_output() else None
-            editing.insert_behind(value, ir.node("Identity", [value], name=f"behind{number}"), value_name=renamed)
+            new_name = f"{value.name}.before{number}" if value.is_graph_output() else None
+            editing.insert_behind(value, ir.node("Identity", [value], name=f"behind{number}"), value_name=new_name)
         elif kind == 2:
             editing.insert_in_front(node, 0, ir.node("Identity", [node.inputs[0]], name=f"front{number}"))
         elif node.op_type == "Identity" and not value.is_graph_output():

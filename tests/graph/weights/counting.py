@@ -13,7 +13,7 @@ from graphopt.graph.weights import Array, Expression, Region, Shape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Counted(Expression):
+class CountingExpression(Expression):
     """As ``source``; each evaluation is counted under ``name``, in this process."""
 
     source: Expression

@@ -33,19 +33,19 @@ from graphopt.quantization.rounding.expressions import MatrixRounding, parts_of
 from tests.graph.weights.expressions import expressions
 
 
-@given(made=expressions())
+@given(pair=expressions())
 @settings(max_examples=100, deadline=None)
-def test_an_expression_is_what_numpy_says_it_is(made: tuple[Expression, Array]) -> None:
-    expression, expected = made
+def test_an_expression_is_what_numpy_says_it_is(pair: tuple[Expression, Array]) -> None:
+    expression, expected = pair
     assert expression.shape == expected.shape
     # a mean of six numbers may be summed in another order
     assert np.allclose(expression.numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
-@given(made=expressions(), data=st.data())
+@given(pair=expressions(), data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_numbers_have_the_same_bits_in_any_region(made: tuple[Expression, Array], data: st.DataObject) -> None:
-    expression, _ = made
+def test_numbers_have_the_same_bits_in_any_region(pair: tuple[Expression, Array], data: st.DataObject) -> None:
+    expression, _ = pair
     region = []
     for size in expression.shape:
         start = data.draw(st.integers(0, size))
@@ -61,42 +61,42 @@ def test_an_exponential_is_rounded_once() -> None:
     assert pickle.loads(pickle.dumps(expression)).digest == expression.digest
 
 
-@given(made=expressions())
+@given(pair=expressions())
 @settings(max_examples=50, deadline=None)
-def test_pickling_changes_nothing(made: tuple[Expression, Array]) -> None:
-    expression, _ = made
-    again = pickle.loads(pickle.dumps(expression))
-    assert (again.digest, str(again)) == (expression.digest, str(expression))
-    assert np.array_equal(again.numpy(), expression.numpy())
+def test_pickling_changes_nothing(pair: tuple[Expression, Array]) -> None:
+    expression, _ = pair
+    copy = pickle.loads(pickle.dumps(expression))
+    assert (copy.digest, str(copy)) == (expression.digest, str(expression))
+    assert np.array_equal(copy.numpy(), expression.numpy())
 
 
-@given(one=expressions(2), two=expressions(2))
+@given(first=expressions(2), second=expressions(2))
 @settings(max_examples=100, deadline=None)
 def test_digests_are_equal_where_expressions_are_equal(
-    one: tuple[Expression, Array], two: tuple[Expression, Array]
+    first: tuple[Expression, Array], second: tuple[Expression, Array]
 ) -> None:
     def content(expression: Expression) -> object:
         leaves = [node.array.tobytes() for node in nodes_below(expression) if isinstance(node, Inline)]
         return str(expression), leaves
 
-    assert (one[0].digest == two[0].digest) == (content(one[0]) == content(two[0]))
+    assert (first[0].digest == second[0].digest) == (content(first[0]) == content(second[0]))
 
 
 @pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4, ir.DataType.INT64])
 def test_stored_bytes_have_the_digest_of_their_array(dtype: ir.DataType, tmp_path: Path) -> None:
     array = np.arange(-4, 4).reshape(2, 4).astype(dtype.numpy())
     (tmp_path / "data").write_bytes(b"xx" + ir.Tensor(array, dtype=dtype).tobytes())
-    stored = StoredBytes(str(tmp_path / "data"), 2, dtype, (2, 4))
-    assert np.array_equal(stored.numpy(), array)
-    assert stored.digest == Inline(array, dtype).digest
-    assert stored.digest != dataclasses.replace(stored, offset=1, dims=(8,)).digest
-    assert expression_of(stored.tensor("w")) is stored
-    assert "data, 2" in str(stored)
+    stored_bytes = StoredBytes(str(tmp_path / "data"), 2, dtype, (2, 4))
+    assert np.array_equal(stored_bytes.numpy(), array)
+    assert stored_bytes.digest == Inline(array, dtype).digest
+    assert stored_bytes.digest != dataclasses.replace(stored_bytes, offset=1, dims=(8,)).digest
+    assert expression_of(stored_bytes.tensor("w")) is stored_bytes
+    assert "data, 2" in str(stored_bytes)
 
 
 def test_any_field_that_changes_changes_the_digest() -> None:
     matrix = Inline.from_array(np.arange(8.0).reshape(4, 2))
-    one = MatrixRounding(matrix, FORMATS["int4"], 2, "extreme")
+    rounding = MatrixRounding(matrix, FORMATS["int4"], 2, "extreme")
     changes: list[dict[str, object]] = [
         {"format": FORMATS["int8"]},
         {"group": 4},
@@ -106,9 +106,9 @@ def test_any_field_that_changes_changes_the_digest() -> None:
         {"standard": False},
         {"source": Inline.from_array(np.arange(1.0, 9.0).reshape(4, 2))},
     ]
-    digests = [one.digest, *(dataclasses.replace(one, **change).digest for change in changes)]
+    digests = [rounding.digest, *(dataclasses.replace(rounding, **change).digest for change in changes)]
     assert len(set(digests)) == len(digests)
-    assert len({part.digest for part in parts_of(one).values()}) == 2
+    assert len({part.digest for part in parts_of(rounding).values()}) == 2
 
 
 def test_a_cast_that_saturates_keeps_infinity() -> None:
@@ -118,9 +118,9 @@ def test_a_cast_that_saturates_keeps_infinity() -> None:
 
 def test_a_dense_rotation_has_the_same_bits_whatever_part_is_read() -> None:
     matrix = Inline.from_array(np.random.default_rng(0).standard_normal((300, 48)))
-    rotated = Rotate(matrix, 1, (0,), RandomRotation(48, 3).claim())
-    assert np.array_equal(Slice.cut(rotated, {0: slice(7, 8)}).numpy(), rotated.numpy()[7:8])
-    assert np.allclose(rotated.numpy(), matrix.array @ RandomRotation(48, 3).matrix)
+    rotation = Rotate(matrix, 1, (0,), RandomRotation(48, 3).claim())
+    assert np.array_equal(Slice.cut(rotation, {0: slice(7, 8)}).numpy(), rotation.numpy()[7:8])
+    assert np.allclose(rotation.numpy(), matrix.array @ RandomRotation(48, 3).matrix)
 
 
 def test_a_vector_times_a_matrix() -> None:
@@ -133,9 +133,9 @@ def test_a_vector_times_a_matrix() -> None:
 
 def test_an_expression_is_printed_as_it_is_made() -> None:
     weight = Scale(Inline.from_array(np.ones((2, 3))), Inline.from_array(np.ones(2)), 0)
-    printed = str(Cast(weight, ir.DataType.FLOAT))
+    text = str(Cast(weight, ir.DataType.FLOAT))
     assert (
-        printed
+        text
         == "cast(scale(inline(array=float64[2, 3], kind=double), inline(array=float64[2], kind=double), axis=0), target=float, saturate=False)"  # noqa: E501
     )
 
@@ -153,8 +153,8 @@ def test_what_does_not_keep_its_promise_is_caught() -> None:
 def test_packed_codes_need_no_rounding_of_their_own() -> None:
     weight = Inline.from_array(np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32))
     parts = parts_of(MatrixRounding(weight, FORMATS["nf4"], 16, "extreme", standard=False))
-    packed = (PackCodes(parts["codes"], FORMATS["nf4"].bits), TileScales(parts["scales"], ir.DataType.FLOAT))
-    roundings = {node for each in packed for node in nodes_below(each) if isinstance(node, MatrixRounding)}
+    packs = (PackCodes(parts["codes"], FORMATS["nf4"].bits), TileScales(parts["scales"], ir.DataType.FLOAT))
+    roundings = {node for expression in packs for node in nodes_below(expression) if isinstance(node, MatrixRounding)}
     assert len(roundings) == 1
 
 

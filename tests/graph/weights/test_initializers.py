@@ -30,11 +30,11 @@ from tests.graphs import residual_model
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Watched(Expression):
+class WatchedExpression(Expression):
     """As ``source``; remembers type and shape of each block that is evaluated."""
 
     source: Expression
-    seen: ClassVar[list[tuple[np.dtype, tuple[int, ...]]]] = []
+    calls: ClassVar[list[tuple[np.dtype, tuple[int, ...]]]] = []
 
     @property
     def dtype(self) -> ir.DataType:
@@ -50,12 +50,12 @@ class Watched(Expression):
 
     def evaluate(self, region: Region) -> Array:
         array = self.source.evaluate(region)
-        self.seen.append((array.dtype, array.shape))
+        self.calls.append((array.dtype, array.shape))
         return array
 
 
-def doubled(of: Expression) -> Expression:
-    return Scale(of, Inline.from_array(np.full(of.shape[0], 2.0)), 0)
+def double(weight: Expression) -> Expression:
+    return Scale(weight, Inline.from_array(np.full(weight.shape[0], 2.0)), 0)
 
 
 def node_of(model: ir.Model, name: str) -> ir.Node:
@@ -64,35 +64,35 @@ def node_of(model: ir.Model, name: str) -> ir.Node:
 
 def test_owning_a_shared_weight_leaves_the_other_user_alone() -> None:
     model = residual_model()
-    one, two = node_of(model, "up0"), node_of(model, "up1")
-    two.replace_input_with(1, one.inputs[1])
-    mine = own_input(one, 1)
-    rewrite(mine, doubled)
-    theirs = weight_of(two, 1)
-    assert theirs is not None
-    assert theirs is not mine
-    assert np.array_equal(mine.const_value.numpy(), 2 * theirs.const_value.numpy())
-    assert own_input(one, 1) is mine  # a second time there is nothing to copy
+    first_node, second_node = node_of(model, "up0"), node_of(model, "up1")
+    second_node.replace_input_with(1, first_node.inputs[1])
+    own_weight = own_input(first_node, 1)
+    rewrite(own_weight, double)
+    other_weight = weight_of(second_node, 1)
+    assert other_weight is not None
+    assert other_weight is not own_weight
+    assert np.array_equal(own_weight.const_value.numpy(), 2 * other_weight.const_value.numpy())
+    assert own_input(first_node, 1) is own_weight  # a second time there is nothing to copy
 
 
 def test_a_rewrite_is_computed_when_it_is_read_and_not_before() -> None:
     model = residual_model()
     weight = own_input(node_of(model, "up0"), 1)
     before = weight.const_value.numpy().copy()
-    Watched.seen.clear()
-    rewrite(weight, doubled, Watched)
-    assert not Watched.seen
+    WatchedExpression.calls.clear()
+    rewrite(weight, double, WatchedExpression)
+    assert not WatchedExpression.calls
     assert weight.const_value.shape == before.shape
     assert np.array_equal(weight.const_value.numpy(), 2 * before)
     # evaluated in float64, stored in its own dtype
-    assert Watched.seen == [(np.dtype(np.float64), before.shape)]
+    assert WatchedExpression.calls == [(np.dtype(np.float64), before.shape)]
     assert weight.const_value.numpy().dtype == np.float32
 
 
 def test_a_rewrite_to_another_shape_is_refused() -> None:
     weight = own_input(node_of(residual_model(), "up0"), 1)
     with pytest.raises(ValueError, match=r"up0.weight came out as \(192,\), promised as \(16, 12\)"):
-        rewrite(weight, lambda of: Reshape.to_dims(of, [-1]))
+        rewrite(weight, lambda expression: Reshape.to_dims(expression, [-1]))
 
 
 def test_new_names_never_take_an_old_one() -> None:
@@ -117,24 +117,26 @@ def test_a_computed_weight_that_is_not_finite_is_named_with_its_place_in_the_who
     model = residual_model()
     array = np.zeros((3, 1 << 20), np.float32)
     array[[1, 2, 2], [9, 4, 5]] = np.inf
-    Watched.seen.clear()
-    model.graph.initializers["up0.weight"].const_value = WeightTensor(Watched(Inline.from_array(array)), "up0.weight")
+    WatchedExpression.calls.clear()
+    model.graph.initializers["up0.weight"].const_value = WeightTensor(
+        WatchedExpression(Inline.from_array(array)), "up0.weight"
+    )
     with pytest.raises(InputError, match=r"3 value\(s\).*index \[1, 9\].*tensor=up0.weight"):
         check_finite(model)
     # blocks of 2^20 numbers, so that no large weight is in memory as a whole
-    assert all(math.prod(shape) <= 1 << 20 for _, shape in Watched.seen)
-    assert len(Watched.seen) > 2
+    assert all(math.prod(shape) <= 1 << 20 for _, shape in WatchedExpression.calls)
+    assert len(WatchedExpression.calls) > 2
 
 
 @given(shape=st.lists(st.integers(1, 5000), min_size=1, max_size=2).map(tuple), axis=st.integers(0, 1))
 @settings(max_examples=30)
 def test_blocks_cover_every_number_once_and_keep_the_axis_whole(shape: tuple[int, ...], axis: int) -> None:
     axis = min(axis, len(shape) - 1)
-    seen = np.zeros(shape, np.int8)
+    counts = np.zeros(shape, np.int8)
     for block in blocks_of(shape, axis):
-        assert seen[block].shape[axis] == shape[axis]
-        seen[block] += 1
-    assert (seen == 1).all()
+        assert counts[block].shape[axis] == shape[axis]
+        counts[block] += 1
+    assert (counts == 1).all()
 
 
 def test_a_large_weight_is_rewritten_in_blocks() -> None:
@@ -142,8 +144,8 @@ def test_a_large_weight_is_rewritten_in_blocks() -> None:
     node = node_of(model, "up0")
     large = np.random.default_rng(0).standard_normal((512, 9000)).astype(np.float32)
     node.inputs[1].const_value = ir.tensor(large, name="up0.weight")
-    Watched.seen.clear()
-    rewrite(own_input(node, 1), doubled, Watched)
+    WatchedExpression.calls.clear()
+    rewrite(own_input(node, 1), double, WatchedExpression)
     assert np.array_equal(node.inputs[1].const_value.numpy(), 2 * large)
     # 2^20 numbers a block: 2048 columns of 512
-    assert [shape[1] for _, shape in Watched.seen] == [2048, 2048, 2048, 2048, 808]
+    assert [shape[1] for _, shape in WatchedExpression.calls] == [2048, 2048, 2048, 2048, 808]

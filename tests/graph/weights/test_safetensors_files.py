@@ -24,12 +24,12 @@ TENSORS = {
 
 def test_tensors_are_those_that_were_saved(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / SINGLE, metadata={"format": "pt"})
-    found = tensors_of_folder(tmp_path)
-    assert found is not None
-    assert found.keys() == TENSORS.keys()
+    tensors = tensors_of_folder(tmp_path)
+    assert tensors is not None
+    assert tensors.keys() == TENSORS.keys()
     for name, array in TENSORS.items():
-        assert found[name].dtype.numpy() == array.dtype
-        assert np.array_equal(found[name].numpy(), array), name
+        assert tensors[name].dtype.numpy() == array.dtype
+        assert np.array_equal(tensors[name].numpy(), array), name
 
 
 def test_several_files(tmp_path: Path) -> None:
@@ -38,9 +38,9 @@ def test_several_files(tmp_path: Path) -> None:
         save_file(half, tmp_path / f"{number}.safetensors")
     files = {name: f"{number}.safetensors" for number, half in enumerate(halves) for name in half}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
-    found = tensors_of_folder(tmp_path)
-    assert found is not None
-    assert {name: tensor.numpy().tolist() for name, tensor in found.items()} == {
+    tensors = tensors_of_folder(tmp_path)
+    assert tensors is not None
+    assert {name: tensor.numpy().tolist() for name, tensor in tensors.items()} == {
         name: array.tolist() for name, array in TENSORS.items()
     }
     (tmp_path / "1.safetensors").unlink()
