@@ -62,16 +62,16 @@ def test_written_and_read(tmp_path: Path) -> None:
         on_tensor=lambda *counts: progress.append(counts),
     )
     assert progress == [(1, 1)]
-    opened = artifact.read(tmp_path / "deep" / "small")
-    assert opened.manifest == manifest
-    assert list(map(str, opened.manifest.notes)) == [
+    result = artifact.read(tmp_path / "deep" / "small")
+    assert result.manifest == manifest
+    assert list(map(str, result.manifest.notes)) == [
         "a note",
         "no genai_config.json: the graph has no input of this name",
     ]
-    assert [note.code for note in opened.manifest.notes] == ["tests.sentence", "artifact.no-genai-config"]
-    assert list(opened.companions) == ["tokenizer.json"]
-    assert opened.companions["tokenizer.json"].read_text() == '{"a": 1}'
-    weight = opened.model.graph.initializers["weight"].const_value
+    assert [note.code for note in result.manifest.notes] == ["tests.sentence", "artifact.no-genai-config"]
+    assert list(result.companions) == ["tokenizer.json"]
+    assert result.companions["tokenizer.json"].read_text() == '{"a": 1}'
+    weight = result.model.graph.initializers["weight"].const_value
     assert isinstance(weight, ir.ExternalTensor)
     assert np.array_equal(weight.numpy(), small_model().graph.initializers["weight"].const_value.numpy())
     assert set(manifest.files) == {MODEL, DATA, "tokenizer.json"}
@@ -82,21 +82,21 @@ def test_written_and_read(tmp_path: Path) -> None:
 def test_weights_in_several_files(tmp_path: Path) -> None:
     sizes = {"a": 100, "b": 200, "c": 500, "d": 1}  # of 4 bytes; constants of up to 256 bytes stand in the model file
     values = [ir.val(name, const_value=ir.tensor(np.arange(size, dtype=np.float32))) for name, size in sizes.items()]
-    made = small_artifact({})
-    made.model.graph.initializers.clear()
+    source = small_artifact({})
+    source.model.graph.initializers.clear()
     for value in values:
-        made.model.graph.register_initializer(value)
-    manifest = artifact.write(made, tmp_path / "parts", part_size=1200)
+        source.model.graph.register_initializer(value)
+    manifest = artifact.write(source, tmp_path / "parts", part_size=1200)
     # the first two fit into one file; the third is too large for any
     assert {name: record.bytes for name, record in manifest.files.items() if artifact.is_data(name)} == {
         DATA: 4 * 300,
         f"{DATA}.1": 4 * 500,
     }
     artifact.verify_files(tmp_path / "parts")
-    opened = artifact.read(tmp_path / "parts")
+    result = artifact.read(tmp_path / "parts")
     for name, size in sizes.items():
-        assert np.array_equal(opened.model.graph.initializers[name].const_value.numpy(), np.arange(size))
-    assert artifact.write(opened, tmp_path / "one").files[DATA].bytes == 4 * 800
+        assert np.array_equal(result.model.graph.initializers[name].const_value.numpy(), np.arange(size))
+    assert artifact.write(result, tmp_path / "one").files[DATA].bytes == 4 * 800
     (tmp_path / "parts" / f"{DATA}.1").write_bytes(b"")
     with pytest.raises(InputError, match=r"truncated|cut off"):
         artifact.read(tmp_path / "parts")
@@ -106,16 +106,16 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
 def test_plain_onnx_file(tmp_path: Path) -> None:
     ir.save(small_model(), tmp_path / "other.onnx")
     (tmp_path / "config.json").write_text(json.dumps({"n_positions": 9, "eos_token_id": 3}))
-    opened = artifact.read(tmp_path / "other.onnx")
-    assert opened.manifest.source == Source(kind="onnx", name=str(tmp_path / "other.onnx"))
-    assert opened.manifest.model == ModelFacts(max_positions=9, eos_token_ids=[3])
-    assert list(opened.companions) == ["config.json"]
+    result = artifact.read(tmp_path / "other.onnx")
+    assert result.manifest.source == Source(kind="onnx", name=str(tmp_path / "other.onnx"))
+    assert result.manifest.model == ModelFacts(max_positions=9, eos_token_ids=[3])
+    assert list(result.companions) == ["config.json"]
 
 
 def test_an_artifact_may_be_written_over_itself(folder: Path) -> None:
-    opened = artifact.read(folder)
+    result = artifact.read(folder)
     before = (folder / DATA).read_bytes()
-    artifact.write(opened, folder, overwrite=True)
+    artifact.write(result, folder, overwrite=True)
     assert (folder / DATA).read_bytes() == before
     artifact.verify_files(folder)
 

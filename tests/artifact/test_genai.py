@@ -37,8 +37,8 @@ def test_onnxruntime_genai_makes_the_same_greedy_tokens(recipe: str, llama_artif
     generator.append_tokens(np.array(prompt, np.int32))
     while not generator.is_done():
         generator.generate_next_token()
-    ours = generate(load(tmp_path / recipe), [prompt], max_new_tokens=12)[0]
-    assert list(generator.get_sequence(0))[len(prompt) :][: len(ours.tokens)] == ours.tokens
+    completion = generate(load(tmp_path / recipe), [prompt], max_new_tokens=12)[0]
+    assert list(generator.get_sequence(0))[len(prompt) :][: len(completion.tokens)] == completion.tokens
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
@@ -57,18 +57,18 @@ def test_onnxruntime_genai_carries_recurrent_states(
     generator.append_tokens(np.array(prompt, np.int32))
     while not generator.is_done():
         generator.generate_next_token()
-    ours = generate(load(tmp_path / "model"), [prompt], max_new_tokens=12)[0]
-    assert list(generator.get_sequence(0))[len(prompt) :][: len(ours.tokens)] == ours.tokens
+    completion = generate(load(tmp_path / "model"), [prompt], max_new_tokens=12)[0]
+    assert list(generator.get_sequence(0))[len(prompt) :][: len(completion.tokens)] == completion.tokens
     with pytest.raises(InputError, match="takes one batch at a time"):
         Limits.of_folder(tmp_path / "model")
 
 
 def test_a_pool_bounds_a_model_that_states_no_positions(llama_artifact: Path) -> None:
     steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "1MB"}]
-    served = optimize(llama_artifact, Recipe.model_validate({"name": "served", "steps": steps}), run=False)
+    served_artifact = optimize(llama_artifact, Recipe.model_validate({"name": "served", "steps": steps}), run=False)
     settings = {**FACTS, "max_positions": None}
     pool = {"block_size": 16, "num_blocks": 40}
-    config = genai_config(Interface.of_graph(served.model.graph), MODEL, **settings, pool=pool)  # type: ignore[arg-type]
+    config = genai_config(Interface.of_graph(served_artifact.model.graph), MODEL, **settings, pool=pool)  # type: ignore[arg-type]
     assert isinstance(config, dict)
     assert config["model"]["context_length"] == NO_BOUND
     plain = genai_config(interface_of(llama_artifact), MODEL, **settings)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_a_pool_bounds_a_model_that_states_no_positions(llama_artifact: Path) ->
 def test_onnxruntime_genai_needs_no_logits_but_the_last(llama_artifact: Path, tmp_path: Path) -> None:
     for last in (False, True):
         optimize(llama_artifact, "int4-rtn", tmp_path / str(last), last_logits=last)
-    prompt, made = [5, 17, 101, 43, 250], []
+    prompt, sequences = [5, 17, 101, 43, 250], []
     for last in (False, True):
         model = onnxruntime_genai.Model(str(tmp_path / str(last)))
         parameters = onnxruntime_genai.GeneratorParams(model)
@@ -88,8 +88,8 @@ def test_onnxruntime_genai_needs_no_logits_but_the_last(llama_artifact: Path, tm
         generator.append_tokens(np.array(prompt, np.int32))
         while not generator.is_done():
             generator.generate_next_token()
-        made.append(list(generator.get_sequence(0)))
-    assert made[0] == made[1]
+        sequences.append(list(generator.get_sequence(0)))
+    assert sequences[0] == sequences[1]
 
 
 def test_onnxruntime_genai_takes_the_library_of_kernels_from_its_configuration(
@@ -128,9 +128,9 @@ def test_why_a_graph_cannot_run_there_is_said(llama_artifact: Path) -> None:
     interface = interface_of(llama_artifact)
     inputs = dict(interface.inputs)
     del inputs["attention_mask"]
-    why = genai_config(replace(interface, inputs=inputs), MODEL, **FACTS)  # type: ignore[arg-type]
-    assert isinstance(why, Fact)
-    assert why.code == "genai.no-mask"
+    reason = genai_config(replace(interface, inputs=inputs), MODEL, **FACTS)  # type: ignore[arg-type]
+    assert isinstance(reason, Fact)
+    assert reason.code == "genai.no-mask"
     wide = Port("past_key_values.1.key", np.dtype(np.float32), (None, 2, None, 99))
     uneven = replace(interface, inputs={**interface.inputs, wide.name: wide})
     assert "differ in KV heads" in str(genai_config(uneven, MODEL, **FACTS))  # type: ignore[arg-type]
