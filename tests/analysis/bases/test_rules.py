@@ -52,7 +52,7 @@ class Graph:
         graph = ir.Graph(
             [self.x, *self.ports], outputs, nodes=self.nodes, initializers=self.weights, opset_imports=opsets
         )
-        found: dict[str, Basis] = {}
+        basis_by_tensor: dict[str, Basis] = {}
         for basis in find_bases(graph):
             for axis in basis.axes:
                 value = next((v for n in self.nodes for v in n.outputs if v.name == axis.tensor), None)
@@ -62,8 +62,8 @@ class Graph:
                     and axis.index == len(value.shape) - 1
                     and not axis.part
                 ):
-                    found[axis.tensor] = basis
-        return found
+                    basis_by_tensor[axis.tensor] = basis
+        return basis_by_tensor
 
 
 def starts(basis: Basis) -> dict[str, tuple[int, ...]]:
@@ -77,10 +77,10 @@ def test_heads_are_factors_of_what_projections_write_and_read() -> None:
     heads = g.op("Reshape", [a, g.numbers("s", -1, 3, 8)], {"heads": ["batch", 3, 8]})
     flat = g.op("Reshape", [heads, g.numbers("t", -1, 24)], {"flat": ["batch", 24]})
     # Without anything that looks at the heads the whole axis is still one of factors: its inner one is the basis.
-    found = g.bases(g.linear(flat, 24, 4, "y"))["heads"]
-    assert found.width == 8
-    assert not found.pins
-    assert starts(found) == {"a": (0, 8, 16), "y": (0, 8, 16)}
+    basis = g.bases(g.linear(flat, 24, 4, "y"))["heads"]
+    assert basis.width == 8
+    assert not basis.pins
+    assert starts(basis) == {"a": (0, 8, 16), "y": (0, 8, 16)}
 
 
 def test_factors_of_different_sizes_are_cut_to_the_finest() -> None:
@@ -88,45 +88,45 @@ def test_factors_of_different_sizes_are_cut_to_the_finest() -> None:
     a = g.linear(g.x, 16, 24, "a")
     coarse = g.op("Reshape", [a, g.numbers("s", -1, 2, 12)], {"coarse": ["batch", 2, 12]})
     fine = g.op("Reshape", [a, g.numbers("t", -1, 2, 3, 4)], {"fine": ["batch", 2, 3, 4]})
-    found = g.bases(g.linear(coarse, 12, 4, "y"), g.linear(fine, 4, 4, "z"))
-    assert found["fine"].width == 4
-    assert starts(found["fine"]) == {"a": (0, 4, 8, 12, 16, 20), "y": (0, 4, 8), "z": (0,)}
+    bases = g.bases(g.linear(coarse, 12, 4, "y"), g.linear(fine, 4, 4, "z"))
+    assert bases["fine"].width == 4
+    assert starts(bases["fine"]) == {"a": (0, 4, 8, 12, 16, 20), "y": (0, 4, 8), "z": (0,)}
 
 
 def test_factors_that_do_not_fit_pin_the_whole() -> None:
     g = Graph()
     a = g.linear(g.x, 16, 24, "a")
-    one = g.op("Reshape", [a, g.numbers("s", -1, 3, 8)], {"one": ["batch", 3, 8]})
-    other = g.op("Reshape", [a, g.numbers("t", -1, 2, 12)], {"other": ["batch", 2, 12]})
-    found = g.bases(g.linear(one, 8, 4, "y"), g.linear(other, 12, 4, "z"))
-    assert any("another way" in str(pin.reason) for pin in found["a"].pins)
-    assert any("another way" in str(pin.reason) for pin in found["one"].pins)
+    narrow = g.op("Reshape", [a, g.numbers("s", -1, 3, 8)], {"one": ["batch", 3, 8]})
+    wide = g.op("Reshape", [a, g.numbers("t", -1, 2, 12)], {"other": ["batch", 2, 12]})
+    bases = g.bases(g.linear(narrow, 8, 4, "y"), g.linear(wide, 12, 4, "z"))
+    assert any("another way" in str(pin.reason) for pin in bases["a"].pins)
+    assert any("another way" in str(pin.reason) for pin in bases["one"].pins)
 
 
-@pytest.mark.parametrize("by", ["Split", "Slice"])
-def test_parts_of_a_fused_projection_are_bases_of_their_own(by: str) -> None:
+@pytest.mark.parametrize("op_type", ["Split", "Slice"])
+def test_parts_of_a_fused_projection_are_bases_of_their_own(op_type: str) -> None:
     g = Graph()
     a = g.linear(g.x, 16, 24, "a")
-    if by == "Split":
+    if op_type == "Split":
         left, right = g.op("Split", [a, g.numbers("s", 8, 16)], {"left": ["batch", 8], "right": ["batch", 16]}, axis=1)
     else:
         axes = g.numbers("axes", 1)
         left = g.op("Slice", [a, g.numbers("0", 0), g.numbers("8", 8), axes], {"left": ["batch", 8]})
         right = g.op("Slice", [a, g.numbers("b", 8), g.numbers("e", 2**62), axes], {"right": ["batch", 16]})
-    pinned = g.op("Relu", [left], {"relu": ["batch", 8]})
-    found = g.bases(pinned, g.linear(right, 16, 4, "y"))
-    assert [pin.node for pin in found["left"].pins] == ["Relu.relu"]
-    assert not found["right"].pins
-    assert starts(found["right"]) == {"a": (8,), "y": (0,)}
+    relu = g.op("Relu", [left], {"relu": ["batch", 8]})
+    bases = g.bases(relu, g.linear(right, 16, 4, "y"))
+    assert [pin.node for pin in bases["left"].pins] == ["Relu.relu"]
+    assert not bases["right"].pins
+    assert starts(bases["right"]) == {"a": (8,), "y": (0,)}
 
 
 def test_a_strided_slice_is_not_followed() -> None:
     g = Graph()
     a = g.linear(g.x, 16, 8, "a")
-    every = [g.numbers(name, number) for name, number in (("b", 0), ("e", 8), ("axes", 1), ("steps", 2))]
-    even = g.op("Slice", [a, *every], {"even": ["batch", 4]})
-    found = g.bases(g.linear(even, 4, 4, "y"))
-    assert any("single entries" in str(pin.reason) for pin in found["a"].pins)
+    bounds = [g.numbers(name, number) for name, number in (("b", 0), ("e", 8), ("axes", 1), ("steps", 2))]
+    even = g.op("Slice", [a, *bounds], {"even": ["batch", 4]})
+    bases = g.bases(g.linear(even, 4, 4, "y"))
+    assert any("single entries" in str(pin.reason) for pin in bases["a"].pins)
 
 
 def test_an_axis_whose_parts_are_all_observed_is_whole_again() -> None:
@@ -134,26 +134,26 @@ def test_an_axis_whose_parts_are_all_observed_is_whole_again() -> None:
     a = g.linear(g.x, 16, 24, "a")
     heads = g.op("Reshape", [a, g.numbers("s", -1, 3, 8)], {"heads": ["batch", 3, 8]})
     relu = g.op("Relu", [heads], {"relu": ["batch", 3, 8]})
-    again = g.op("Softmax", [relu], {"again": ["batch", 3, 8]})
-    flat = g.op("Reshape", [again, g.numbers("t", -1, 24)], {"flat": ["batch", 24]})
-    found = g.bases(g.linear(flat, 24, 4, "y"), relu)
-    assert found["a"].width == 24
-    assert found["a"].pins[0].node == "Relu.relu"
-    assert found["a"].pins[0].side == "observed"
+    softmax = g.op("Softmax", [relu], {"again": ["batch", 3, 8]})
+    flat = g.op("Reshape", [softmax, g.numbers("t", -1, 24)], {"flat": ["batch", 24]})
+    bases = g.bases(g.linear(flat, 24, 4, "y"), relu)
+    assert bases["a"].width == 24
+    assert bases["a"].pins[0].node == "Relu.relu"
+    assert bases["a"].pins[0].side == "observed"
 
 
 def test_products_of_activations_contract_and_pass_on() -> None:
     g = Graph()
     q, k, v = (g.linear(g.x, 16, 8, name) for name in "qkv")
-    turned = g.op("Transpose", [k], {"turned": [8, "batch"]}, perm=[1, 0])
-    scores = g.op("MatMul", [q, turned], {"scores": ["batch", "batch"]})
-    mixed = g.op("MatMul", [g.op("Softmax", [scores], {"p": ["batch", "batch"]}), v], {"mixed": ["batch", 8]})
-    found = g.bases(g.linear(mixed, 8, 4, "y"))
-    assert found["q"] is found["k"]
-    assert (found["q"].role, found["v"].role) == ("query_key", "value")
-    assert found["v"] is found["mixed"]
-    assert not found["q"].pins
-    assert not found["v"].pins
+    transpose = g.op("Transpose", [k], {"turned": [8, "batch"]}, perm=[1, 0])
+    scores = g.op("MatMul", [q, transpose], {"scores": ["batch", "batch"]})
+    mixture = g.op("MatMul", [g.op("Softmax", [scores], {"p": ["batch", "batch"]}), v], {"mixed": ["batch", 8]})
+    bases = g.bases(g.linear(mixture, 8, 4, "y"))
+    assert bases["q"] is bases["k"]
+    assert (bases["q"].role, bases["v"].role) == ("query_key", "value")
+    assert bases["v"] is bases["mixed"]
+    assert not bases["q"].pins
+    assert not bases["v"].pins
 
 
 def test_a_scale_per_row_passes_and_one_per_column_does_not() -> None:
@@ -162,17 +162,17 @@ def test_a_scale_per_row_passes_and_one_per_column_does_not() -> None:
     gate = g.op("Sigmoid", [g.linear(g.x, 16, 1, "g")], {"gate": ["batch", 1]})
     rows = g.op("Mul", [a, gate], {"rows": ["batch", 8]})
     columns = g.op("Mul", [rows, g.weight("c", 8)], {"columns": ["batch", 8]})
-    found = g.bases(g.linear(columns, 8, 4, "y"))
-    assert found["a"] is found["rows"]
-    assert {(pin.node, pin.side) for pin in found["rows"].pins} == {("Mul.columns", "observed")}
-    assert {(pin.node, pin.side) for pin in found["columns"].pins} == {("Mul.columns", "made")}
+    bases = g.bases(g.linear(columns, 8, 4, "y"))
+    assert bases["a"] is bases["rows"]
+    assert {(pin.node, pin.side) for pin in bases["rows"].pins} == {("Mul.columns", "observed")}
+    assert {(pin.node, pin.side) for pin in bases["columns"].pins} == {("Mul.columns", "made")}
 
 
 def test_a_number_divided_by_the_stream_pins_it() -> None:
     g = Graph()
     a = g.linear(g.x, 16, 8, "a")
-    found = g.bases(g.op("Div", [g.constant("one", np.array(1, np.float32)), a], {"inverse": ["batch", 8]}))
-    assert any(pin.node == "Div.inverse" for pin in found["a"].pins)
+    bases = g.bases(g.op("Div", [g.constant("one", np.array(1, np.float32)), a], {"inverse": ["batch", 8]}))
+    assert any(pin.node == "Div.inverse" for pin in bases["a"].pins)
 
 
 def test_rows_set_to_zero_pass_and_entries_do_not() -> None:
@@ -182,30 +182,30 @@ def test_rows_set_to_zero_pass_and_entries_do_not() -> None:
     row = g.op("Greater", [g.linear(g.x, 16, 1, "r"), zero], {"row": ["batch", 1]})
     entry = g.op("Greater", [g.linear(g.x, 16, 8, "e"), zero], {"entry": ["batch", 8]})
     row.dtype = entry.dtype = ir.DataType.BOOL
-    kept = g.op("Where", [row, a, zero], {"kept": ["batch", 8]})
-    picked = g.op("Where", [entry, kept, zero], {"picked": ["batch", 8]})
-    found = g.bases(g.linear(picked, 8, 4, "y"))
-    assert found["a"] is found["kept"]
-    assert any(pin.node == "Where.picked" for pin in found["kept"].pins)
+    rows = g.op("Where", [row, a, zero], {"kept": ["batch", 8]})
+    entries = g.op("Where", [entry, rows, zero], {"picked": ["batch", 8]})
+    bases = g.bases(g.linear(entries, 8, 4, "y"))
+    assert bases["a"] is bases["kept"]
+    assert any(pin.node == "Where.picked" for pin in bases["kept"].pins)
 
 
 def test_rows_picked_summed_and_put_together_pass() -> None:
     g = Graph()
     a = g.linear(g.x, 16, 8, "a")
-    picked = g.op("Gather", [a, g.numbers("rows", 0, 1)], {"picked": [2, 8]}, axis=0)
-    both = g.op("Concat", [picked, a], {"both": ["more", 8]}, axis=0)
-    total = g.op("ReduceSum", [both, g.numbers("axes", 0)], {"total": [1, 8]}, keepdims=1)
-    found = g.bases(g.linear(total, 8, 4, "y"))
-    assert found["a"] is found["total"]
-    assert not found["a"].pins
+    rows = g.op("Gather", [a, g.numbers("rows", 0, 1)], {"picked": [2, 8]}, axis=0)
+    concat = g.op("Concat", [rows, a], {"both": ["more", 8]}, axis=0)
+    total = g.op("ReduceSum", [concat, g.numbers("axes", 0)], {"total": [1, 8]}, keepdims=1)
+    bases = g.bases(g.linear(total, 8, 4, "y"))
+    assert bases["a"] is bases["total"]
+    assert not bases["a"].pins
 
 
 def test_coordinates_put_beside_others_are_pinned() -> None:
     g = Graph()
     a, b = g.linear(g.x, 16, 8, "a"), g.linear(g.x, 16, 8, "b")
-    found = g.bases(g.linear(g.op("Concat", [a, b], {"ab": ["batch", 16]}, axis=1), 16, 4, "y"))
-    assert {pin.side for pin in found["a"].pins} == {"observed"}
-    assert {pin.side for pin in found["ab"].pins} == {"made"}
+    bases = g.bases(g.linear(g.op("Concat", [a, b], {"ab": ["batch", 16]}, axis=1), 16, 4, "y"))
+    assert {pin.side for pin in bases["a"].pins} == {"observed"}
+    assert {pin.side for pin in bases["ab"].pins} == {"made"}
 
 
 def test_what_a_subgraph_reads_is_pinned() -> None:
@@ -213,15 +213,15 @@ def test_what_a_subgraph_reads_is_pinned() -> None:
     a = g.linear(g.x, 16, 8, "a")
     inner = ir.node("Identity", [a], name="inner")
     inner.outputs[0].name, inner.outputs[0].dtype, inner.outputs[0].shape = "i", FLOAT, ir.Shape(["batch", 8])
-    other = ir.node("Identity", [a], name="other")
-    other.outputs[0].name, other.outputs[0].dtype, other.outputs[0].shape = "o", FLOAT, ir.Shape(["batch", 8])
+    outer = ir.node("Identity", [a], name="other")
+    outer.outputs[0].name, outer.outputs[0].dtype, outer.outputs[0].shape = "o", FLOAT, ir.Shape(["batch", 8])
     branches = {
         "then_branch": ir.Graph([], inner.outputs, nodes=[inner], name="then"),
-        "else_branch": ir.Graph([], other.outputs, nodes=[other], name="else"),
+        "else_branch": ir.Graph([], outer.outputs, nodes=[outer], name="else"),
     }
-    chosen = g.op("If", [g.constant("yes", np.array(True))], {"chosen": ["batch", 8]}, **branches)
-    found = g.bases(g.linear(a, 8, 4, "y"), chosen)
-    assert any("a subgraph of If" in str(pin.reason) for pin in found["a"].pins)
+    choice = g.op("If", [g.constant("yes", np.array(True))], {"chosen": ["batch", 8]}, **branches)
+    bases = g.bases(g.linear(a, 8, 4, "y"), choice)
+    assert any("a subgraph of If" in str(pin.reason) for pin in bases["a"].pins)
 
 
 def test_an_op_of_another_domain_pins_all_it_touches() -> None:
@@ -230,8 +230,8 @@ def test_an_op_of_another_domain_pins_all_it_touches() -> None:
     node = ir.node("Whatever", [a], domain="com.example", name="custom")
     node.outputs[0].name, node.outputs[0].dtype, node.outputs[0].shape = "w", FLOAT, ir.Shape(["batch", 8])
     g.nodes.append(node)
-    found = g.bases(g.linear(node.outputs[0], 8, 4, "y"))
-    assert {pin.node for pin in (*found["a"].pins, *found["w"].pins)} == {"custom"}
+    bases = g.bases(g.linear(node.outputs[0], 8, 4, "y"))
+    assert {pin.node for pin in (*bases["a"].pins, *bases["w"].pins)} == {"custom"}
 
 
 def test_a_recurrence_passes_values_head_by_head_and_holds_all_else() -> None:
@@ -251,9 +251,9 @@ def test_a_recurrence_passes_values_head_by_head_and_holds_all_else() -> None:
         output.name, output.dtype, output.shape = name, FLOAT, ir.Shape(dims)
     g.nodes.append(node)
     flat = g.op("Reshape", [node.outputs[0], g.numbers("flat", -1, 16)], {"flat.o": ["batch", 16]})
-    found = g.bases(g.linear(flat, 16, 4, "y"), node.outputs[1])
-    assert found["o"] is found["v.heads"] is found["present.0.recurrent_state"]
-    assert not found["o"].pins
-    assert starts(found["o"]) == {"v": (0, 8), "y": (0, 8)}
+    bases = g.bases(g.linear(flat, 16, 4, "y"), node.outputs[1])
+    assert bases["o"] is bases["v.heads"] is bases["present.0.recurrent_state"]
+    assert not bases["o"].pins
+    assert starts(bases["o"]) == {"v": (0, 8), "y": (0, 8)}
     for name in ("q", "k", "g"):
-        assert {pin.node for pin in found[name].pins} == {"r"}
+        assert {pin.node for pin in bases[name].pins} == {"r"}

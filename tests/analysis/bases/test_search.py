@@ -9,8 +9,8 @@ from tests.graphs import residual_model
 
 
 def basis_of(model: ir.Model, tensor: str) -> Basis:
-    (found,) = [b for b in find_bases(model.graph) if any(a.tensor == tensor and a.index == 2 for a in b.axes)]
-    return found
+    (basis,) = [b for b in find_bases(model.graph) if any(a.tensor == tensor and a.index == 2 for a in b.axes)]
+    return basis
 
 
 def test_the_residual_of_a_model_is_one_basis_with_its_weights() -> None:
@@ -55,16 +55,16 @@ def test_a_nonlinearity_pins_what_it_reads_and_writes() -> None:
 def test_a_vector_spread_over_the_stream_pins_it() -> None:
     model = residual_model(gains=False)
     add = next(node for node in model.graph if node.name == "residual0")
-    one = ir.val("one", const_value=ir.tensor([1.0], name="one", dtype=ir.DataType.FLOAT))
-    model.graph.initializers["one"] = one
-    add.replace_input_with(1, one)
+    unit = ir.val("one", const_value=ir.tensor([1.0], name="one", dtype=ir.DataType.FLOAT))
+    model.graph.initializers["one"] = unit
+    add.replace_input_with(1, unit)
     assert any("the same number is added" in str(pin.reason) for pin in basis_of(model, "embedding.out").pins)
 
 
 def test_a_product_of_two_activations_pins() -> None:
     model = residual_model(gains=False, multiplier=2.0)
-    scaled = next(node for node in model.graph if node.name == "scaled")
-    scaled.replace_input_with(1, scaled.inputs[0])
+    product = next(node for node in model.graph if node.name == "scaled")
+    product.replace_input_with(1, product.inputs[0])
     assert any(pin.node == "scaled" for pin in basis_of(model, "embedding.out").pins)
 
 

@@ -48,8 +48,8 @@ def test_packed_codes_count_as_the_numbers_they_stand_for(name: str, bits: int) 
     assert totals.parameters == PARAMETERS
     # 24 columns of the head are padded to 32; a table is stored once, and what is neutral takes two bytes
     zero_points = 16 if name.startswith("u") else 0
-    padded = MATRICES + WIDTH * 32
-    expected = padded * (bits + (16 + zero_points) / 16) + 32 * 2**bits + (0 if zero_points else 16)
+    padded_size = MATRICES + WIDTH * 32
+    expected = padded_size * (bits + (16 + zero_points) / 16) + 32 * 2**bits + (0 if zero_points else 16)
     expected += (VOCABULARY + 3) * WIDTH * 32
     assert 8 * totals.bytes == expected
     assert storage_formats(model) == {"float32": 4, name: 5}

@@ -23,20 +23,20 @@ from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import canonical, run_pass
 
 
-def quantized(llama: Path, **options: str) -> ir.Model:
+def quantize_caches(llama: Path, **options: str) -> ir.Model:
     model = canonical(llama)
     run_pass(model, "quantize_kv", **options)
     return model
 
 
 @pytest.fixture
-def paged(make_artifact: Callable[[str], Path]) -> ir.Model:
-    return quantized(make_artifact("llama"))
+def paged_model(make_artifact: Callable[[str], Path]) -> ir.Model:
+    return quantize_caches(make_artifact("llama"))
 
 
-def test_graph_and_session_say_the_same(paged: ir.Model) -> None:
-    of_graph = Interface.of_graph(paged.graph)
-    with session_of(paged) as session:
+def test_graph_and_session_say_the_same(paged_model: ir.Model) -> None:
+    of_graph = Interface.of_graph(paged_model.graph)
+    with session_of(paged_model) as session:
         assert Interface.of_session(session) == of_graph
     assert of_graph.has_pages
     assert of_graph.takes_padding
@@ -46,16 +46,16 @@ def test_graph_and_session_say_the_same(paged: ir.Model) -> None:
 
 @pytest.mark.parametrize("storage", ["bfloat16", "float8"])
 def test_a_session_knows_the_types_of_narrow_caches(storage: str, make_artifact: Callable[[str], Path]) -> None:
-    model = quantized(make_artifact("llama"), storage=storage)
+    model = quantize_caches(make_artifact("llama"), storage=storage)
     with session_of(model) as session:
         interface = Interface.of_session(session)
     assert interface == Interface.of_graph(model.graph)
     assert {interface.inputs[name].dtype for name in interface.past} == {FLOATS[storage]}
 
 
-def test_a_session_without_the_metadata_is_refused(paged: ir.Model) -> None:
-    del paged.metadata_props[METADATA]
-    with session_of(paged) as session, pytest.raises(InputError, match="not what its metadata says"):
+def test_a_session_without_the_metadata_is_refused(paged_model: ir.Model) -> None:
+    del paged_model.metadata_props[METADATA]
+    with session_of(paged_model) as session, pytest.raises(InputError, match="not what its metadata says"):
         Interface.of_session(session)
 
 
@@ -67,11 +67,11 @@ def test_metadata_that_is_none_is_refused(text: str) -> None:
         layers_from_metadata({METADATA: text})
 
 
-def test_attributes_out_of_range_name_the_node(paged: ir.Model) -> None:
-    node = next(node for node in paged.graph if node.op_type == "KVAttention")
+def test_attributes_out_of_range_name_the_node(paged_model: ir.Model) -> None:
+    node = next(node for node in paged_model.graph if node.op_type == "KVAttention")
     node.attributes["page"] = ir.AttrInt64("page", 17)
     with pytest.raises(InputError, match="page is one of") as caught:
-        layers_of(paged.graph)
+        layers_of(paged_model.graph)
     assert caught.value.node == node.name
 
 
