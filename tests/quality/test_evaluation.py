@@ -39,7 +39,7 @@ def counting(folder: Path, *, bos: bool = True, cache: bool = True) -> Session:
 def test_each_token_is_scored_once_and_in_context(tokens: int, window: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, window))
     windows = plan(tokens, window, stride)
-    scored: list[int] = []
+    positions: list[int] = []
     for part in windows:
         assert part.start >= 0
         assert part.start + part.length < tokens  # the last target exists
@@ -48,8 +48,8 @@ def test_each_token_is_scored_once_and_in_context(tokens: int, window: int, data
         targets = range(part.start + 1, part.start + part.length + 1)[-part.scored_targets :]
         if part.start > 0:
             assert targets[0] - part.start > window - stride
-        scored += targets
-    assert scored == list(range(1, tokens))
+        positions += targets
+    assert positions == list(range(1, tokens))
     assert len(windows) == 1 + max(0, math.ceil((tokens - 1 - window) / stride))
 
 
@@ -123,10 +123,10 @@ def test_pieces_change_nothing(session: Session, monkeypatch: pytest.MonkeyPatch
 
 
 def test_progress_counts_up_to_all_tokens(session: Session) -> None:
-    seen: list[tuple[int, int]] = []
-    evaluation = evaluate(session, TEXT, window=32, stride=16, on_progress=lambda *at: seen.append(at))
-    assert seen[-1] == (evaluation.tokens, evaluation.tokens)
-    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    progress: list[tuple[int, int]] = []
+    evaluation = evaluate(session, TEXT, window=32, stride=16, on_progress=lambda *counts: progress.append(counts))
+    assert progress[-1] == (evaluation.tokens, evaluation.tokens)
+    assert [count for count, _ in progress] == sorted({count for count, _ in progress})
     assert evaluation.seconds > 0
 
 

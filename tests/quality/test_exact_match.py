@@ -17,11 +17,11 @@ from graphopt.report.tables import quality_table
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_exercises_are_the_same_for_the_same_seed_and_end_before_the_answer(kind: str) -> None:
-    first, again, other = (list(exercises(kind, 4, seed)) for seed in (0, 0, 1))
-    assert first == again != other
+    first, same_seed, other_seed = (list(exercises(kind, 4, seed)) for seed in (0, 0, 1))
+    assert first == same_seed != other_seed
     for exercise in first:
-        solved, _, question = exercise.prompt.rpartition("\n\n")
-        assert solved
+        examples, _, question = exercise.prompt.rpartition("\n\n")
+        assert examples
         assert question
         assert not exercise.prompt.endswith((" ", "\n", exercise.answer))
 

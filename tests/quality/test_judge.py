@@ -22,7 +22,7 @@ from graphopt.quality.verdict import Requirement, verdict_of
 
 
 @pytest.fixture(scope="module")
-def judged(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int4_artifact(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("judge") / "int4"
     graphopt.optimize(llama_artifact, "int4-rtn", folder, quality_tokens=40)
     return folder
@@ -32,36 +32,38 @@ def test_the_texts_are_long_enough_and_differ() -> None:
     english, code = held_out_texts()
     assert min(len(english), len(code)) > 50_000
     assert english == documentation() != code
-    found = sentences_of(english)
-    assert len(found) == 64 == len(set(found))
+    sentences = sentences_of(english)
+    assert len(sentences) == 64 == len(set(sentences))
 
 
-def test_a_lossy_compile_ends_with_a_verdict_that_verify_leaves_alone(llama_artifact: Path, judged: Path) -> None:
-    check = read_manifest(judged).check("quality")
+def test_a_lossy_compile_ends_with_a_verdict_that_verify_leaves_alone(
+    llama_artifact: Path, int4_artifact: Path
+) -> None:
+    check = read_manifest(int4_artifact).check("quality")
     assert check.status == "measured"
     assert check.reason.code == "quality.text"
     assert 0 < check.figures["kl_mean"] < 0.15
     assert check.reason.figures["verdict"] == verdict_of(check.figures)
     assert check.figures["tokens"] <= 40
-    assert [each.status for each in verify(llama_artifact, judged).checks if each.status == "failed"] == []
+    assert [entry.status for entry in verify(llama_artifact, int4_artifact).checks if entry.status == "failed"] == []
 
 
 def test_a_reference_that_runs_beside_the_compilation_says_the_same(
-    llama_artifact: Path, judged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama_artifact: Path, int4_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(judging, "processors", lambda: 2)
-    waited: list[object] = []
+    types: list[object] = []
     compare = judging.compare
 
-    def noted(said: Path | ReferenceOutputs, *rest: Any, **how: Any) -> Any:
-        waited.append(type(said))
-        return compare(said, *rest, **how)
+    def compare_and_note(reference: Path | ReferenceOutputs, *arguments: Any, **options: Any) -> Any:
+        types.append(type(reference))
+        return compare(reference, *arguments, **options)
 
-    monkeypatch.setattr(judging, "compare", noted)
+    monkeypatch.setattr(judging, "compare", compare_and_note)
     graphopt.optimize(llama_artifact, "int4-rtn", tmp_path / "out", quality_tokens=40)
-    assert waited == [ReferenceOutputs]
-    figures = [dict(read_manifest(folder).check("quality").figures) for folder in (judged, tmp_path / "out")]
-    assert all(each.pop("seconds") > 0 for each in figures)
+    assert types == [ReferenceOutputs]
+    figures = [dict(read_manifest(folder).check("quality").figures) for folder in (int4_artifact, tmp_path / "out")]
+    assert all(row.pop("seconds") > 0 for row in figures)
     assert figures[0] == figures[1]
 
 
@@ -70,19 +72,19 @@ def test_no_reference_runs_beside_where_it_cannot(
 ) -> None:
     monkeypatch.setattr(judging, "processors", lambda: 2)
     for reference in (None, tmp_path / "nothing"):
-        with judging.reference_beside(reference) as said:
-            assert said is None
-    asked: list[Callable[[], bool]] = []
+        with judging.reference_beside(reference) as get_reference:
+            assert get_reference is None
+    stop_flags: list[Callable[[], bool]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(judging, "run_reference", lambda *_, is_stopped, **__: asked.append(is_stopped))
-        with judging.reference_beside(llama_artifact) as said:
-            assert said is not None
-            said()
-            assert not asked[0]()
-    assert asked[0]()
+        patch.setattr(judging, "run_reference", lambda *_, is_stopped, **__: stop_flags.append(is_stopped))
+        with judging.reference_beside(llama_artifact) as get_reference:
+            assert get_reference is not None
+            get_reference()
+            assert not stop_flags[0]()
+    assert stop_flags[0]()
     monkeypatch.setattr(judging, "available_memory", lambda: 1000)
-    with judging.reference_beside(llama_artifact) as said:
-        assert said is None
+    with judging.reference_beside(llama_artifact) as get_reference:
+        assert get_reference is None
 
 
 def test_an_exact_compile_has_none(llama_artifact: Path, tmp_path: Path) -> None:

@@ -28,19 +28,19 @@ def test_codes_mean_the_weight_that_was_rounded(llama_artifact: Path, target: Ch
     steps = [{"step": "canonicalize"}, {"step": "quantize_weights", **options}]
     exact = {node.name: node for node in artifact.read(llama_artifact).model.graph}
     recipe = Recipe(name="several", steps=steps)  # type: ignore[arg-type]
-    made = optimize(llama_artifact, recipe, target=target, run=False, quality_tokens=0)
+    result = optimize(llama_artifact, recipe, target=target, run=False, quality_tokens=0)
     sizes = Counter[int]()
-    for node in made.model.graph:
+    for node in result.model.graph:
         if not (node.name or "").endswith("_proj.MatMul"):
             continue
         grid = grid_of(node)
         assert grid is not None
         sizes[len(grid.levels)] += 1
-        places = grid.in_units(exact[node.name].inputs[1].const_value.numpy().astype(np.float64))
-        assert places.shape == grid.values.shape
+        units = grid.in_units(exact[node.name].inputs[1].const_value.numpy().astype(np.float64))
+        assert units.shape == grid.values.shape
         # rounding to nearest: no level is nearer than the one whose code is stored; float32 decides ties
-        nearest = np.abs(places[..., None] - grid.levels).min(-1)
-        assert np.abs(places - grid.values) == pytest.approx(nearest, abs=1e-3)
+        nearest = np.abs(units[..., None] - grid.levels).min(-1)
+        assert np.abs(units - grid.values) == pytest.approx(nearest, abs=1e-3)
     # e2m3 has two zeros; for ort-cpu queries, keys and values are one product, under another name
     assert {size: count for size, count in sizes.items() if size != 16} == {63: 1, 256: 1, 8: 1}
     assert sizes[16] >= 5
@@ -49,15 +49,15 @@ def test_codes_mean_the_weight_that_was_rounded(llama_artifact: Path, target: Ch
 def test_histograms_are_counted_where_they_are_asked_for(llama_artifact: Path, tmp_path: Path) -> None:
     optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "made", run=False, quality_tokens=0)
     assert losses(llama_artifact, tmp_path / "made", TEXT, tokens=32, window=32, restore=False).histograms == []
-    found = losses(llama_artifact, tmp_path / "made", TEXT, tokens=32, window=32, restore=False, weights=True)
-    by_role = {each.role: each for each in found.histograms}
+    loss_report = losses(llama_artifact, tmp_path / "made", TEXT, tokens=32, window=32, restore=False, weights=True)
+    by_role = {histogram.role: histogram for histogram in loss_report.histograms}
     assert {"q_proj", "down_proj"} <= by_role.keys()
-    for each in found.histograms:
-        assert sum(each.used) == pytest.approx(1)
-        assert len(each.counts) == BINS
-        assert len(each.levels) in (16, 256)
-        chart = histogram_chart(each)
-        assert chart.count('class="level-line"') == (16 if len(each.levels) == 16 else 0)
+    for histogram in loss_report.histograms:
+        assert sum(histogram.used) == pytest.approx(1)
+        assert len(histogram.counts) == BINS
+        assert len(histogram.levels) in (16, 256)
+        chart = histogram_chart(histogram)
+        assert chart.count('class="level-line"') == (16 if len(histogram.levels) == 16 else 0)
     down = by_role["down_proj"]
     # rounding to nearest moves no number by more than half a step: most lie between the ends
     inside = sum(down.counts[1:-1]) / sum(down.counts)

@@ -37,9 +37,9 @@ def test_a_figure_that_is_not_there_was_not_finite() -> None:
 
 
 def test_requirements() -> None:
-    required = Requirement.parse("kl<0.05, same_first_choice >= 0.9")
-    assert required.unmet({"kl_mean": 0.04, "same_first_choice": 0.9}) == []
-    assert required.unmet({"kl_mean": 0.05, "same_first_choice": 0.89}) == [
+    requirement = Requirement.parse("kl<0.05, same_first_choice >= 0.9")
+    assert requirement.unmet({"kl_mean": 0.04, "same_first_choice": 0.9}) == []
+    assert requirement.unmet({"kl_mean": 0.05, "same_first_choice": 0.89}) == [
         "kl is 0.05, not < 0.05",
         "same_first_choice is 0.89, not >= 0.9",
     ]
