@@ -43,11 +43,11 @@ def test_rounding_of_the_standard(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("fp")])
 def test_neither_minus_zero_nor_what_saturates_is_written(name: str) -> None:
     table = FORMATS[name]
-    written = table.encode(np.concatenate([table.values, [-0.0, -1e-30, 1e30, -1e30, np.inf, -np.inf]]))
+    codes = table.encode(np.concatenate([table.values, [-0.0, -1e-30, 1e30, -1e30, np.inf, -np.inf]]))
     half = 2 ** (table.bits - 1)
-    assert half not in written
-    reserved = {"fp8-e4m3": 1, "fp8-e5m2": 4}.get(name, 0)
-    assert (written % half).max() == half - 1 - reserved
+    assert half not in codes
+    reserved_codes = {"fp8-e4m3": 1, "fp8-e5m2": 4}.get(name, 0)
+    assert (codes % half).max() == half - 1 - reserved_codes
 
 
 def test_values_of_five_bits() -> None:

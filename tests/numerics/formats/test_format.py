@@ -19,7 +19,7 @@ from graphopt.numerics.formats.table import TableFormat
 POWERS3 = TableFormat("powers3", 3, (-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0))
 POWERS2 = TableFormat("powers2", 2, (-2.0, -1.0, 1.0, 2.0))
 '''
-ALL = pytest.mark.parametrize("format", [*FORMATS.values(), PAIRS], ids=lambda format: format.name)
+EACH_FORMAT = pytest.mark.parametrize("format", [*FORMATS.values(), PAIRS], ids=lambda format: format.name)
 
 
 def test_a_family_of_formats_is_one_file(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_family_of_formats_is_one_file(tmp_path: Path) -> None:
         len(FORMATS)
 
 
-@ALL
+@EACH_FORMAT
 def test_what_codes_stand_for_is_encoded_as_itself(format: Format) -> None:
     random = np.random.default_rng(0)
     count = len(format.levels.values) if format.levels else 2**format.bits
@@ -41,14 +41,14 @@ def test_what_codes_stand_for_is_encoded_as_itself(format: Format) -> None:
     scales = random.uniform(0.5, 2, (5, 40))
     points = random.integers(0, count, (5, 40)).astype(np.uint8) if format.zero_point else None
     numbers = format.decode(codes, scales, points)
-    again = format.decode(format.encode(numbers, scales, points), scales, points)
-    assert again == pytest.approx(numbers, abs=1e-12)  # codes may differ where sums of values are equal
+    new_numbers = format.decode(format.encode(numbers, scales, points), scales, points)
+    assert new_numbers == pytest.approx(numbers, abs=1e-12)  # codes may differ where sums of values are equal
 
 
-@ALL
+@EACH_FORMAT
 def test_blocks_of_columns_cover_all_and_split_no_code(format: Format) -> None:
-    for columns, most in ((40, 16), (7, 100), (33, 1)):
-        blocks = list(format.blocks(columns, most))
+    for columns, limit in ((40, 16), (7, 100), (33, 1)):
+        blocks = list(format.blocks(columns, limit))
         assert [column for block in blocks for column in range(block.start, block.stop)] == list(range(columns))
         assert [block.start for block in map(format.code_columns, blocks)] == [block.start for block in blocks]
     assert len(list(PAIRS.blocks(40, 16))) == 1
@@ -63,7 +63,7 @@ def test_expected_errors() -> None:
     assert PAIRS.expected_error < 0.85 * SINGLES.expected_error
 
 
-@ALL
+@EACH_FORMAT
 def test_formats_travel_to_other_processes(format: Format) -> None:
     format.approximate(*np.ones((2, 3), np.float32))  # what is computed once may not keep it here
     assert pickle.loads(pickle.dumps(format)) == format

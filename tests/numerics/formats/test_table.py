@@ -12,36 +12,36 @@ from graphopt.numerics.formats import FORMATS, TableFormat, format_of
 
 # Neither in order nor with a zero, and two codes of one value.
 CUSTOM = format_of([3.0, -0.5, 1.25, -4.0, 3.0])
-ALL = [*(format for format in FORMATS.values() if isinstance(format, TableFormat)), CUSTOM]
-TABLES = pytest.mark.parametrize("table", ALL, ids=lambda table: table.name)
+TABLE_FORMATS = [*(format for format in FORMATS.values() if isinstance(format, TableFormat)), CUSTOM]
+TABLES = pytest.mark.parametrize("table", TABLE_FORMATS, ids=lambda table: table.name)
 NUMBERS = arrays.arrays(np.float64, st.integers(1, 40), elements=st.floats(-300, 300, width=32))
 
 
 @TABLES
 def test_every_value_is_encoded_as_the_lowest_of_its_codes(table: TableFormat) -> None:
     codes = np.arange(len(table.table), dtype=np.uint8)
-    written = table.encode(table.decode(codes))
-    assert np.array_equal(table.decode(written), table.decode(codes))
-    assert written.tolist() == [table.table.index(value) for value in table.table]
+    new_codes = table.encode(table.decode(codes))
+    assert np.array_equal(table.decode(new_codes), table.decode(codes))
+    assert new_codes.tolist() == [table.table.index(value) for value in table.table]
 
 
 @TABLES
 @given(numbers=NUMBERS)
 @settings(max_examples=30)
 def test_no_other_value_is_nearer(table: TableFormat, numbers: np.ndarray) -> None:
-    chosen = np.abs(table.decode(table.encode(numbers)) - numbers)
-    assert np.array_equal(chosen, np.abs(table.values[:, None] - numbers).min(0))
+    errors = np.abs(table.decode(table.encode(numbers)) - numbers)
+    assert np.array_equal(errors, np.abs(table.values[:, None] - numbers).min(0))
 
 
 @TABLES
 def test_halfway_goes_to_the_even_code(table: TableFormat) -> None:
     values = np.unique(table.values)
     halfway = (values[1:] + values[:-1]) / 2
-    below, above = table.encode(values[:-1]), table.encode(values[1:])
-    expected = np.where((below % 2 == 1) & (above % 2 == 0), above, below)
+    lower_codes, upper_codes = table.encode(values[:-1]), table.encode(values[1:])
+    expected = np.where((lower_codes % 2 == 1) & (upper_codes % 2 == 0), upper_codes, lower_codes)
     assert np.array_equal(table.encode(halfway), expected)
     # In all formats that are not custom one of the two neighbours is even: the rule leaves nothing open.
-    assert table is CUSTOM or (below % 2 != above % 2).all()
+    assert table is CUSTOM or (lower_codes % 2 != upper_codes % 2).all()
 
 
 @TABLES

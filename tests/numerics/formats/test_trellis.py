@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from graphopt.numerics.formats import FORMATS
 from graphopt.numerics.formats.trellis import TILE, WORST_COST, TrellisFormat, trellis
 
-ALL = [format for format in FORMATS.values() if isinstance(format, TrellisFormat)]
-TRELLISES = pytest.mark.parametrize("format", ALL, ids=lambda format: format.name)
+TRELLIS_FORMATS = [format for format in FORMATS.values() if isinstance(format, TrellisFormat)]
+TRELLISES = pytest.mark.parametrize("format", TRELLIS_FORMATS, ids=lambda format: format.name)
 
 
 def draw(rows: int, columns: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, columns))
 
 
-def errors(format: TrellisFormat, numbers: np.ndarray, **given: np.ndarray) -> np.ndarray:
-    return (format.decode(format.encode(numbers, **given)) - numbers) ** 2
+def errors(format: TrellisFormat, numbers: np.ndarray, **options: np.ndarray) -> np.ndarray:
+    return (format.decode(format.encode(numbers, **options)) - numbers) ** 2
 
 
 def test_four_bits_are_the_own_code_and_the_right_neighbours() -> None:
@@ -45,53 +45,53 @@ def test_two_bits_are_two_codes_and_the_next_two() -> None:
 def test_what_codes_stand_for_is_encoded_as_itself(format: TrellisFormat, seed: int, columns: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 2**format.bits, (8, columns)).astype(np.uint8)
     numbers = format.decode(codes)
-    made = errors(format, numbers)
+    squared_errors = errors(format, numbers)
     short = columns // TILE * TILE
     # A last tile is searched exactly, in float32 of numbers of 4 at most: squares to 1e-6. Where many windows mean the
     # same, a path with free ends can lead to a state of no exact path, so a whole tile may err; on average by little.
-    assert made[:, short:].sum(1).max(initial=0) < 1e-5
-    assert made[:, :short].sum() <= 0.5 * format.expected_error * made[:, :short].size
+    assert squared_errors[:, short:].sum(1).max(initial=0) < 1e-5
+    assert squared_errors[:, :short].sum() <= 0.5 * format.expected_error * squared_errors[:, :short].size
 
 
 @TRELLISES
 def test_a_short_tile_is_encoded_at_its_least_error(format: TrellisFormat) -> None:
     columns = 8 // format.bits
-    every = np.array(list(itertools.product(range(2**format.bits), repeat=columns)), np.uint8)
-    values, numbers = format.decode(every), draw(100, columns, 1)
-    least = ((values[None] - numbers[:, None]) ** 2).sum(-1).min(1)
-    made = errors(format, numbers).sum(1)
+    all_codes = np.array(list(itertools.product(range(2**format.bits), repeat=columns)), np.uint8)
+    values, numbers = format.decode(all_codes), draw(100, columns, 1)
+    least_errors = ((values[None] - numbers[:, None]) ** 2).sum(-1).min(1)
+    squared_errors = errors(format, numbers).sum(1)
     # Costs are integers, so paths that are all but equally far may be taken for one another; none of these are.
-    assert made == pytest.approx(least, abs=1e-5)
+    assert squared_errors == pytest.approx(least_errors, abs=1e-5)
 
 
 @TRELLISES
 def test_tiles_do_not_touch_one_another(format: TrellisFormat) -> None:
     numbers = draw(4, 3 * TILE, 2)
-    changed = numbers.copy()
-    changed[:, TILE : 2 * TILE] *= -0.3
-    codes, others = format.encode(numbers), format.encode(changed)
+    new_numbers = numbers.copy()
+    new_numbers[:, TILE : 2 * TILE] *= -0.3
+    codes, new_codes = format.encode(numbers), format.encode(new_numbers)
     for tile in (slice(0, TILE), slice(2 * TILE, None)):
-        np.testing.assert_array_equal(codes[:, tile], others[:, tile])
+        np.testing.assert_array_equal(codes[:, tile], new_codes[:, tile])
         np.testing.assert_array_equal(format.decode(codes)[:, tile], format.decode(codes[:, tile]))
 
 
 @pytest.mark.parametrize(
-    ("name", "scalar", "most"), [("t2", 0.1175, 0.85), ("t3", 0.0345, 0.9), ("t4", 0.0095, 0.9), ("t5", 0.0025, 0.9)]
+    ("name", "scalar", "bound"), [("t2", 0.1175, 0.85), ("t3", 0.0345, 0.9), ("t4", 0.0095, 0.9), ("t5", 0.0025, 0.9)]
 )
 def test_normal_numbers_err_less_than_with_the_best_table_of_as_many_bits(
-    name: str, scalar: float, most: float
+    name: str, scalar: float, bound: float
 ) -> None:
     # Max 1960, table I, has the least error of a table. The search over paths of windows of 8 bits gains a quarter to a
     # third on long rows; circles of 16 columns and tables for groups rather than for one scale take a part of it back.
-    assert FORMATS[name].expected_error < most * scalar
+    assert FORMATS[name].expected_error < bound * scalar
 
 
 @TRELLISES
 def test_importance_moves_the_error_to_where_it_counts_less(format: TrellisFormat) -> None:
     numbers, importance = draw(64, TILE, 3), np.ones(TILE)
     importance[::2] = 20
-    plain, weighted = errors(format, numbers), errors(format, numbers, importance=importance)
-    assert (importance * weighted).sum() < 0.9 * (importance * plain).sum()
+    plain, with_importance = errors(format, numbers), errors(format, numbers, importance=importance)
+    assert (importance * with_importance).sum() < 0.9 * (importance * plain).sum()
 
 
 @TRELLISES

@@ -12,9 +12,9 @@ from graphopt.numerics.rotations.galois import characters, prime_power
 def test_characters_are_those_of_a_field(q: int) -> None:
     # Jacobsthal's identities, Q Q^T = q I - J and Q J = 0, hold for the quadratic character of a field
     Q = characters(q).astype(np.int32)
-    ones = np.ones((q, q), np.int32)
-    assert np.array_equal(Q @ Q.T, q * np.eye(q, dtype=np.int32) - ones)
-    assert not (Q @ ones).any()
+    all_ones = np.ones((q, q), np.int32)
+    assert np.array_equal(Q @ Q.T, q * np.eye(q, dtype=np.int32) - all_ones)
+    assert not (Q @ all_ones).any()
     # -1 is a square just where q = 1 mod 4
     assert np.array_equal(Q.T, Q if q % 4 == 1 else -Q)
 

@@ -100,19 +100,19 @@ def test_factors_of_real_models_are_hadamard(order: int) -> None:
 
 @given(st.integers(1, 3000))
 def test_factors_are_the_largest_order_and_cost_least(width: int) -> None:
-    chosen = factors(width)
-    assert all(order > 1 and has_hadamard(order) for order in chosen)
-    assert width % prod(chosen) == 0
-    assert prod(chosen) == max(order for order in range(1, width + 1) if width % order == 0 and has_hadamard(order))
+    orders = factors(width)
+    assert all(order > 1 and has_hadamard(order) for order in orders)
+    assert width % prod(orders) == 0
+    assert prod(orders) == max(order for order in range(1, width + 1) if width % order == 0 and has_hadamard(order))
     # no factor is better replaced by two
-    for order in chosen:
+    for order in orders:
         for low in range(2, order):
             if order % low == 0 and has_hadamard(low) and has_hadamard(order // low):
                 assert cost(order) <= cost(low) + cost(order // low)
-    assert sum(map(power, chosen)) <= 1
+    assert sum(map(power, orders)) <= 1
     # no other order of the factors makes smaller halves
-    least = min(sum(map(prod, halves(ordered))) for ordered in permutations(chosen))
-    assert sum(map(prod, halves(chosen))) == least
+    least_cost = min(sum(map(prod, halves(sequence))) for sequence in permutations(orders))
+    assert sum(map(prod, halves(orders))) == least_cost
 
 
 @given(st.integers(1, 3000))

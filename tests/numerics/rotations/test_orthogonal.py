@@ -62,11 +62,11 @@ def test_a_writer_and_a_reader_cancel(rotation: HadamardRotation | RandomRotatio
 @pytest.mark.parametrize("rotation", [HadamardRotation(12, 5), HadamardRotation(12, None), RandomRotation(12, 5)])
 def test_any_axis(axis: int, rotation: HadamardRotation | RandomRotation) -> None:
     array = np.random.default_rng(0).standard_normal((12, 12, 12))
-    kept = array.copy()
+    copy = array.copy()
     matrix = rotation.apply(np.eye(12), -1)
     expected = np.moveaxis(np.tensordot(array, matrix, axes=(axis, 0)), -1, axis)
     assert np.abs(rotation.apply(array, axis) - expected).max() < EXACT
-    assert np.array_equal(array, kept)
+    assert np.array_equal(array, copy)
 
 
 @pytest.mark.parametrize("width", [12, 64, 344, 1, 10, 2880, 5376])
@@ -97,8 +97,8 @@ def test_signs_are_bits_of_a_stream_that_does_not_change() -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 500), st.integers(1, 500))
-def test_signs_of_a_shorter_width_are_the_first_ones(seed: int, width: int, more: int) -> None:
-    assert np.array_equal(signs(width + more, seed)[:width], signs(width, seed))
+def test_signs_of_a_shorter_width_are_the_first_ones(seed: int, width: int, extra: int) -> None:
+    assert np.array_equal(signs(width + extra, seed)[:width], signs(width, seed))
 
 
 def test_seeds_differ_and_repeat() -> None:
