@@ -11,7 +11,7 @@ from tools.quick_tests import CORE, ROOT, changed_files, mirrored_tests
 
 
 @pytest.mark.parametrize(
-    ("file", "wanted"),
+    ("file", "test_file"),
     [
         ("graphopt/passes/codes/quantize_weights.py", "tests/passes/codes/test_quantize_weights.py"),
         ("graphopt/passes/algebra/rotate/__init__.py", "tests/passes/algebra/test_rotate.py"),
@@ -21,9 +21,9 @@ from tools.quick_tests import CORE, ROOT, changed_files, mirrored_tests
         ("tests/util/test_memory.py", "tests/util/test_memory.py"),
     ],
 )
-def test_a_change_asks_for_the_tests_that_mirror_it(file: str, wanted: str) -> None:
-    assert (ROOT / wanted).is_file()
-    assert wanted in mirrored_tests([file])
+def test_a_change_asks_for_the_tests_that_mirror_it(file: str, test_file: str) -> None:
+    assert (ROOT / test_file).is_file()
+    assert test_file in mirrored_tests([file])
 
 
 def test_the_core_is_there_and_runs_whatever_changed() -> None:

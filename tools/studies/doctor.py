@@ -3,7 +3,8 @@
     python tools/studies/doctor.py                      # a planted graph for each fault that a pass mends
     python tools/studies/doctor.py --families           # exports of twelve small models of random weights
 
-Faults are planted in products of 1024 x 2048 (`tests/compile/doctor/planted.py`) and in a recurrence of 256 tokens.
+Faults are planted in products of 1024 x 2048 (`tests/compile/doctor/planted_models.py`), and in a recurrence of 256
+tokens.
 Bytes are those of all constants, so names and history of a graph do not count. Both files run in turn in one process
 with one thread, one row (a recurrence: all tokens); a time is the least of all rounds, by the processor's clock.
 """
@@ -27,7 +28,7 @@ from graphopt.artifact import artifact as artifacts
 from graphopt.compile.doctor import diagnose, mend
 from graphopt.compile.doctor.examinations.float_products import weight_bytes
 from graphopt.ort.session import open_session
-from tests.compile.doctor import planted
+from tests.compile.doctor import planted_models
 from tests.passes.lift.canonicalize.recurrences.common import attention
 from tools.bench.parts.machine import OtherLoad, describe
 
@@ -50,7 +51,7 @@ def scan(path: Path, times: int) -> Path:
 
 def codes(**options: Any) -> Callable[[Path, int], Path]:
     """Return a function that writes a product with codes."""
-    return lambda path, times: planted.products_with_codes(path, times, **options)
+    return lambda path, times: planted_models.products_with_codes(path, times, **options)
 
 
 FAULTS: dict[str, Callable[[Path, int], Path]] = {
@@ -58,11 +59,11 @@ FAULTS: dict[str, Callable[[Path, int], Path]] = {
     "accuracy-level, 8 bits": codes(bits=8),
     "float-zero-points, 2 bits": codes(bits=2, zeros="whole", level=4),
     "float-zero-points, 4 bits": codes(bits=4, zeros="whole", level=4),
-    "repeated-weights": planted.repeated,
-    "runtime-constants": planted.computed_constants,
-    "float64": planted.doubles,
-    "cast-circles": planted.casts,
-    "unfused-products": planted.transposed,
+    "repeated-weights": planted_models.repeated_products,
+    "runtime-constants": planted_models.computed_constants,
+    "float64": planted_models.doubles,
+    "cast-circles": planted_models.casts,
+    "unfused-products": planted_models.transposed_codes,
     "recurrence-in-loop": scan,
 }
 

@@ -80,25 +80,25 @@ def _run(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
     app = typer.Typer()
     app.command()(bench_attention.main)
     report = tmp_path / "attention.json"
-    given = [*_SMALL, "--rounds", "2", "--threads", "1", "--json", str(report), *options]
-    result = CliRunner().invoke(app, given, env={"GRAPHOPT_BENCH_GGML": None})
+    arguments = [*_SMALL, "--rounds", "2", "--threads", "1", "--json", str(report), *options]
+    result = CliRunner().invoke(app, arguments, env={"GRAPHOPT_BENCH_GGML": None})
     return result.exit_code, result.output, json.loads(report.read_text()) if report.exists() else {}
 
 
 def test_the_report_has_every_engine_that_is_there_and_the_reason_of_every_other(tmp_path: Path) -> None:
     engines = ["graphopt-int4", "graphopt-float32-bounds", "onnxruntime-gqa-int8"]
-    named = ["--past", "256,1k", "--budget", "64", "--engines", ",".join([*engines, "llama.cpp-q8_0"])]
-    code, output, found = _run(tmp_path, *named)
+    options = ["--past", "256,1k", "--budget", "64", "--engines", ",".join([*engines, "llama.cpp-q8_0"])]
+    code, output, report = _run(tmp_path, *options)
     assert code == 0, output
-    assert {(row["case"]["context"], row["engine"]) for row in found["rows"]} == {
+    assert {(row["case"]["context"], row["engine"]) for row in report["rows"]} == {
         (context, engine) for context in (256, 1024) for engine in engines
     }
-    assert all(row["median_us"] > 0 and row["percent_of_bandwidth"] > 0 for row in found["rows"])
-    assert set(found["absent"]) == {"llama.cpp-q8_0"}
+    assert all(row["median_us"] > 0 and row["percent_of_bandwidth"] > 0 for row in report["rows"])
+    assert set(report["absent"]) == {"llama.cpp-q8_0"}
     # query, y, key and value, then codes, a byte each, and a scale for each channel of keys and of values
-    (row,) = [row for row in found["rows"] if row["engine"] == engines[-1] and row["case"]["context"] == 256]
+    (row,) = [row for row in report["rows"] if row["engine"] == engines[-1] and row["case"]["context"] == 256]
     assert row["bytes"] == 4 * _SIZE * (2 * 4 + 2 * _KV_HEADS) + 2 * _KV_HEADS * _SIZE * (256 + 4)
-    pairs = {(pair["engine"], pair["peer"]) for pair in found["comparisons"]}
+    pairs = {(pair["engine"], pair["peer"]) for pair in report["comparisons"]}
     assert not pairs, "no engine's peer took part"
 
 
@@ -106,14 +106,14 @@ _CURVE = ["--past", "", "--curve", "--curve-past", "128,512", "--curve-budgets",
 
 
 def test_the_curve_has_a_point_for_each_budget_that_is_less_than_the_context(tmp_path: Path) -> None:
-    code, output, found = _run(tmp_path, *_CURVE)
+    code, output, report = _run(tmp_path, *_CURVE)
     assert code == 0, output
-    assert {curve["name"]: curve["x"] for curve in found["curves"]} == {
+    assert {curve["name"]: curve["x"] for curve in report["curves"]} == {
         "dense": [128, 512],
         "budget 64": [128, 512],
         "budget 256": [512],
     }
-    assert {row["case"]["kind"] for row in found["rows"]} == {"curve"}
+    assert {row["case"]["kind"] for row in report["rows"]} == {"curve"}
 
 
 def test_the_plot_shows_the_curve(tmp_path: Path) -> None:
@@ -129,9 +129,9 @@ def test_the_plot_shows_the_curve(tmp_path: Path) -> None:
     [["--past", "many"], ["--past", "4", "--tokens", "4"], ["--heads", "3"], ["--page", "48"], ["--engines", "none"]],
 )
 def test_what_cannot_be_timed_is_refused(tmp_path: Path, options: list[str]) -> None:
-    code, output, found = _run(tmp_path, *options)
+    code, output, report = _run(tmp_path, *options)
     assert code == 2, output
-    assert not found
+    assert not report
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -144,24 +144,24 @@ def test_every_engine_computes_attention(make_problem: MakeProblem, engine: Any,
         with pytest.raises(UnavailableError, match="several new tokens"):
             engine.prepare(problem)
         return
-    prepared = engine.prepare(problem)
-    assert check(engine, prepared, problem) <= engine.tolerance
-    first = np.array(prepared.outputs()[-1])
-    prepared.run()
-    np.testing.assert_array_equal(prepared.outputs()[-1], first, "a step that is repeated is the same")
+    preparation = engine.prepare(problem)
+    assert check(engine, preparation, problem) <= engine.tolerance
+    first = np.array(preparation.outputs()[-1])
+    preparation.run()
+    np.testing.assert_array_equal(preparation.outputs()[-1], first, "a step that is repeated is the same")
 
 
 def test_an_engine_that_computes_something_else_is_not_timed(make_problem: MakeProblem) -> None:
     problem = make_problem(100, 1)
     engine = next(engine for engine in _ENGINES if engine.name == "graphopt-int8-bounds")
-    prepared = engine.prepare(problem)
-    assert prepared.copies > 1
+    preparation = engine.prepare(problem)
+    assert preparation.copies > 1
     with pytest.raises(UnavailableError, match="wrong: copy 0"):
-        check(engine, replace(prepared, reference=prepared.reference * 1.1), problem)
-    first, *others = prepared.outputs()
-    not_numbers = [np.full_like(y, np.nan) for y in others]
+        check(engine, replace(preparation, reference=preparation.reference * 1.1), problem)
+    first, *other_outputs = preparation.outputs()
+    not_numbers = [np.full_like(y, np.nan) for y in other_outputs]
     with pytest.raises(UnavailableError, match="wrong: copy 1"):
-        check(engine, replace(prepared, outputs=lambda: [first, *not_numbers]), problem)
+        check(engine, replace(preparation, outputs=lambda: [first, *not_numbers]), problem)
 
 
 def test_a_step_that_would_round_another_page_each_time_is_refused(make_problem: MakeProblem) -> None:
@@ -196,28 +196,28 @@ def test_the_state_is_what_the_operator_leaves(storage: str, policy: int, summar
     case = AttentionCase(context, tokens, 4, _KV_HEADS, _SIZE, page, budget=48)
     problem = AttentionProblem(case, sequence, None)  # type: ignore[arg-type]
     state = attrs.state(1, pages, _SIZE).zeros()
-    none, y = np.zeros(0, np.float32), np.zeros(0)
-    given = [np.array([sequence.read_tokens(head, 0, context)[which] for head in range(_KV_HEADS)]) for which in (0, 1)]
+    empty, y = np.zeros(0, np.float32), np.zeros(0)
+    arrays = [np.array([sequence.read_tokens(head, 0, context)[part] for head in range(_KV_HEADS)]) for part in (0, 1)]
     steps = [*range(0, context - tokens, 4), context - tokens]
     for past, end in zip(steps, [*steps[1:], context], strict=True):
         query = np.zeros((end - past, 4, _SIZE), np.float32) if end < context else problem.query
-        key, value = (each[:, past:end].swapaxes(0, 1).reshape(1, end - past, -1) for each in given)
-        asked = (query.reshape(1, end - past, -1), key, value, np.array([past]), np.array([end - past]), none, none)
-        y, *made = reference(*asked, *state.values(), **attrs.for_node())
-        state = dict(zip(state, made, strict=True))
-    filled = attention_state.fill(attrs, sequence, context, pages, threads=1)
-    filled["summaries"] = state["summaries"]
+        key, value = (array[:, past:end].swapaxes(0, 1).reshape(1, end - past, -1) for array in arrays)
+        inputs = (query.reshape(1, end - past, -1), key, value, np.array([past]), np.array([end - past]), empty, empty)
+        y, *new_states = reference(*inputs, *state.values(), **attrs.for_node())
+        state = dict(zip(state, new_states, strict=True))
+    fast_state = attention_state.fill(attrs, sequence, context, pages, threads=1)
+    fast_state["summaries"] = state["summaries"]
     if policy == RETRIEVAL:
-        filled["summaries"] = attention_state.summarize(summary, page, sequence, context, pages, threads=1)
+        fast_state["summaries"] = attention_state.summarize(summary, page, sequence, context, pages, threads=1)
         # A running mean is rounded at every token, up to 16 times, a sum is too.
-        np.testing.assert_allclose(filled["summaries"], state["summaries"], rtol=0, atol=16 * 2e-6)
+        np.testing.assert_allclose(fast_state["summaries"], state["summaries"], rtol=0, atol=16 * 2e-6)
         if summary == "bounds":
-            np.testing.assert_array_equal(filled["summaries"], state["summaries"])
-    decoded = [attention_state.decode(attrs, each, 1, context, _SIZE) for each in (filled, state)]
-    for mine, theirs in zip(*decoded, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    read = attention_state.masks(attrs, filled, problem)
+            np.testing.assert_array_equal(fast_state["summaries"], state["summaries"])
+    contents = [attention_state.decode(attrs, tensors, 1, context, _SIZE) for tensors in (fast_state, state)]
+    for left, right in zip(*contents, strict=True):
+        np.testing.assert_array_equal(left, right)
+    masks = attention_state.masks(attrs, fast_state, problem)
     # Both are float64.
     np.testing.assert_allclose(
-        attention_state.reference(attrs, filled, problem, read).reshape(y.shape), y, rtol=0, atol=1e-12
+        attention_state.reference(attrs, fast_state, problem, masks).reshape(y.shape), y, rtol=0, atol=1e-12
     )

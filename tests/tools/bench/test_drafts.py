@@ -29,8 +29,8 @@ def test_the_tokens_of_a_step() -> None:
 @needs_library
 def test_rows_of_all_kinds(shipped_artifact: Path, tmp_path: Path) -> None:
     session = load(shipped_artifact, threads=1)
-    (completing, editing, own) = tasks(session, 60, 1)
-    assert own.prompt[: len(editing.prompt)] == editing.prompt
+    (completing, editing, own_editing) = tasks(session, 60, 1)
+    assert own_editing.prompt[: len(editing.prompt)] == editing.prompt
     assert editing.text_tokens is not None
     assert write_text(session, editing, 12)[0] == editing.text_tokens[:12]
     assert len(write_text(session, completing, 12)[0]) == 12

@@ -41,7 +41,7 @@ def test_the_graph_is_the_one_that_optimize_writes(graph_folder: Path, random_ar
     graphopt.optimize(
         random_artifact, recipe, tmp_path / "whole", target="ort-cpu", float16=True, last_logits=1, run=False
     )
-    drawn, whole = (ir.load(folder / MODEL).graph for folder in (graph_folder, tmp_path / "whole"))
+    random_graph, whole = (ir.load(folder / MODEL).graph for folder in (graph_folder, tmp_path / "whole"))
 
     def content(graph: ir.Graph) -> list[Any]:
         nodes = [
@@ -50,15 +50,15 @@ def test_the_graph_is_the_one_that_optimize_writes(graph_folder: Path, random_ar
         weights = [(name, value.dtype, str(value.shape)) for name, value in graph.initializers.items()]
         return [nodes, sorted(weights, key=str)]
 
-    assert content(drawn) == content(whole)
-    assert any(node.op_type == "MatMulTable" for node in drawn)
+    assert content(random_graph) == content(whole)
+    assert any(node.op_type == "MatMulTable" for node in random_graph)
 
 
 def test_files_of_weights_are_drawn_once_and_the_model_runs(graph_folder: Path, tmp_path: Path) -> None:
     assert not (graph_folder / DATA).exists()
     assert list(missing_files(graph_folder / MODEL)) == [graph_folder / DATA]
-    written = fill_external_data(graph_folder / MODEL, threads=2)
-    assert written == (graph_folder / DATA).stat().st_size > 0
+    byte_count = fill_external_data(graph_folder / MODEL, threads=2)
+    assert byte_count == (graph_folder / DATA).stat().st_size > 0
     before = (graph_folder / DATA).read_bytes()
     assert fill_external_data(graph_folder / MODEL) == 0  # they stay
     (graph_folder / DATA).unlink()
@@ -105,12 +105,14 @@ def _builder_like(weights: list[np.ndarray]) -> onnx.ModelProto:
     nodes = [helper.make_node("Identity", ["input_ids"], ["/model/embed/output_0"], name="/model/embed")]
     last, inputs, outputs = "/model/embed/output_0", [("input_ids", [2, 3])], []
     for layer in range(len(weights)):
-        made = f"/model/layers.{layer}/attn/MatMul"
+        node_name = f"/model/layers.{layer}/attn/MatMul"
         nodes.append(
-            helper.make_node("MatMul", [last, f"model.layers.{layer}.weight"], [f"{made}/output_0"], name=made)
+            helper.make_node(
+                "MatMul", [last, f"model.layers.{layer}.weight"], [f"{node_name}/output_0"], name=node_name
+            )
         )
         present = f"present.{layer}.key"
-        nodes.append(helper.make_node("Add", [f"{made}/output_0", f"past_key_values.{layer}.key"], [present]))
+        nodes.append(helper.make_node("Add", [f"{node_name}/output_0", f"past_key_values.{layer}.key"], [present]))
         last = present
         inputs.append((f"past_key_values.{layer}.key", [2, 3]))
         outputs.append((present, [2, 3]))
@@ -118,9 +120,9 @@ def _builder_like(weights: list[np.ndarray]) -> onnx.ModelProto:
     nodes.append(helper.make_node("Neg", [last], [end], name=f"/model/layers.{len(weights)}/final_norm"))
     nodes.append(helper.make_node("Identity", [end], ["logits"], name="/lm_head"))
     ports = [[helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in side] for side in (inputs, outputs)]
-    held = [numpy_helper.from_array(w, f"model.layers.{n}.weight") for n, w in enumerate(weights)]
+    initializers = [numpy_helper.from_array(w, f"model.layers.{n}.weight") for n, w in enumerate(weights)]
     logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, [2, 3])
-    graph = helper.make_graph(nodes, "built", ports[0], [logits, *ports[1]], initializer=held)
+    graph = helper.make_graph(nodes, "built", ports[0], [logits, *ports[1]], initializer=initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 22)], ir_version=10)
 
 
@@ -148,10 +150,10 @@ def test_copies_of_stored_weights_have_places_of_their_own() -> None:
         tensor.data_location = TensorProto.EXTERNAL
         for key, value in (("location", "elsewhere"), ("offset", "64"), ("length", "36")):
             tensor.external_data.add(key=key, value=value)
-    stored = [
+    locations = [
         {entry.key: entry.value for entry in tensor.external_data} for tensor in with_layers(model, 3).graph.initializer
     ]
-    assert stored == [{"location": DATA, "offset": str(4096 * n), "length": "36"} for n in range(3)]
+    assert locations == [{"location": DATA, "offset": str(4096 * n), "length": "36"} for n in range(3)]
 
 
 @pytest.fixture
@@ -180,12 +182,12 @@ def test_shared_buffers_give_what_growing_caches_give(peer: Path) -> None:
 
 
 def test_a_profile_tells_kinds_of_nodes(peer: Path) -> None:
-    found = gpu_model.profile_of(peer, "cpu", Work((1,), 4, 3, 6))
+    kinds_of_work = gpu_model.profile_of(peer, "cpu", Work((1,), 4, 3, 6))
     for part in ("decode 1", "prompt"):
-        kinds = {kind["operator"]: kind for kind in found[part]}
+        kinds = {kind["operator"]: kind for kind in kinds_of_work[part]}
         assert kinds["GroupQueryAttention"]["nodes"] == 1
         assert kinds["GroupQueryAttention"]["provider"] == "CPU"
-        assert abs(sum(kind["share"] for kind in found[part]) - 1) < 1e-9
+        assert abs(sum(kind["share"] for kind in kinds_of_work[part]) - 1) < 1e-9
 
 
 def test_kinds_are_means_of_the_runs_and_what_no_node_took_is_told() -> None:
@@ -205,8 +207,8 @@ def test_kinds_are_means_of_the_runs_and_what_no_node_took_is_told() -> None:
 def test_ratios_are_of_the_same_round_and_failures_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     work = Work((2,), 4, 3, 6)
 
-    def model(name: str, **more: Any) -> Model:
-        return Model(name, None, 1, gpu_model._cannot_start, **more)
+    def model(name: str, **settings: Any) -> Model:
+        return Model(name, None, 1, gpu_model._cannot_start, **settings)
 
     models = [
         model("a", seconds={"decode 2": [1.0, 2.0, 4.0], "prompt": [3.0]}),

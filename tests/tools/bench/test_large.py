@@ -24,7 +24,7 @@ def test_any_part_of_a_random_weight_is_that_of_the_whole_in_any_process() -> No
     assert np.array_equal(part, whole[217:699, 7:290])
     other_seed, other_name = (RandomWeight(*key, weight.dims).numpy() for key in (("layers.0.up", 4), ("up", 3)))
     # 1 in 200 pairs of normal numbers of 8 bits are equal
-    assert max(np.mean(whole == other) for other in (other_seed, other_name)) < 0.02
+    assert max(np.mean(whole == matrix) for matrix in (other_seed, other_name)) < 0.02
     numbers = whole.astype(np.float32)
     # of 210,000 numbers, within six standard errors
     assert abs(numbers.mean()) < 6 * 0.02 / 458
@@ -46,8 +46,8 @@ def test_a_model_that_lies_nowhere_is_calibrated_compiled_and_verified(random_ar
     recipe = load_recipe("small").model_copy(update={"calibration": options})
     stages = Stages(tmp_path)
     with stages.watch():
-        written = compile_stages(random_artifact, recipe, tmp_path, stages)
-    assert written == sum(file.stat().st_size for file in (tmp_path / "output").iterdir())
+        byte_count = compile_stages(random_artifact, recipe, tmp_path, stages)
+    assert byte_count == sum(file.stat().st_size for file in (tmp_path / "output").iterdir())
     assert (tmp_path / "output" / MODEL).is_file()
     names = list(stages.costs)
     expected = [
@@ -64,7 +64,7 @@ def test_a_model_that_lies_nowhere_is_calibrated_compiled_and_verified(random_ar
     assert sum(cost.seconds for cost in stages.costs.values()) > 0
     # what Python alone takes
     assert all(cost.memory > 10e6 for cost in stages.costs.values())
-    assert max(cost.disk for cost in stages.costs.values()) > written
+    assert max(cost.disk for cost in stages.costs.values()) > byte_count
 
 
 def test_a_forecast_goes_on_with_what_a_layer_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ RECIPES = sorted((Path(__file__).parents[3] / "tools" / "bench" / "recipes").glo
 def test_a_recipe_of_the_benchmark_can_be_used(file: Path) -> None:
     recipe = load_recipe(file).with_lower("ort-cpu")
     assert recipe.name == file.stem
-    paged, steps = recipe.name != "int4-growing", {step.name: step for step in recipe.passes()}
+    has_pages, steps = recipe.name != "int4-growing", {step.name: step for step in recipe.passes()}
     assert {"quantize_weights", "merge_products"} <= set(steps)
-    assert ("page_kv" in steps, steps["lower"].caches == "growing") == (paged, not paged)
-    assert ("last_logits" in steps) == paged
+    assert ("page_kv" in steps, steps["lower"].caches == "growing") == (has_pages, not has_pages)
+    assert ("last_logits" in steps) == has_pages

@@ -42,23 +42,23 @@ def test_the_report_has_every_engine_that_is_there_and_the_reason_of_every_other
     options = ["--engines", engines, *shapes, "--rounds", "2", "--threads", "1", "--json", str(report)]
     result = CliRunner().invoke(app, options, env={"GRAPHOPT_BENCH_GGML": None})
     assert result.exit_code == 0, result.output
-    found = json.loads(report.read_text())
-    products = [row for row in found["rows"] if row["case"]["kind"] == "product"]
+    results = json.loads(report.read_text())
+    products = [row for row in results["rows"] if row["case"]["kind"] == "product"]
     assert {(row["case"]["rows"], row["engine"]) for row in products} == {
         (rows, engine) for rows in (1, 3) for engine in ("onnxruntime-float", "onnxruntime-matmulnbits-4-g32")
     }
-    assert all(row["median_us"] > 0 and row["percent_of_bandwidth"] > 0 for row in found["rows"])
+    assert all(row["median_us"] > 0 and row["percent_of_bandwidth"] > 0 for row in results["rows"])
     assert products[0]["bytes"] == 4 * (64 * 128 + 64 + 128)
-    assert set(found["absent"]) == {"onnxruntime-matmulnbits-4-g128", "llama.cpp-q4_0"}
+    assert set(results["absent"]) == {"onnxruntime-matmulnbits-4-g128", "llama.cpp-q4_0"}
 
 
 def test_an_engine_that_computes_something_else_is_not_timed(problem: Problem) -> None:
     engine = next(engine for engine in onnxruntime_engines.engines() if engine.name == "onnxruntime-matmulnbits-4-g32")
-    prepared = engine.prepare(problem)
-    assert 0 < check(engine, prepared, problem) < engine.tolerance
+    preparation = engine.prepare(problem)
+    assert 0 < check(engine, preparation, problem) < engine.tolerance
     with pytest.raises(UnavailableError, match="wrong: copy 0"):
-        check(engine, replace(prepared, reference=prepared.reference * 1.1), problem)
-    first, *others = prepared.outputs()
-    not_numbers = [np.full_like(y, np.nan) for y in others]
+        check(engine, replace(preparation, reference=preparation.reference * 1.1), problem)
+    first, *other_outputs = preparation.outputs()
+    not_numbers = [np.full_like(y, np.nan) for y in other_outputs]
     with pytest.raises(UnavailableError, match="wrong: copy 1"):
-        check(engine, replace(prepared, outputs=lambda: [first, *not_numbers]), problem)
+        check(engine, replace(preparation, outputs=lambda: [first, *not_numbers]), problem)

@@ -49,7 +49,7 @@ def test_integers_are_timed_beside_floats(capsys: pytest.CaptureFixture[str]) ->
     integers(rows=64, columns=32, tokens=48, rounds=2)
     *rows, error = capsys.readouterr().out.splitlines()
     assert [row.split(":")[0] for row in rows] == [
-        *(f"{what} of {kind}" for what in ("a product", "sums") for kind in ("floats", "integers")),
+        *(f"{subject} of {kind}" for subject in ("a product", "sums") for kind in ("floats", "integers")),
         "tokens as integers",
         "columns as integers",
     ]

@@ -30,8 +30,8 @@ def ask(parts: list[dict[str, Any]], counts: tuple[str, ...], status: str = "200
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-        asked = json.loads(await reader.readexactly(length))
-        assert asked == {"stream": True, "prompt": [1, 2]}
+        body = json.loads(await reader.readexactly(length))
+        assert body == {"stream": True, "prompt": [1, 2]}
         writer.write(f"HTTP/1.1 {status}\r\n\r\n".encode())
         for part in parts:
             writer.write(f"data: {json.dumps(part)}\n\n".encode())
@@ -40,8 +40,8 @@ def ask(parts: list[dict[str, Any]], counts: tuple[str, ...], status: str = "200
         writer.close()
 
     async def run() -> list[Reply]:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as served:
-            server = Server(served.sockets[0].getsockname()[1], "/completions", {"stream": True}, counts)
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as listener:
+            server = Server(listener.sockets[0].getsockname()[1], "/completions", {"stream": True}, counts)
             replies, _ = await send_all(server, [[1, 2]] * clients, clients)
             return replies
 

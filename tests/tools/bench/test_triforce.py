@@ -35,10 +35,10 @@ COSTS = {
 )
 def test_caches_hold_the_text_without_its_newest_token(way: Way) -> None:
     levels = {name: SimulatedLevel(costs, 100) for name, costs in COSTS.items()}
-    done = write(way, levels, 100, 50, (0.7, 0.9), seed=0)
-    assert done >= 50
-    assert levels["target"].length == 100 + done
-    assert all(level.length <= 100 + done for level in levels.values())
+    count = write(way, levels, 100, 50, (0.7, 0.9), seed=0)
+    assert count >= 50
+    assert levels["target"].length == 100 + count
+    assert all(level.length <= 100 + count for level in levels.values())
 
 
 def test_right_guesses_save_what_steps_cost() -> None:
@@ -53,11 +53,11 @@ def test_right_guesses_save_what_steps_cost() -> None:
 
 
 def test_the_fastest_lengths_are_found() -> None:
-    found = {way.name: (way, seconds) for way, seconds in best(COSTS, (1.0, 1.0), 6)}
-    assert found["middle"][0].middle == 5
-    assert found["three levels"][1] < found["middle"][1] < found["single tokens"][1]
-    assert found["single tokens"][1] == pytest.approx(10)
-    assert np.isclose(found["draft"][1], (10 + 0.05) / 6, rtol=1e-2)
+    fastest = {way.name: (way, seconds) for way, seconds in best(COSTS, (1.0, 1.0), 6)}
+    assert fastest["middle"][0].middle == 5
+    assert fastest["three levels"][1] < fastest["middle"][1] < fastest["single tokens"][1]
+    assert fastest["single tokens"][1] == pytest.approx(10)
+    assert np.isclose(fastest["draft"][1], (10 + 0.05) / 6, rtol=1e-2)
 
 
 @pytest.fixture
@@ -101,9 +101,9 @@ def test_levels_run_on_a_gpu_behind_a_context_that_was_never_read(files: dict[st
         keys = states.tensors[0]["keys"].buffers[0]
         assert isinstance(keys, DeviceBuffer)
         sequence = Sequence(layer.attributes.kv_heads, layer.head_size)
-        made = fill(layer.attributes, sequence, 250, keys.pages, 1)
-        assert np.array_equal(keys.array_of(keys.pages), made["keys"])
-        assert made["keys"].any()
+        expected_state = fill(layer.attributes, sequence, 250, keys.pages, 1)
+        assert np.array_equal(keys.array_of(keys.pages), expected_state["keys"])
+        assert expected_state["keys"].any()
         level.feed_to(253)
         steps = level.seconds
         assert steps > 0

@@ -10,7 +10,7 @@ import pytest
 
 from tools.release import cuda_resources
 
-SAID = """
+PTXAS_OUTPUT = """
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function '_ZN8graphopt3oneE' for 'sm_80'
 ptxas info    : Function properties for _ZN8graphopt3oneE
@@ -39,9 +39,15 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is n
 
 
 def test_figures_of_each_kernel_are_read() -> None:
-    one, two = cuda_resources.resources_of(SAID)
-    assert (one.architecture, one.registers, one.spill_bytes, one.stack, one.shared_bytes) == ("sm_80", 96, 0, 0, 0)
-    assert (two.architecture, two.registers, two.spill_bytes, two.stack, two.shared_bytes) == (
+    first, second = cuda_resources.resources_of(PTXAS_OUTPUT)
+    assert (first.architecture, first.registers, first.spill_bytes, first.stack, first.shared_bytes) == (
+        "sm_80",
+        96,
+        0,
+        0,
+        0,
+    )
+    assert (second.architecture, second.registers, second.spill_bytes, second.stack, second.shared_bytes) == (
         "sm_90a",
         255,
         40,
@@ -72,6 +78,6 @@ def test_a_kernel_that_spills_or_is_warned_of_fails(tmp_path: Path, capsys: pyte
 def test_no_kernel_spills_and_nvcc_warns_of_none(capsys: pytest.CaptureFixture[str]) -> None:
     primitives = Path(__file__).parents[2] / "runtime_ops" / "cuda" / "primitives.cu"
     assert cuda_resources.main([]) == 0
-    said = capsys.readouterr().out
-    assert "hadamard<0>" in said
+    output = capsys.readouterr().out
+    assert "hadamard<0>" in output
     assert cuda_resources.main([str(primitives)]) == 0

@@ -33,5 +33,5 @@ def test_an_extra_that_is_not_there_is_named(pyproject: Path) -> None:
 
 
 def test_torch_is_pinned_as_the_makefile_reads_it() -> None:
-    assert any(each.startswith("torch==") for each in requirements("export"))
+    assert any(requirement.startswith("torch==") for requirement in requirements("export"))
     assert (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8").count('"torch==') == 1

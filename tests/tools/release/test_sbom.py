@@ -19,15 +19,18 @@ dev = ["pytest"]
 
 def test_what_comes_beside_the_wheel_is_listed(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
-    made = bill(tmp_path / "pyproject.toml")
-    assert made["metadata"]["component"]["purl"] == "pkg:pypi/thing@1.2"
-    found = {each["name"]: (each["scope"], each["properties"][0]["value"]) for each in made["components"]}
-    assert found == {
+    document = bill(tmp_path / "pyproject.toml")
+    assert document["metadata"]["component"]["purl"] == "pkg:pypi/thing@1.2"
+    components = {
+        component["name"]: (component["scope"], component["properties"][0]["value"])
+        for component in document["components"]
+    }
+    assert components == {
         "ml-dtypes": ("required", "ml_dtypes"),
         "numpy": ("required", "numpy>=2"),
         "onnxruntime": ("optional", "onnxruntime>=1.31; sys_platform == 'linux'"),
     }
-    assert made["dependencies"][0]["dependsOn"] == [f"pkg:pypi/{name}" for name in sorted(found)]
+    assert document["dependencies"][0]["dependsOn"] == [f"pkg:pypi/{name}" for name in sorted(components)]
 
 
 def test_the_wheel_has_the_version_of_the_project() -> None:

@@ -37,8 +37,8 @@ def test_emulated_pages_are_those_of_the_operator(bits: int, options: dict[str, 
     )
     of_values = f"int{options.get('value_bits', bits)}"
     attributes = replace(attributes, token_factors=int("factors" in options), value_storage=of_values)
-    nothing = np.zeros(0, np.float32)
-    tokens = {"query": query, "key": key, "value": value, "sink_logits": nothing, "sink_query": nothing}
+    empty = np.zeros(0, np.float32)
+    tokens = {"query": query, "key": key, "value": value, "sink_logits": empty, "sink_query": empty}
     cache = Fed(attributes, tokens, 8)
     cache.call(TOKENS - 1)
     expected = cache.call(1)[0, 0].reshape(GROUP, CHANNELS)
@@ -46,12 +46,12 @@ def test_emulated_pages_are_those_of_the_operator(bits: int, options: dict[str, 
     tail = Tail(page=32, first=1, newest=1)
     method = of_pages(bits, rotates=False, tail=tail, **options)
     k, v = torch.from_numpy(key), torch.from_numpy(value)
-    stored = method.apply(k, v)
+    arrays = method.apply(k, v)
     last = torch.from_numpy(query[0, -1:].reshape(1, GROUP, CHANNELS)).transpose(0, 1) * 0.3
-    numbers = [each[0] for each in (*stored, k, v)]
-    found = _attend(last, numbers, torch.tensor([TOKENS - 1]), tail)[:, 0]
+    numbers = [array[0] for array in (*arrays, k, v)]
+    result = _attend(last, numbers, torch.tensor([TOKENS - 1]), tail)[:, 0]
     # sums of 230 products in float32 by two programs; squares of shares are rounded to 2^-14 in the operator only
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3 if "factors" in options else 1e-5)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-3 if "factors" in options else 1e-5)
 
 
 @pytest.mark.parametrize("residuals", [0, 1])
@@ -59,18 +59,22 @@ def test_emulated_blocks_are_those_of_the_operator(residuals: int) -> None:
     random, basis, tokens = np.random.default_rng(residuals), rotation(CHANNELS).numpy(), 45
     query, key, value = (random.standard_normal((tokens, n * CHANNELS)).astype(np.float32) for n in (GROUP, 1, 1))
     # rounded once, as the study does: what a code leaves may lie between two others but for the last bit
-    into = basis.astype(np.float64)
-    of_tokens = (query.reshape(tokens, GROUP, CHANNELS) @ into, key[np.newaxis] @ into, value[np.newaxis] @ basis)
-    rotated = [x.astype(np.float32).reshape(tokens, -1) for x in of_tokens]
+    wide_basis = basis.astype(np.float64)
+    of_tokens = (
+        query.reshape(tokens, GROUP, CHANNELS) @ wide_basis,
+        key[np.newaxis] @ wide_basis,
+        value[np.newaxis] @ basis,
+    )
+    inputs = [x.astype(np.float32).reshape(tokens, -1) for x in of_tokens]
     weights = np.triu(random.uniform(-0.3, 0.3, (1, CHANNELS, CHANNELS)), 1).astype(np.float16)
-    none = np.zeros(0, np.float32)
+    empty = np.zeros(0, np.float32)
     lengths = [np.array(numbers, np.int32) for numbers in ([0, tokens], [0], [[0, 1, 2]])]
     states = pools(np.zeros((2, 3, 1, 16, CHANNELS)), "int4").values()
     attributes: dict[str, Any] = {"kv_heads": 1, "window": 0, "scale": 0.3, "softcap": 0.0, "storage": "int4"}
-    y, *_ = reference(*rotated, *lengths, none, *states, weights, **attributes, key_feedback=1, residuals=residuals)
+    y, *_ = reference(*inputs, *lengths, empty, *states, weights, **attributes, key_feedback=1, residuals=residuals)
     expected = y.reshape(tokens, GROUP, CHANNELS).swapaxes(0, 1) @ basis.T
 
-    bases = [KeyBasis(into[np.newaxis], into.T[np.newaxis], weights.astype(np.float32))]
+    bases = [KeyBasis(wide_basis[np.newaxis], wide_basis.T[np.newaxis], weights.astype(np.float32))]
     tail = Residuals(16) if residuals else None
     k, v = torch.from_numpy(key[None]), torch.from_numpy(value[None])
     numbers = [x[0] for x in (*FeedbackBlocks("blocks", bases, 4, tail).apply(k, v), k, v)[:4]]
@@ -84,19 +88,19 @@ def test_emulated_feedback_is_that_of_the_operator(bits: int) -> None:
     random, basis = np.random.default_rng(bits), rotation(CHANNELS).numpy()
     query, key, value = (random.standard_normal((1, TOKENS, n * CHANNELS)).astype(np.float32) for n in (GROUP, 1, 1))
     # what it shows to the operator is rotated, as a graph is
-    rotated = [(x.reshape(1, TOKENS, -1, CHANNELS) @ basis).reshape(x.shape) for x in (query, key, value)]
+    inputs = [(x.reshape(1, TOKENS, -1, CHANNELS) @ basis).reshape(x.shape) for x in (query, key, value)]
     clip, factors = (0.9, 1) if bits == 2 else (1.0, 0)
     attributes = KVAttributes(1, 0.3, page=32, storage=f"int{bits}", sink_pages=1, recent_pages=1, clip=clip)
     attributes = replace(attributes, token_factors=factors, key_feedback=1)
-    nothing = np.zeros(0, np.float32)
+    empty = np.zeros(0, np.float32)
     names = ("query", "key", "value", "sink_logits", "sink_query")
-    cache = Fed(attributes, dict(zip(names, [*rotated, nothing, nothing], strict=True)), 8)
+    cache = Fed(attributes, dict(zip(names, [*inputs, empty, empty], strict=True)), 8)
     cache.call(TOKENS - 1)
     expected = cache.call(1)[0, 0].reshape(GROUP, CHANNELS) @ basis.T
 
     tail = Tail(page=32, first=1, newest=1)
-    into = basis.astype(np.float64)[np.newaxis]
-    bases = [KeyBasis(into, into.swapaxes(-1, -2), cache.feedback["feedback"].astype(np.float32))]
+    wide_basis = basis.astype(np.float64)[np.newaxis]
+    bases = [KeyBasis(wide_basis, wide_basis.swapaxes(-1, -2), cache.feedback["feedback"].astype(np.float32))]
     method = FeedbackMethod("feedback", bases, bits, bits, tail)
     k, v = torch.from_numpy(key), torch.from_numpy(value)
     last = torch.from_numpy(query[0, -1:].reshape(1, GROUP, CHANNELS)).transpose(0, 1) * 0.3
@@ -118,16 +122,16 @@ def test_feedback_takes_the_error_off_scores() -> None:
     method = methods[f"feedback, {stem}"]
     assert isinstance(method, FeedbackMethod)
     bases = [replace(method.bases[0], feedback=np.zeros((2, 64, 64), np.float32))]
-    tried = {
+    variants = {
         "feedback": method,
         "alone": replace(method, bases=bases),
         "whitened": methods[f"feedback, whitened, {stem}"],
         "blocks": methods["feedback, blocks, int4, rotated"],
         "whitened blocks": methods["feedback, whitened, blocks, int4, rotated"],
     }
-    for name, method in tried.items():
-        rounded, _ = method.apply(values, values)
-        errors[name] = np.square(queries @ np.swapaxes(rounded.numpy() - keys, 1, 2)).mean()
+    for name, method in variants.items():
+        new_keys, _ = method.apply(values, values)
+        errors[name] = np.square(queries @ np.swapaxes(new_keys.numpy() - keys, 1, 2)).mean()
     # the mean of eigenvalues of these moments is about e times their geometric mean
     assert errors["feedback"] < 0.6 * errors["alone"]
     # and so it is with keys, of which whitening goes a part of the way
@@ -142,10 +146,10 @@ def test_trellises_of_least_error_make_numbers_smaller() -> None:
     for keeps_size, low, high in ((True, 0.995, 1.005), (False, 0.89, 0.93)):
         method = FeedbackTrellis("t2", [basis], T2, keeps_size, Tail())
         keys, values = method.apply(x, x)
-        for rounded in (keys, values):
+        for result in (keys, values):
             # 0.0907 is what t2 errs by at its best scale (docs/formats.md), and least squares leave 1 less that
-            assert low < float((x * rounded).mean() / x.square().mean()) < high
-            assert float((x - rounded).square().mean()) < (0.115 if keeps_size else 0.105)
+            assert low < float((x * result).mean() / x.square().mean()) < high
+            assert float((x - result).square().mean()) < (0.115 if keeps_size else 0.105)
 
 
 @pytest.mark.parametrize(("kind", "levels"), [("q8_0", 127), ("q5_0", 16), ("q4_0", 8)])
@@ -160,6 +164,6 @@ def test_blocks_of_llama_err_by_their_steps(kind: str, levels: int) -> None:
 
 def test_a_cache_that_changes_nothing_costs_nothing() -> None:
     logits = torch.log_softmax(torch.arange(12.0).reshape(3, 4), -1)
-    same = row("floats", "emulated", 32, logits, logits, torch.tensor([0, 3, 3]), 0.0)
-    assert (same.kl_mean, same.same) == (0, 1)
-    assert same.perplexity == pytest.approx(1 / float(torch.softmax(torch.arange(4.0), -1)[3]))
+    figures = row("floats", "emulated", 32, logits, logits, torch.tensor([0, 3, 3]), 0.0)
+    assert (figures.kl_mean, figures.same) == (0, 1)
+    assert figures.perplexity == pytest.approx(1 / float(torch.softmax(torch.arange(4.0), -1)[3]))

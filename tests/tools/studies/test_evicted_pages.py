@@ -26,16 +26,16 @@ def layers(storage: str, values: str = "") -> list[PagedLayer]:
 
 
 def test_fewer_bits_leave_room_for_more_tokens() -> None:
-    most = bytes_of(layers("float16"), TOKENS) // 2
+    limit = bytes_of(layers("float16"), TOKENS) // 2
     counts = {}
     for storage, values in (("float16", ""), ("int8", ""), ("int8", "int6"), ("int8", "int4")):
         pages = layers(storage, values)
-        counts[storage, values] = count = tokens_in(pages, most, TOKENS)
+        counts[storage, values] = count = tokens_in(pages, limit, TOKENS)
         assert count % PAGE == 0
-        assert bytes_of(pages, count) <= most < bytes_of(pages, count + 1)
+        assert bytes_of(pages, count) <= limit < bytes_of(pages, count + 1)
     assert counts["float16", ""] == 31 * PAGE  # half of 63 pages, which have nothing beside them
     assert counts["int8", "int4"] > counts["int8", "int6"] > counts["int8", ""] > counts["float16", ""]
-    assert tokens_in(layers("int4"), 2 * most, TOKENS) == TOKENS
+    assert tokens_in(layers("int4"), 2 * limit, TOKENS) == TOKENS
     assert tokens_in(layers("int4"), 0, TOKENS) == 0
 
 

@@ -20,10 +20,10 @@ def numbers(seed: int) -> torch.Tensor:
 
 def test_heads_of_all_layers_share_what_is_kept() -> None:
     scores = {layer: torch.rand(HEADS, TOKENS) * (layer + 1) for layer in (0, 1, 2)}
-    kept = kept_of_all(scores, 400)
-    assert sum(int(each.sum()) for each in kept.values()) == 400 * HEADS * 3
-    assert all(bool(each[:, :SINKS].all() and each[:, -RECENT:].all()) for each in kept.values())
-    assert int(kept[2].sum()) > int(kept[0].sum())  # its scores are larger
+    masks = kept_of_all(scores, 400)
+    assert sum(int(mask.sum()) for mask in masks.values()) == 400 * HEADS * 3
+    assert all(bool(mask[:, :SINKS].all() and mask[:, -RECENT:].all()) for mask in masks.values())
+    assert int(masks[2].sum()) > int(masks[0].sum())  # its scores are larger
     assert (kept_tokens(scores[0], 400).sum(-1) == 400).all()
 
 
@@ -34,12 +34,12 @@ def test_coordinates_give_back_what_goes_in_and_err_by_their_bits(coordinates: o
     assert callable(coordinates)
     errors = []
     for bits in (2.0, 4.0, 8.0):
-        (made,) = allot([coordinates(statistics.keys, statistics.queries)], bits)
-        assert made.bits.double().mean() == bits
-        same = made.round_pages(keys, lambda x, _: x, 64)
-        torch.testing.assert_close(same, keys, rtol=1e-4, atol=1e-3)  # two products in float32
-        rounded = made.round_pages(keys, lambda x, widths: by_bits(x, widths, clips={}), 64)
-        errors.append(float((rounded - keys).square().mean()))
+        (allotment,) = allot([coordinates(statistics.keys, statistics.queries)], bits)
+        assert allotment.bits.double().mean() == bits
+        result = allotment.round_pages(keys, lambda x, _: x, 64)
+        torch.testing.assert_close(result, keys, rtol=1e-4, atol=1e-3)  # two products in float32
+        coarse_keys = allotment.round_pages(keys, lambda x, widths: by_bits(x, widths, clips={}), 64)
+        errors.append(float((coarse_keys - keys).square().mean()))
     # 2 bits more divide a normal number's squared error by 10 to 14
     assert errors[0] > 6 * errors[1] > 36 * errors[2]
 
@@ -50,9 +50,9 @@ def prompt() -> Prompt:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, head_dim=16, **sizes))
-    read = Prompt(model, torch.randint(64, (TOKENS + NEXT,)))
-    read.filters = {0: torch.zeros(2, 5 * 32 + 1)}
-    return read
+    text_prompt = Prompt(model, torch.randint(64, (TOKENS + NEXT,)))
+    text_prompt.filters = {0: torch.zeros(2, 5 * 32 + 1)}
+    return text_prompt
 
 
 @pytest.mark.parametrize("is_fitted", [False, True])
@@ -76,12 +76,12 @@ def test_random_features_come_near_short_keys(prompt: Prompt) -> None:
     short, before = {0: (prompt.cache[0][0] * 0.1, prompt.cache[0][1])}, prompt.cache
     prompt.cache = short
     try:
-        exact, streamed = (
+        exact, recent_only = (
             prompt.log_probabilities(Way()),
             prompt.log_probabilities(Way(kept_masks={0: _newest(prompt)})),
         )
-        summed = prompt.log_probabilities(with_random_features(prompt, 384, 64))
-        assert (summed - exact).abs().mean() < (streamed - exact).abs().mean()
+        with_features = prompt.log_probabilities(with_random_features(prompt, 384, 64))
+        assert (with_features - exact).abs().mean() < (recent_only - exact).abs().mean()
     finally:
         prompt.cache = before
 

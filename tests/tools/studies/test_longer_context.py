@@ -21,16 +21,19 @@ def test_ranges_double_from_the_trained_length_on() -> None:
 
 def test_the_file_comes_twice_at_the_distance_and_other_text_stands_between() -> None:
     ids = np.arange(10_000)
-    found = longer_context.copies(ids, [512, 1536], 3)
-    copied = longer_context.COPY_TOKENS
-    assert [[len(each) for each in sequences] for sequences in found] == [[512 + copied] * 3, [1536 + copied] * 3]
-    for far, sequences in zip((512, 1536), found, strict=True):
-        for each in sequences:
-            np.testing.assert_array_equal(each[:copied], each[far:])
-            assert not set(each[copied:far]) & set(each[:copied])
-    assert len({each[0] for each in found[0]}) == 3
+    copies = longer_context.copies(ids, [512, 1536], 3)
+    copy_tokens = longer_context.COPY_TOKENS
+    assert [[len(sequence) for sequence in sequences] for sequences in copies] == [
+        [512 + copy_tokens] * 3,
+        [1536 + copy_tokens] * 3,
+    ]
+    for far, sequences in zip((512, 1536), copies, strict=True):
+        for sequence in sequences:
+            np.testing.assert_array_equal(sequence[:copy_tokens], sequence[far:])
+            assert not set(sequence[copy_tokens:far]) & set(sequence[:copy_tokens])
+    assert len({sequence[0] for sequence in copies[0]}) == 3
     # the same files at every distance, so that columns compare
-    assert [each[0] for each in found[0]] == [each[0] for each in found[1]]
+    assert [sequence[0] for sequence in copies[0]] == [sequence[0] for sequence in copies[1]]
 
 
 def test_tokens_are_scored_where_they_stand(
@@ -41,14 +44,14 @@ def test_tokens_are_scored_where_they_stand(
     texts = [np.random.default_rng(seed).integers(0, VOCABULARY, 2 * POSITIONS + 1) for seed in (0, 1)]
     expected = [negative_log_likelihood(session.logits(ids[None, :-1])[0], ids[1:]) for ids in texts]
     ranges = longer_context.buckets(POSITIONS, 2 * POSITIONS)
-    found = longer_context.by_position(session, texts, ranges, 2 * POSITIONS)
-    assert [len(each) for each in found] == [POSITIONS, POSITIONS, 2 * POSITIONS]
-    for nats, (begin, end) in zip(found, ranges, strict=True):
+    losses = longer_context.by_position(session, texts, ranges, 2 * POSITIONS)
+    assert [len(values) for values in losses] == [POSITIONS, POSITIONS, 2 * POSITIONS]
+    for nats, (begin, end) in zip(losses, ranges, strict=True):
         # pieces of another length add in another order: float32
-        np.testing.assert_allclose(nats, np.concatenate([each[begin:end] for each in expected]), atol=1e-4)
+        np.testing.assert_allclose(nats, np.concatenate([values[begin:end] for values in expected]), atol=1e-4)
     assert len(longer_context.by_position(session, texts, ranges, POSITIONS)) == 2
     monkeypatch.setattr(longer_context, "COPY_TOKENS", 20)
-    (twice,) = longer_context.copies(texts[0], [50], 2)
-    scored = longer_context.second_copies(session, twice)
-    alone = [negative_log_likelihood(session.logits(ids[None, :-1])[0], ids[1:])[50:] for ids in twice]
-    np.testing.assert_allclose(scored, np.concatenate(alone), atol=1e-4)
+    (pairs,) = longer_context.copies(texts[0], [50], 2)
+    scores = longer_context.second_copies(session, pairs)
+    expected_scores = [negative_log_likelihood(session.logits(ids[None, :-1])[0], ids[1:])[50:] for ids in pairs]
+    np.testing.assert_allclose(scores, np.concatenate(expected_scores), atol=1e-4)

@@ -26,7 +26,7 @@ def test_a_row_has_the_divergence_of_each_method(
 
 
 def test_methods_are_named_as_a_recipe_has_them() -> None:
-    assert [title(each) for each in ("gptq", "{method: gptq, sweeps: 2}")] == ["gptq", "gptq, sweeps: 2"]
+    assert [title(method) for method in ("gptq", "{method: gptq, sweeps: 2}")] == ["gptq", "gptq, sweeps: 2"]
     recipe = recipe_of("int4", "gptq", CalibrationOptions(windows=2))
     assert recipe.calibration.windows == 2
     assert recipe.steps[1].model_dump()["rounding"]["method"] == "gptq"

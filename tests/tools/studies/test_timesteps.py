@@ -43,12 +43,12 @@ def run(model: onnx.ModelProto, feeds: Feeds) -> np.ndarray:
 
 def test_constants_are_those_of_the_group_of_the_timestep() -> None:
     models = [convolution(float(bias))[0] for bias in range(4)]
-    merged = stack_constants(models)
+    stacked_model = stack_constants(models)
     for timestep, group in ((0, 0), (249, 0), (250, 1), (500, 2), (999, 3)):
         feeds = call(group, timestep)
         # Float32 sums of numbers up to 1000, and a bias that is no constant is added apart; groups differ by 1.
-        np.testing.assert_allclose(run(merged, feeds), run(models[group], feeds), rtol=1e-6, atol=1e-3)
-    assert [tensor.name for tensor in merged.graph.initializer].count("w") == 1
+        np.testing.assert_allclose(run(stacked_model, feeds), run(models[group], feeds), rtol=1e-6, atol=1e-3)
+    assert [tensor.name for tensor in stacked_model.graph.initializer].count("w") == 1
     models[1].graph.node[1].op_type = "Sub"
     with pytest.raises(ValueError, match="graphs of unlike nodes"):
         stack_constants(models)

@@ -50,12 +50,12 @@ def test_the_fastest_one_is_found() -> None:
     steps = {1: 1.0, 2: 1.0, 4: 1.5}
     free, dear = Costs(1.0, steps, 0.0), Costs(1.0, steps, 1.0)
     # one guess: 1.5 tokens for 1; two of a chain: 1.5 for 1.5
-    chained = best(ranks, free, trees=False)
-    assert (chained.tree, chained.ratio) == ([(1,)], 1.5)
+    chain_plan = best(ranks, free, trees=False)
+    assert (chain_plan.tree, chain_plan.ratio) == ([(1,)], 1.5)
     assert best(ranks, free, trees=False, width=4).tree == chain(2)
     # three nodes: 2 tokens for 1.5
-    branched = best(ranks, free, trees=True, width=4)
-    assert (len(branched.tree), branched.tokens, branched.ratio) == (3, 2.0, pytest.approx(4 / 3))
+    tree_plan = best(ranks, free, trees=True, width=4)
+    assert (len(tree_plan.tree), tree_plan.tokens, tree_plan.ratio) == (3, 2.0, pytest.approx(4 / 3))
     assert best(ranks, free, trees=True).ratio == 1.5
     assert best(ranks, dear, trees=True).ratio == pytest.approx(0.8)
 
@@ -76,4 +76,4 @@ def test_the_tool_tells_of_a_draft_model(shipped_artifact: Path, tmp_path: Path)
     for row in rows[:4]:
         assert row["chain"]["tokens"] == 1 + row["chain"]["guesses"] == 1 + min(3, (row["width"] or 2) - 1)
         # a second choice never comes, so the best tree is the chain
-        assert row["tree"]["nodes"] == [[1] * place for place in range(1, 1 + row["chain"]["guesses"])]
+        assert row["tree"]["nodes"] == [[1] * depth for depth in range(1, 1 + row["chain"]["guesses"])]

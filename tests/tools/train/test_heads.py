@@ -28,8 +28,8 @@ def test_heads_learn_what_follows() -> None:
     """States go round in a circle, one way or the other, which only the token behind a state tells."""
     torch.manual_seed(0)
     circle, lm_head = torch.randn(6, 8), torch.randn(8, 20)
-    places = torch.stack([torch.arange(24) % 6, -torch.arange(24) % 6])
-    texts = Texts(places, circle[places])
+    positions = torch.stack([torch.arange(24) % 6, -torch.arange(24) % 6])
+    texts = Texts(positions, circle[positions])
     blocks = Blocks(8, 2, 16, 6, 4)
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=0.02)
     before = loss_of(blocks, lm_head, texts).item()

@@ -25,7 +25,7 @@ def file(tmp_path: Path) -> GgufFile:
 
 
 def test_noise_is_of_half_a_step_on_each_side(file: GgufFile) -> None:
-    first, again, other = (add_noise(file, seed).tensors for seed in (0, 0, 1))
+    first, same_seed, other_seed = (add_noise(file, seed).tensors for seed in (0, 0, 1))
     for name, tensor in file.tensors.items():
         assert isinstance(tensor, Ggml)
         before, after = tensor.numpy(), first[name].numpy()
@@ -38,8 +38,8 @@ def test_noise_is_of_half_a_step_on_each_side(file: GgufFile) -> None:
         assert np.abs(steps).max() > 0.49
         assert abs(steps.mean()) < 4 * steps.std() / np.sqrt(steps.size)
         assert steps.std() == pytest.approx(12**-0.5, rel=0.02)
-        assert np.array_equal(again[name].numpy(), after)
-        assert not np.array_equal(other[name].numpy(), after)
+        assert np.array_equal(same_seed[name].numpy(), after)
+        assert not np.array_equal(other_seed[name].numpy(), after)
 
 
 def test_a_step_is_the_distance_of_neighbouring_codes(file: GgufFile) -> None:
@@ -49,9 +49,9 @@ def test_a_step_is_the_distance_of_neighbouring_codes(file: GgufFile) -> None:
         numbers = tensor.numpy().reshape(-1, 32)
         steps = steps_of(tensor).reshape(-1, 32)[:, :1]
         # all numbers of a block lie whole steps apart, and some are one step apart
-        apart = (numbers - numbers[:, :1]) / np.where(steps == 0, 1, steps)
-        assert np.abs(apart - apart.round()).max() < 1e-3
-        gaps = np.diff(np.sort(apart, axis=1), axis=1)
+        distances = (numbers - numbers[:, :1]) / np.where(steps == 0, 1, steps)
+        assert np.abs(distances - distances.round()).max() < 1e-3
+        gaps = np.diff(np.sort(distances, axis=1), axis=1)
         assert gaps[gaps > 0.5].min() == pytest.approx(1, abs=1e-3)
 
 
@@ -76,10 +76,10 @@ def test_an_artifact_takes_the_noise_in_both_orientations(file: GgufFile, tmp_pa
     after = artifact.read(tmp_path / "out").model.graph.initializers
     expected = expressions_of(add_noise(file, 0), empty_model(file))
     for name, array in arrays.items():
-        wanted = expected[name].numpy()
-        got = expression_of(after[name].const_value).numpy()
-        assert np.array_equal(got, wanted if array.shape == wanted.shape and "embed" in name else wanted.T)
-        assert not np.array_equal(got, array)
+        matrix = expected[name].numpy()
+        result = expression_of(after[name].const_value).numpy()
+        assert np.array_equal(result, matrix if array.shape == matrix.shape and "embed" in name else matrix.T)
+        assert not np.array_equal(result, array)
     with pytest.raises(ValueError, match=r"is not what .*llama.gguf holds"):
         dither(tmp_path / "out", file.path, tmp_path / "again")
 
@@ -93,7 +93,7 @@ def test_the_real_file_is_decoded_as_transformers_decodes_it() -> None:
     model = empty_model(file)
     assert (type(model).__name__, len(file.tensors)) == ("LlamaForCausalLM", 272)
     weights = expressions_of(file, model)
-    assert sum(int(np.prod(each.shape)) for each in weights.values()) == 134_515_008
+    assert sum(int(np.prod(weight.shape)) for weight in weights.values()) == 134_515_008
     for name, tensor in list(file.tensors.items())[:8]:
         assert isinstance(tensor, Ggml)
         if tensor.kind != "F32":
