@@ -56,8 +56,8 @@ def test_a_group_that_is_seen_as_the_root(tmp_path: Path) -> None:
 
 
 def test_groups_of_the_first_version(tmp_path: Path) -> None:
-    unlimited = str((1 << 63) - 4096)
-    limits = {"memory/a": first(str(300 * MEGABYTE), 290, 40), "memory": first(unlimited, 900)}
+    no_limit = str((1 << 63) - 4096)
+    limits = {"memory/a": first(str(300 * MEGABYTE), 290, 40), "memory": first(no_limit, 900)}
     groups = "5:cpu,cpuacct:/c\n4:memory:/a\n"
     assert available_memory(machine(tmp_path, groups, **limits)) == 50 * MEGABYTE
 

@@ -11,16 +11,16 @@ from graphopt.util.processors import run_in_threads
 
 def test_every_part_is_done_once_by_as_many_threads_as_there_are_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    both, done, threads = threading.Barrier(2, timeout=20), [], set()
+    barrier, parts, threads = threading.Barrier(2, timeout=20), [], set()
 
     def work(part: int) -> None:
         if part < 2:
-            both.wait()  # two threads at once, or it would break
-        done.append(part)
+            barrier.wait()  # two threads at once, or it would break
+        parts.append(part)
         threads.add(threading.get_ident())
 
     run_in_threads(work, range(40))
-    assert sorted(done) == list(range(40))
+    assert sorted(parts) == list(range(40))
     assert len(threads) == 2
     assert threading.get_ident() in threads
 
@@ -28,20 +28,20 @@ def test_every_part_is_done_once_by_as_many_threads_as_there_are_processors(monk
 @pytest.mark.parametrize("processors", ["1", "2"])
 def test_the_first_error_ends_the_call(processors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", processors)
-    done = []
+    parts = []
 
     def work(part: int) -> None:
-        done.append(part)
+        parts.append(part)
         raise ValueError(f"part {part}")
 
     with pytest.raises(ValueError, match="part [01]"):
         run_in_threads(work, range(10))
-    assert len(done) <= 2  # one of each thread
+    assert len(parts) <= 2  # one of each thread
 
 
 def test_a_call_within_another_does_not_wait_for_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    done: list[int] = []
+    parts: list[int] = []
     # each call of two parts leaves a processor to those within
-    run_in_threads(lambda _: run_in_threads(done.append, range(5)), range(2))
-    assert sorted(done) == sorted(2 * list(range(5)))
+    run_in_threads(lambda _: run_in_threads(parts.append, range(5)), range(2))
+    assert sorted(parts) == sorted(2 * list(range(5)))

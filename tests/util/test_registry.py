@@ -102,5 +102,5 @@ def test_importing_graphopt_registers_nothing() -> None:
         "print(*(m for m in sys.modules if m.endswith(('matmul_table.spec.op', 'methods.gptq')) or m.count('.') > 2"
         " and m.startswith('graphopt.passes')))"
     )
-    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert not loaded.strip()
+    modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert not modules.strip()
