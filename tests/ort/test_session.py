@@ -21,10 +21,10 @@ def test_a_value_lies_in_the_memory_of_its_array(dtype: npt.DTypeLike, shape: tu
     assert value.shape() == list(shape)
     if array.size:
         assert value.data_ptr() == array.ctypes.data
-    made = array_of(value)
-    assert (made.dtype, made.shape) == (array.dtype, shape)
+    copy = array_of(value)
+    assert (copy.dtype, copy.shape) == (array.dtype, shape)
     array[...] = 2
-    assert (made == 1).all(), "it is a copy"
+    assert (copy == 1).all(), "it is a copy"
     assert (array_of(value) == 2).all()
 
 
@@ -38,9 +38,9 @@ def test_a_session_takes_and_gives_any_type(dtype: npt.DTypeLike) -> None:
     model = ir.Model(ir.Graph([x], outputs, nodes=nodes, opset_imports={"": 23}, name="one"), ir_version=10)
     array = np.arange(6).reshape(2, 3).astype(dtype)
     with session_of(model) as session:
-        turned, shape = run(session, None, {"x": array})
-        (alone,) = run(session, ["turned"], {"x": array})
-    assert turned.dtype == array.dtype
-    assert np.array_equal(turned, array.T)
-    assert np.array_equal(alone, turned)
+        transpose, shape = run(session, None, {"x": array})
+        (single_output,) = run(session, ["turned"], {"x": array})
+    assert transpose.dtype == array.dtype
+    assert np.array_equal(transpose, array.T)
+    assert np.array_equal(single_output, transpose)
     assert shape.tolist() == [2, 3]
