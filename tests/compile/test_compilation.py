@@ -50,21 +50,21 @@ def test_losses_are_located_where_steps_need_statistics(llama_artifact: Path, tm
     recipe = load_recipe(preset).setting("quantize_weights", rounding="gptq")
     recipe = recipe.model_copy(update={"calibration": CalibrationOptions(window=64, windows=2)})
     optimize(llama_artifact, recipe, tmp_path / "after", quality_tokens=0)
-    located = losses(llama_artifact, tmp_path / "after", tokens=64, window=32, restore=False)
-    rounded = [product.local for product in located.products if product.local > 0]
+    located_losses = losses(llama_artifact, tmp_path / "after", tokens=64, window=32, restore=False)
+    local_errors = [product.local for product in located_losses.products if product.local > 0]
     # Six or seven products in each of two layers; what w4a4 splits off the inputs stays in floats, with an error of 0.
-    assert len(rounded) >= 2 * 6
+    assert len(local_errors) >= 2 * 6
     # Four bits leave 10% of a normal distribution, and inputs of four bits as much again; 1 is noise.
-    assert max(rounded) < 0.5
+    assert max(local_errors) < 0.5
 
 
 def test_a_recipe_is_fitted_to_the_graph_but_one_of_a_manifest_is_not(llama_artifact: Path, tmp_path: Path) -> None:
     source = artifact.read(llama_artifact)
-    fitted = Compilation(source, "int4-rtn", work=tmp_path)
-    assert [step.name for step in fitted.recipe_for_target.steps] != [step.name for step in fitted.recipe.steps]
-    assert fitted.recipe.steps[-1].name in ("lower", "compact_scales")
-    recorded = Compilation(source, fitted.recipe_for_target.model_dump(mode="json"), work=tmp_path)
-    assert recorded.recipe == fitted.recipe_for_target
+    fit = Compilation(source, "int4-rtn", work=tmp_path)
+    assert [step.name for step in fit.recipe_for_target.steps] != [step.name for step in fit.recipe.steps]
+    assert fit.recipe.steps[-1].name in ("lower", "compact_scales")
+    replay = Compilation(source, fit.recipe_for_target.model_dump(mode="json"), work=tmp_path)
+    assert replay.recipe == fit.recipe_for_target
 
 
 def test_a_target_is_that_of_the_recipe_and_of_its_passes(llama_artifact: Path, tmp_path: Path) -> None:

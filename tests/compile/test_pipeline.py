@@ -35,7 +35,7 @@ from tests.native import needs_library, skip_without
 
 
 @pytest.fixture(scope="module")
-def optimized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def optimized_artifact(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The exported Llama after rotate-int4-rtn."""
     output = tmp_path_factory.mktemp("optimized") / "rotate-int4-rtn"
     optimize(llama_artifact, "rotate-int4-rtn", output)
@@ -56,17 +56,17 @@ def test_rotate_keeps_the_logits_of_the_export(llama_artifact: Path, tmp_path: P
     # the issue's bound; norm gains of this model are drawn from [0.5, 1.5]. Seen: 1e-6.
     assert np.abs(after - before).max() < TOLERANCE * np.abs(before).max()
     graph = ir.load(tmp_path / "rotated" / MODEL).graph
-    found = [n.inputs[1].const_value.numpy() for n in graph if n.op_type == "RMSNormalization"]
-    assert len(found) == 5
-    assert all((gain == 1).all() for gain in found)
+    norm_gains = [n.inputs[1].const_value.numpy() for n in graph if n.op_type == "RMSNormalization"]
+    assert len(norm_gains) == 5
+    assert all((gain == 1).all() for gain in norm_gains)
 
 
-def forget_the_gain(of: Expression, factors: Expression, axis: int) -> Expression:
-    return Scale(of, Inline.from_array(np.full(factors.shape, factors.numpy().mean())), axis)
+def forget_the_gain(source: Expression, factors: Expression, axis: int) -> Expression:
+    return Scale(source, Inline.from_array(np.full(factors.shape, factors.numpy().mean())), axis)
 
 
-def wrong_row(of: Expression, factors: Expression, axis: int) -> Expression:
-    return Scale(of, Inline.from_array(np.roll(factors.numpy(), 1)), axis)
+def wrong_row(source: Expression, factors: Expression, axis: int) -> Expression:
+    return Scale(source, Inline.from_array(np.roll(factors.numpy(), 1)), axis)
 
 
 @pytest.mark.parametrize("wrong", [forget_the_gain, wrong_row])
@@ -85,7 +85,7 @@ def test_a_wrong_fold_is_refused_and_nothing_is_written(
 
 @pytest.mark.parametrize("recipe", ["int4-rtn", "rotate-int4-rtn"])
 def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path, recipe: str) -> None:
-    made = optimize(llama_artifact, recipe, tmp_path / "out")
+    result = optimize(llama_artifact, recipe, tmp_path / "out")
     # Nominal, from the shapes of the Llama: matrices 4 bits and a float16 scale per 64 rows, the MLP's 160 rows in
     # groups of 32; head 8 bits and a scale per 64; norms float32. The embedding is the head's, until a rotation folds
     # the last norm's gain into the head: then it takes 8 bits and a float32 scale a row.
@@ -95,18 +95,18 @@ def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path
     bits += hidden * vocabulary * (8 + 16 / 64)
     bits += vocabulary * hidden * (8 + 32 / hidden) * (recipe == "rotate-int4-rtn")
     bits += (2 * layers + 1) * hidden * 32
-    assert made.manifest.weights is not None
+    assert result.manifest.weights is not None
     # and the frequencies of the rotary embedding, 8 floats
-    assert made.manifest.weights.bytes == bits / 8 + 4 * 8
-    stored = [v.const_value for v in ir.load(tmp_path / "out" / MODEL).graph.initializers.values()]
-    outside = {tensor.offset: tensor.nbytes for tensor in stored if isinstance(tensor, ir.ExternalTensor)}
+    assert result.manifest.weights.bytes == bits / 8 + 4 * 8
+    tensors = [v.const_value for v in ir.load(tmp_path / "out" / MODEL).graph.initializers.values()]
+    outside = {tensor.offset: tensor.nbytes for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
     assert (tmp_path / "out" / DATA).stat().st_size == sum(outside.values())
     # no original is left beside its codes: no float tensor is as large as the smallest matrix
-    assert max(tensor.size for tensor in stored if tensor.dtype.is_floating_point()) < hidden * kv_heads
+    assert max(tensor.size for tensor in tensors if tensor.dtype.is_floating_point()) < hidden * kv_heads
 
 
-def test_the_manifest_says_how_the_artifact_came_to_be(optimized: Path) -> None:
-    manifest = read_manifest(optimized)
+def test_the_manifest_says_how_the_artifact_came_to_be(optimized_artifact: Path) -> None:
+    manifest = read_manifest(optimized_artifact)
     assert manifest.recipe is not None
     assert Recipe.model_validate(manifest.recipe) == load_recipe("rotate-int4-rtn").with_lower().adding(
         "compact_scales"
@@ -124,19 +124,19 @@ def test_the_manifest_says_how_the_artifact_came_to_be(optimized: Path) -> None:
     assert manifest.precision.activations == "int8"
     assert manifest.precision.storage == {"float32": 6, "int4": 14, "int8": 2}  # 5 gains, rotary frequencies
     assert manifest.session == {"session.qdq_matmulnbits_accuracy_level": "4"}
-    assert set(manifest.files) == {file.name for file in optimized.iterdir()} - {MANIFEST}
+    assert set(manifest.files) == {file.name for file in optimized_artifact.iterdir()} - {MANIFEST}
     assert {"tokenizer.json", "config.json", MODEL, DATA} <= set(manifest.files)
-    verify_files(optimized)
+    verify_files(optimized_artifact)
 
 
 def test_float32_activations_are_a_recipe_away_and_closer(llama_artifact: Path, tmp_path: Path) -> None:
     changes = []
     for activations in ("int8", "float32"):
         recipe = load_recipe("int4-rtn").model_copy(update={"activations": activations})
-        made = optimize(llama_artifact, recipe)
-        assert made.manifest.precision is not None
-        assert made.manifest.precision.activations == activations
-        changes.append(made.manifest.checks[-3].figures["divergence_from_start_nats"])
+        result = optimize(llama_artifact, recipe)
+        assert result.manifest.precision is not None
+        assert result.manifest.precision.activations == activations
+        changes.append(result.manifest.checks[-3].figures["divergence_from_start_nats"])
     # both hold the rounding of the weights; only one that of the activations
     assert changes[0] != changes[1]
 
@@ -158,7 +158,7 @@ def test_the_manifest_tells_storage_and_compute_apart(
     assert manifest.precision is not None
     assert manifest.precision.storage.items() >= storage.items()
     assert {
-        f"{each.operator}, inputs {each.activations}": each.count for each in manifest.precision.products
+        f"{product.operator}, inputs {product.activations}": product.count for product in manifest.precision.products
     } == products
     assert "the graph itself says what its products round their inputs to" in str(manifest.precision.notes[-1])
     assert any("any onnxruntime runs the bodies" in str(note) for note in manifest.notes)
@@ -183,24 +183,24 @@ def test_the_manifest_tells_storage_and_compute_apart(
 
 
 def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(llama_artifact, "int4-rtn", tmp_path / "out", target="ort-cpu:avx512")
-    assert made.manifest.precision is not None
+    result = optimize(llama_artifact, "int4-rtn", tmp_path / "out", target="ort-cpu:avx512")
+    assert result.manifest.precision is not None
     # queries, keys and values are one product, and so are gate and up: 4 instead of 7 in each of 2 layers; the lm_head
-    assert made.manifest.precision.count("MatMulTable", "int8") == 9
-    assert made.manifest.precision.storage["int4"] == 8
-    assert [report.name for report in made.manifest.passes][-4:] == [
+    assert result.manifest.precision.count("MatMulTable", "int8") == 9
+    assert result.manifest.precision.storage["int4"] == 8
+    assert [report.name for report in result.manifest.passes][-4:] == [
         "merge_products",
         "flatten_heads",
         "lower",
         "compact_scales",
     ]
     # both round activations to int8 in groups; the order of sums and ties are all that differs
-    assert made.manifest.check("logits", after="lower").figures["largest_change"] < 2e-2
+    assert result.manifest.check("logits", after="lower").figures["largest_change"] < 2e-2
     # weights and scales are the numbers that they were, with zeros in the last tile of what 16 columns do not divide
     portable = optimize(llama_artifact, "int4-rtn", tmp_path / "portable", target="portable")
     assert portable.manifest.weights is not None
-    assert made.manifest.weights is not None
-    ratio = made.manifest.weights.bits_per_weight / portable.manifest.weights.bits_per_weight
+    assert result.manifest.weights is not None
+    ratio = result.manifest.weights.bits_per_weight / portable.manifest.weights.bits_per_weight
     # zeros in the last tile: 300 columns of the lm_head take 304, as bytes, and so do others of this small model
     assert 1 <= ratio < 1.03  # 1.020 today; weights are never fewer, so 1 is the least
 
@@ -211,15 +211,17 @@ def test_kernels_are_chosen_for_this_machine_and_another_one_says_what_that_cost
 ) -> None:
     skip_without("avx2")  # sessions ask the library, which must be able to run what the test calls this machine
     monkeypatch.setenv(ISA_VARIABLE, "avx2")
-    how: dict[str, Any] = {"run": False, "quality_tokens": 0}
-    here = optimize(llama_artifact, "int4-rtn", tmp_path / "here", target="ort-cpu", **how).manifest
-    there = optimize(llama_artifact, "int4-rtn", tmp_path / "there", target="ort-cpu:scalar", **how).manifest
-    for manifest, instructions, ours in ((here, "avx2", 9), (there, "scalar", 0)):
+    options: dict[str, Any] = {"run": False, "quality_tokens": 0}
+    local_manifest = optimize(llama_artifact, "int4-rtn", tmp_path / "here", target="ort-cpu", **options).manifest
+    scalar_manifest = optimize(
+        llama_artifact, "int4-rtn", tmp_path / "there", target="ort-cpu:scalar", **options
+    ).manifest
+    for manifest, instructions, count in ((local_manifest, "avx2", 9), (scalar_manifest, "scalar", 0)):
         assert manifest.recipe is not None
         (lower,) = (step for step in manifest.recipe["steps"] if step["step"] == "lower")
         assert (lower["target"], lower["instructions"]) == ("ort-cpu", instructions)
         assert manifest.precision is not None
-        assert manifest.precision.count("MatMulTable") == ours
+        assert manifest.precision.count("MatMulTable") == count
     assert load(tmp_path / "here").notes == ()
     (note,) = load(tmp_path / "there").notes
     assert str(note).startswith("kernels were chosen for scalar and this machine has avx2: 8 product(s) of 4 bits run")
@@ -245,7 +247,9 @@ def test_the_input_is_not_changed(llama_artifact: Path) -> None:
     verify_files(llama_artifact)
 
 
-def test_runs_in_a_process_that_never_imported_graphopt(optimized: Path, llama_artifact: Path, tmp_path: Path) -> None:
+def test_runs_in_a_process_that_never_imported_graphopt(
+    optimized_artifact: Path, llama_artifact: Path, tmp_path: Path
+) -> None:
     code = """
 import json, sys
 sys.modules["graphopt"] = None  # an import would fail
@@ -260,23 +264,27 @@ for value in session.get_inputs():
 print(json.dumps(session.run(["logits"], feeds)[0].tolist()))
 """
     result = subprocess.run(
-        [sys.executable, "-c", code, str(optimized / MODEL)], capture_output=True, text=True, check=True, cwd=tmp_path
+        [sys.executable, "-c", code, str(optimized_artifact / MODEL)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
     )
-    got = np.array(json.loads(result.stdout))
+    logits = np.array(json.loads(result.stdout))
     ids = np.arange(12).reshape(2, 6)
-    assert np.array_equal(got.astype(np.float32), run_once(optimized, ids))
+    assert np.array_equal(logits.astype(np.float32), run_once(optimized_artifact, ids))
     before = run_once(llama_artifact, ids)
     # 4-bit Gaussian weights: each product errs by about 8% of its size, through 2 layers (seen with twelve rotations:
     # 0.26 to 0.44 of the largest)
-    assert np.abs(got - before).max() < 0.7 * np.abs(before).max()
+    assert np.abs(logits - before).max() < 0.7 * np.abs(before).max()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gpt_neox", "phi3", "gemma3"])
 def test_other_families_go_through_and_say_what_was_left_alone(
     family: str, make_artifact: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    made = optimize(make_artifact(family), "rotate-int4-rtn", tmp_path / family)
-    reports = {report.name: report for report in made.manifest.passes}
+    result = optimize(make_artifact(family), "rotate-int4-rtn", tmp_path / family)
+    reports = {report.name: report for report in result.manifest.passes}
     assert len(reports["quantize_weights"].changes) >= 10
     if family == "gemma3":  # a gain behind each sublayer sits on the residual itself
         assert reports["rotate"].changes
@@ -290,7 +298,7 @@ def test_other_families_go_through_and_say_what_was_left_alone(
         assert len(reports["rotate"].changes) >= 10
 
 
-def damaged(source: Path, folder: Path, damage: str) -> Path:
+def damage_copy(source: Path, folder: Path, damage: str) -> Path:
     """Copy an artifact and damage it."""
     shutil.copytree(source, folder)
     model = ir.load(folder / MODEL)
@@ -327,7 +335,7 @@ BAD = {
 def test_bad_input_gets_a_clear_error_and_leaves_nothing(
     damage: str, llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = damaged(llama_artifact, tmp_path / "in", damage)
+    folder = damage_copy(llama_artifact, tmp_path / "in", damage)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
@@ -352,24 +360,24 @@ def test_a_model_that_does_not_fit_is_optimized_and_what_was_not_checked_is_said
 ) -> None:
     monkeypatch.setattr(room, "available_memory", lambda: 1000)
     manifest = optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "out").manifest
-    mine = [check for check in manifest.checks if check.name in ("logits", "kernels")]
-    assert {check.status for check in mine} == {"not covered"}
+    run_checks = [check for check in manifest.checks if check.name in ("logits", "kernels")]
+    assert {check.status for check in run_checks} == {"not covered"}
     assert manifest.precision is not None
     assert manifest.precision.activations == "unknown"
     assert "was not read here" in str(manifest.precision.notes[-1])
     # the very weights that the checked way makes
     monkeypatch.undo()
-    checked = optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "checked").manifest
-    assert manifest.weights == checked.weights
+    checked_manifest = optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "checked").manifest
+    assert manifest.weights == checked_manifest.weights
     ids = np.random.default_rng(3).integers(0, 300, (2, 8))
-    near, far = run_once(tmp_path / "out", ids), run_once(tmp_path / "checked", ids)
+    unchecked_logits, checked_logits = run_once(tmp_path / "out", ids), run_once(tmp_path / "checked", ids)
     # folded and rotated in one go, without rounding to float32 in between: a weight that lies on the edge between two
     # codes may go the other way, no more
-    assert np.abs(near - far).max() < 0.05 * np.abs(far).max()
+    assert np.abs(unchecked_logits - checked_logits).max() < 0.05 * np.abs(checked_logits).max()
 
 
-def test_an_optimized_artifact_can_be_optimized_again(optimized: Path, tmp_path: Path) -> None:
-    manifest = optimize(optimized, "rotate", tmp_path / "again").manifest
+def test_an_optimized_artifact_can_be_optimized_again(optimized_artifact: Path, tmp_path: Path) -> None:
+    manifest = optimize(optimized_artifact, "rotate", tmp_path / "again").manifest
     names = [report.name for report in manifest.passes][6:]
     assert names == ["widen_scales", "canonicalize", "fold_norms", "rotate", "lower", "compact_scales"]
     assert manifest.precision is not None

@@ -23,14 +23,14 @@ from graphopt.verification.equivalence import TOLERANCE
 
 
 @pytest.fixture(scope="module")
-def rotated(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rotated_artifact(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("proof") / "rotated"
     optimize(llama_artifact, "rotate-online", output)
     return output
 
 
 @pytest.fixture(scope="module")
-def quantized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def int4_artifact(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("proof") / "quantized"
     optimize(llama_artifact, "rotate-int4-rtn", output)
     return output
@@ -46,13 +46,13 @@ def agreeing(folder: Path) -> Path:
     return folder
 
 
-def edited(folder: Path, copy: Path, tensor: str, change: float) -> Path:
+def edit_weight(folder: Path, copy: Path, tensor: str, change: float) -> Path:
     """Copy an artifact with one number of one weight changed, and the hash with it."""
     shutil.copytree(folder, copy)
-    stored = ir.load(copy / MODEL).graph.initializers[tensor].const_value
-    assert isinstance(stored, ir.ExternalTensor)
-    assert stored.offset is not None
-    number = np.memmap(copy / DATA, stored.dtype.numpy(), "r+", offset=stored.offset, shape=(1,))
+    external = ir.load(copy / MODEL).graph.initializers[tensor].const_value
+    assert isinstance(external, ir.ExternalTensor)
+    assert external.offset is not None
+    number = np.memmap(copy / DATA, external.dtype.numpy(), "r+", offset=external.offset, shape=(1,))
     number += number.dtype.type(change)
     number.flush()
     return agreeing(copy)
@@ -67,8 +67,8 @@ def with_model(folder: Path, copy: Path, change: Callable[[onnx.ModelProto], obj
     return agreeing(copy)
 
 
-def test_the_manifest_holds_the_certificate(rotated: Path) -> None:
-    manifest = read_manifest(rotated)
+def test_the_manifest_holds_the_certificate(rotated_artifact: Path) -> None:
+    manifest = read_manifest(rotated_artifact)
     (check,) = [check for check in manifest.checks if check.name == "certificate"]
     assert (check.status, check.after) == ("proved", "rotate")
     # 14 matrices of two layers, head and embedding; q and k are read by the residual's rotation as well
@@ -79,8 +79,8 @@ def test_the_manifest_holds_the_certificate(rotated: Path) -> None:
     assert manifest.passes[-2].claims is not None
 
 
-def test_a_rotation_is_proved_again_from_the_two_folders(llama_artifact: Path, rotated: Path) -> None:
-    proof = verify(llama_artifact, rotated)
+def test_a_rotation_is_proved_again_from_the_two_folders(llama_artifact: Path, rotated_artifact: Path) -> None:
+    proof = verify(llama_artifact, rotated_artifact)
     statuses = [(check.name, check.status) for check in proof.checks]
     assert statuses == [("certificate", "proved"), ("replay", "proved"), ("logits", "measured")]
     (manifest,) = proof.checks[1].findings
@@ -90,8 +90,8 @@ def test_a_rotation_is_proved_again_from_the_two_folders(llama_artifact: Path, r
     assert proof.checks[-1].figures["largest_change"] < TOLERANCE
 
 
-def test_a_lossy_recipe_is_replayed_to_the_last_number(llama_artifact: Path, quantized: Path) -> None:
-    proof = verify(llama_artifact, quantized)
+def test_a_lossy_recipe_is_replayed_to_the_last_number(llama_artifact: Path, int4_artifact: Path) -> None:
+    proof = verify(llama_artifact, int4_artifact)
     statuses = [(check.name, check.status) for check in proof.checks]
     assert statuses == [("certificate", "proved"), ("replay", "proved"), ("logits", "measured")]
 
@@ -99,8 +99,10 @@ def test_a_lossy_recipe_is_replayed_to_the_last_number(llama_artifact: Path, qua
 def test_a_step_that_comes_twice_is_replayed_by_its_run(llama_artifact: Path, tmp_path: Path) -> None:
     recipe = load_recipe("rotate")
     first = next(step for step in recipe.steps if step.name == "rotate")
-    again = first.model_copy(update={"seed": 7})
-    steps = [each for step in recipe.steps for each in ([step, again] if step is first else [step])]
+    second_rotation = first.model_copy(update={"seed": 7})
+    steps = [
+        step_or_copy for step in recipe.steps for step_or_copy in ([step, second_rotation] if step is first else [step])
+    ]
     optimize(llama_artifact, recipe.model_copy(update={"steps": tuple(steps)}), tmp_path / "twice")
     reports = [report for report in read_manifest(tmp_path / "twice").passes if report.name == "rotate"]
     assert [report.run for report in reports] == [1, 2]
@@ -112,8 +114,8 @@ def test_a_step_that_comes_twice_is_replayed_by_its_run(llama_artifact: Path, tm
     ]
 
 
-def test_without_running_the_proof_still_holds(llama_artifact: Path, rotated: Path) -> None:
-    logits = verify(llama_artifact, rotated, run=False).checks[-1]
+def test_without_running_the_proof_still_holds(llama_artifact: Path, rotated_artifact: Path) -> None:
+    logits = verify(llama_artifact, rotated_artifact, run=False).checks[-1]
     assert logits.status == "not covered"
     assert "asked not to run" in str(logits.reason)
 
@@ -127,23 +129,23 @@ def test_without_running_the_proof_still_holds(llama_artifact: Path, rotated: Pa
     ],
 )
 def test_one_changed_number_is_found_and_named(
-    llama_artifact: Path, rotated: Path, tmp_path: Path, tensor: str
+    llama_artifact: Path, rotated_artifact: Path, tmp_path: Path, tensor: str
 ) -> None:
     # 1e-3 is far above rounding (weights are about 0.1) and far below what the logits would show at the bound of 1e-4
-    copy = edited(rotated, tmp_path / "copy", tensor, 1e-3)
+    copy = edit_weight(rotated_artifact, tmp_path / "copy", tensor, 1e-3)
     with pytest.raises(VerificationError, match=tensor):
         verify(llama_artifact, copy, run=False)
 
 
-def test_a_changed_scale_is_found_and_named(llama_artifact: Path, quantized: Path, tmp_path: Path) -> None:
+def test_a_changed_scale_is_found_and_named(llama_artifact: Path, int4_artifact: Path, tmp_path: Path) -> None:
     tensor = "model.layers.0.mlp.up_proj.weight.scales"
-    copy = edited(quantized, tmp_path / "copy", tensor, 1e-2)
+    copy = edit_weight(int4_artifact, tmp_path / "copy", tensor, 1e-2)
     with pytest.raises(VerificationError, match=tensor):
         verify(llama_artifact, copy, run=False)
 
 
-def test_a_claim_that_was_changed_is_refused(llama_artifact: Path, rotated: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(rotated, tmp_path / "copy")
+def test_a_claim_that_was_changed_is_refused(llama_artifact: Path, rotated_artifact: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(rotated_artifact, tmp_path / "copy")
     manifest = json.loads((copy / MANIFEST).read_text())
     claims = manifest["passes"][-2]["claims"]
     name = next(name for name, claim in claims["rotations"].items() if claim["seed"] is not None)
@@ -153,9 +155,9 @@ def test_a_claim_that_was_changed_is_refused(llama_artifact: Path, rotated: Path
         verify(llama_artifact, copy, run=False)
 
 
-def test_another_model_before_is_refused(make_artifact, rotated: Path) -> None:
+def test_another_model_before_is_refused(make_artifact, rotated_artifact: Path) -> None:
     with pytest.raises(VerificationError, match="certificate of rotate does not hold"):
-        verify(make_artifact("qwen2"), rotated, run=False)
+        verify(make_artifact("qwen2"), rotated_artifact, run=False)
 
 
 def test_what_was_never_optimized_is_refused(llama_artifact: Path) -> None:
@@ -163,9 +165,9 @@ def test_what_was_never_optimized_is_refused(llama_artifact: Path) -> None:
         verify(llama_artifact, llama_artifact)
 
 
-def test_the_wrong_order_is_refused(llama_artifact: Path, rotated: Path, quantized: Path) -> None:
+def test_the_wrong_order_is_refused(llama_artifact: Path, rotated_artifact: Path, int4_artifact: Path) -> None:
     with pytest.raises(InputError, match="which is not what its recipe rotate-int4-rtn does after"):
-        verify(rotated, quantized)
+        verify(rotated_artifact, int4_artifact)
 
 
 def other_operator(proto: onnx.ModelProto) -> None:
@@ -194,17 +196,17 @@ FAULTS: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_changed_part_of_the_model_is_found_and_named(
-    llama_artifact: Path, rotated: Path, tmp_path: Path, name: str
+    llama_artifact: Path, rotated_artifact: Path, tmp_path: Path, name: str
 ) -> None:
     change, message = FAULTS[name]
-    copy = with_model(rotated, tmp_path / "copy", change)
+    copy = with_model(rotated_artifact, tmp_path / "copy", change)
     with pytest.raises(VerificationError, match=message):
         verify(llama_artifact, copy, run=False)
 
 
-def test_files_beside_the_model_are_compared(llama_artifact: Path, rotated: Path, tmp_path: Path) -> None:
+def test_files_beside_the_model_are_compared(llama_artifact: Path, rotated_artifact: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "config.json", "genai_config.json"):
-        copy = shutil.copytree(rotated, tmp_path / name)
+        copy = shutil.copytree(rotated_artifact, tmp_path / name)
         with (copy / name).open("a") as stream:
             stream.write(" ")
         with pytest.raises(VerificationError, match="where its manifest says"):
@@ -213,17 +215,17 @@ def test_files_beside_the_model_are_compared(llama_artifact: Path, rotated: Path
             verify(llama_artifact, agreeing(copy), run=False)
 
 
-def test_a_file_too_many_or_too_few_is_refused(llama_artifact: Path, rotated: Path, tmp_path: Path) -> None:
-    more = shutil.copytree(rotated, tmp_path / "more")
-    (more / "chat_template.jinja").write_text("x")
+def test_a_file_too_many_or_too_few_is_refused(llama_artifact: Path, rotated_artifact: Path, tmp_path: Path) -> None:
+    longer = shutil.copytree(rotated_artifact, tmp_path / "more")
+    (longer / "chat_template.jinja").write_text("x")
     with pytest.raises(VerificationError, match="does not list this file.*chat_template"):
-        verify(llama_artifact, more, run=False)
-    manifest = json.loads((more / MANIFEST).read_text())
+        verify(llama_artifact, longer, run=False)
+    manifest = json.loads((longer / MANIFEST).read_text())
     manifest["files"]["chat_template.jinja"] = {"bytes": 0, "sha256": ""}
-    (more / MANIFEST).write_text(json.dumps(manifest))
+    (longer / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(VerificationError, match="writes no such file.*chat_template"):
-        verify(llama_artifact, agreeing(more), run=False)
-    fewer = shutil.copytree(rotated, tmp_path / "fewer")
+        verify(llama_artifact, agreeing(longer), run=False)
+    fewer = shutil.copytree(rotated_artifact, tmp_path / "fewer")
     (fewer / "tokenizer.json").unlink()
     manifest["files"] = {name: {"bytes": 0, "sha256": ""} for name in sorted(f.name for f in fewer.iterdir())}
     del manifest["files"][MANIFEST]
@@ -232,13 +234,13 @@ def test_a_file_too_many_or_too_few_is_refused(llama_artifact: Path, rotated: Pa
         verify(llama_artifact, agreeing(fewer), run=False)
 
 
-def test_an_artifact_in_parts_runs_and_is_verified(llama_artifact: Path, quantized: Path, tmp_path: Path) -> None:
+def test_an_artifact_in_parts_runs_and_is_verified(llama_artifact: Path, int4_artifact: Path, tmp_path: Path) -> None:
     optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "parts", quality_tokens=0, part_size=10_000)
     assert (tmp_path / "parts" / f"{DATA}.1").is_file()
     checks = verify(llama_artifact, tmp_path / "parts").checks
     assert {check.status for check in checks} <= {"proved", "measured"}
-    one, parts = (
+    whole, parts = (
         [(name, value.const_value.tobytes()) for name, value in read(folder).model.graph.initializers.items()]
-        for folder in (quantized, tmp_path / "parts")
+        for folder in (int4_artifact, tmp_path / "parts")
     )
-    assert one == parts
+    assert whole == parts

@@ -72,10 +72,10 @@ class Files(NamedTuple):
 def files_of(folder: Path) -> Files:
     """Return what an artifact says, but for how long things took."""
     manifest = json.loads((folder / MANIFEST).read_text())
-    for each in manifest["passes"]:
-        each["seconds"] = 0
-    for each in manifest["checks"]:
-        each["figures"].pop("seconds", None)
+    for report in manifest["passes"]:
+        report["seconds"] = 0
+    for check in manifest["checks"]:
+        check["figures"].pop("seconds", None)
     return Files((folder / MODEL).read_bytes(), (folder / DATA).read_bytes(), manifest)
 
 
@@ -91,11 +91,11 @@ def test_killed_ten_times_and_resumed_the_bytes_are_the_same(
     llama_artifact: Path, tmp_path: Path, plain: Files
 ) -> None:
     arguments = [str(llama_artifact), str(tmp_path / "out"), RECIPE, str(os.getpid())]
-    ran = subprocess.run([sys.executable, "-c", KILLS, *arguments], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    said = json.loads(ran.stdout)
-    assert said["killed"] >= 5
-    assert said["again"] == 0  # what was on the disk was not computed again
+    process = subprocess.run([sys.executable, "-c", KILLS, *arguments], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    counts = json.loads(process.stdout)
+    assert counts["killed"] >= 5
+    assert counts["again"] == 0  # what was on the disk was not computed again
     assert files_of(tmp_path / "out") == plain
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "out-plain"]
 
@@ -104,12 +104,12 @@ def test_killed_ten_times_and_resumed_the_bytes_are_the_same(
 def test_processes_make_what_one_makes(
     llama_artifact: Path, tmp_path: Path, plain: Files, jobs: int, run: bool
 ) -> None:
-    made = optimize(llama_artifact, RECIPE, tmp_path / "out", run=run, jobs=jobs)
-    found = files_of(tmp_path / "out")
-    assert (found.model, found.data) == (plain.model, plain.data)
+    result = optimize(llama_artifact, RECIPE, tmp_path / "out", run=run, jobs=jobs)
+    files = files_of(tmp_path / "out")
+    assert (files.model, files.data) == (plain.model, plain.data)
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
     # and what is returned can still be read
-    assert all(value.const_value.numpy() is not None for value in made.model.graph.initializers.values())
+    assert all(value.const_value.numpy() is not None for value in result.model.graph.initializers.values())
 
 
 def test_shards_and_assemble_make_what_one_process_makes(
@@ -132,20 +132,20 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
     subprocess.run([sys.executable, "-c", script, str(llama_artifact), RECIPE, str(tmp_path / "out")], check=True)
 
-    def again(self: Store, expression: object, array: object) -> None:
+    def refuse_write(self: Store, expression: object, array: object) -> None:
         raise AssertionError(f"{expression} was evaluated by no shard")
 
-    monkeypatch.setattr(Store, "_write", again)
+    monkeypatch.setattr(Store, "_write", refuse_write)
     assemble(tmp_path / "out", run=False)
     assert files_of(tmp_path / "out") == plain
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_each_weight_is_in_one_shard(llama_artifact: Path) -> None:
-    made = optimize(llama_artifact, "rotate", run=False)
-    expressions = [tensor.expression for _, tensor in computed_weights(made.model)]
+    result = optimize(llama_artifact, "rotate", run=False)
+    expressions = [tensor.expression for _, tensor in computed_weights(result.model)]
     parts = [share(expressions, number, 3) for number in range(3)]
-    assert sorted(map(id, [each for part in parts for each in part])) == sorted(map(id, expressions))
+    assert sorted(map(id, [expression for part in parts for expression in part])) == sorted(map(id, expressions))
 
 
 def test_assembling_too_early_names_the_shards_that_are_missing(llama_artifact: Path, tmp_path: Path) -> None:
@@ -193,10 +193,10 @@ def test_a_limit_on_the_size_of_files_is_said(llama_artifact: Path, tmp_path: Pa
         "from graphopt.cli import main\nsys.argv = ['graphopt', *sys.argv[1:]]\nmain()"
     )
     arguments = ["optimize", str(llama_artifact), "-r", "int4-rtn", "-o", str(tmp_path / "out"), "--no-run"]
-    ran = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert "the file cannot be written (File too large)" in ran.stderr
-    assert "Traceback" not in ran.stderr
+    process = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert "the file cannot be written (File too large)" in process.stderr
+    assert "Traceback" not in process.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -204,8 +204,8 @@ def test_a_chosen_work_folder_outlives_a_refusal_and_is_gone_at_the_end(
     llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = tmp_path / "work"
-    with monkeypatch.context() as patched:
-        patched.setattr(gains, "Scale", lambda source, factors, axis: source)
+    with monkeypatch.context() as patch:
+        patch.setattr(gains, "Scale", lambda source, factors, axis: source)
         with pytest.raises(VerificationError):
             optimize(llama_artifact, "rotate", tmp_path / "out", work=work)
     assert work.is_dir()

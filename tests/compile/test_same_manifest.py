@@ -20,7 +20,7 @@ from graphopt.errors import InputError, VerificationError
 from tests.verification.test_same_model import FROZEN, RECIPE
 
 # What depends on time, on the machine, or on whether the model was run; and what was compared with the files.
-RECORDED = re.compile(
+RECORDED_FIELDS = re.compile(
     r"versions\..*|files\..*|passes\.\d+\.seconds"
     r"|checks\.\d+\.(reason|figures|findings)\b.*|checks\.\d+\.status"
 )
@@ -36,11 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    below = [found for key, each in items for found in leaves(each, (*path, key))]
-    yield from below or [(path, value)]
+    inner = [leaf for key, item in items for leaf in leaves(item, (*path, key))]
+    yield from inner or [(path, value)]
 
 
-def other(value: Any) -> Any:
+def other_value(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, (int, float)):
@@ -49,37 +49,39 @@ def other(value: Any) -> Any:
 
 
 def test_a_fault_in_any_field_is_refused(folder: Path) -> None:
-    made, before = read_manifest(folder), read_manifest(BEFORE)
-    stored = made.model_dump(mode="json")
+    manifest, before = read_manifest(folder), read_manifest(BEFORE)
+    document = manifest.model_dump(mode="json")
     new = len(before.checks)
-    confirm_manifest(made, Manifest.model_validate(stored), folder / MANIFEST, before)
-    planted, missed, kinds = 0, [], set()
-    for path, value in leaves(stored):
+    confirm_manifest(manifest, Manifest.model_validate(document), folder / MANIFEST, before)
+    fault_count, unseen, kinds = 0, [], set()
+    for path, value in leaves(document):
         # one of each kind of field is enough
         kind = tuple("*" if isinstance(step, int) and len(path) > 2 else step for step in path)
         name = ".".join(map(str, path))
-        is_new = path[0] == "checks" and int(path[1]) >= new and stored["checks"][int(path[1])]["name"] != "certificate"
-        if kind in kinds or (RECORDED.fullmatch(name) and (path[0] != "checks" or is_new)):
+        is_new = (
+            path[0] == "checks" and int(path[1]) >= new and document["checks"][int(path[1])]["name"] != "certificate"
+        )
+        if kind in kinds or (RECORDED_FIELDS.fullmatch(name) and (path[0] != "checks" or is_new)):
             continue
         kinds.add(kind)
-        spoiled = copy.deepcopy(stored)
-        at = spoiled
+        faulty = copy.deepcopy(document)
+        parent = faulty
         for step in path[:-1]:
-            at = at[step]
-        at[path[-1]] = other(value)
-        planted += 1
+            parent = parent[step]
+        parent[path[-1]] = other_value(value)
+        fault_count += 1
         try:
-            confirm_manifest(made, Manifest.model_validate(spoiled), folder / MANIFEST, before)
+            confirm_manifest(manifest, Manifest.model_validate(faulty), folder / MANIFEST, before)
         except (VerificationError, ValueError):
             continue
-        missed.append(name)
-    assert planted > 60
+        unseen.append(name)
+    assert fault_count > 60
     # what a certificate measured depends on the processor
-    assert [name for name in missed if not re.search(r"seconds|largest_share|findings|reason", name)] == []
+    assert [name for name in unseen if not re.search(r"seconds|largest_share|findings|reason", name)] == []
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("path", "value", "message"),
     [
         (("weights", "bytes"), 1, "weights.bytes is 1 in the file"),
         (("session",), {"session.x": "1"}, "session"),
@@ -93,23 +95,23 @@ def test_a_fault_in_any_field_is_refused(folder: Path) -> None:
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_verify_refuses_a_manifest_that_says_something_else(
-    folder: Path, tmp_path: Path, place: tuple[str | int, ...], value: object, message: str
+    folder: Path, tmp_path: Path, path: tuple[str | int, ...], value: object, message: str
 ) -> None:
-    spoiled = shutil.copytree(folder, tmp_path / "copy")
-    manifest = at = json.loads((spoiled / MANIFEST).read_text())
-    for step in place[:-1]:
-        at = at[step]
-    at[place[-1]] = value
-    (spoiled / MANIFEST).write_text(json.dumps(manifest))
+    faulty_copy = shutil.copytree(folder, tmp_path / "copy")
+    manifest = parent = json.loads((faulty_copy / MANIFEST).read_text())
+    for step in path[:-1]:
+        parent = parent[step]
+    parent[path[-1]] = value
+    (faulty_copy / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(VerificationError, match=re.escape(message)):
-        verify(BEFORE, spoiled, run=False)
+        verify(BEFORE, faulty_copy, run=False)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "..", "", "a/b", "a\\b", MANIFEST])
 def test_a_manifest_that_lists_files_elsewhere_is_refused(folder: Path, tmp_path: Path, name: str) -> None:
-    spoiled = shutil.copytree(folder, tmp_path / "copy")
-    manifest = json.loads((spoiled / MANIFEST).read_text())
+    faulty_copy = shutil.copytree(folder, tmp_path / "copy")
+    manifest = json.loads((faulty_copy / MANIFEST).read_text())
     manifest["files"][name] = {"bytes": 0, "sha256": ""}
-    (spoiled / MANIFEST).write_text(json.dumps(manifest))
+    (faulty_copy / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(InputError, match="is not the name of another file in this folder"):
-        read_manifest(spoiled)
+        read_manifest(faulty_copy)

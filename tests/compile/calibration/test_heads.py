@@ -30,9 +30,9 @@ from graphopt.util.stdlib_text import held_out_text
 from tests.graphs import residual_model, run_pass
 
 TEXT = held_out_text()[:3000]
-READ: dict[str, Any] = {"sinks": 4, "recent": 20, "budget": 1, "page": 16}
-STREAMS = SparseKV(policy="streaming", **READ)
-RETRIEVES = SparseKV(policy="retrieval", **READ)
+READ_OPTIONS: dict[str, Any] = {"sinks": 4, "recent": 20, "budget": 1, "page": 16}
+STREAMS = SparseKV(policy="streaming", **READ_OPTIONS)
+RETRIEVES = SparseKV(policy="retrieval", **READ_OPTIONS)
 
 
 def recipe(*steps: dict[str, Any]) -> Recipe:
@@ -63,32 +63,32 @@ def test_queries_and_keys_give_the_attention_that_transformers_computes(
     ids = np.random.default_rng(0).integers(0, 300, 40)
     with torch.no_grad():
         expected = model(torch.tensor(ids[None]), output_attentions=True).attentions
-    with tap(artifact.read(llama_artifact)) as opened:
-        layers = list(opened.run(ids))
+    with tap(artifact.read(llama_artifact)) as tapped_model:
+        layers = list(tapped_model.run(ids))
     assert [heads.tapped_layer.layer.number for heads in layers] == [0, 1]
     for heads, weights in zip(layers, expected, strict=True):
-        found = np.concatenate([attention(heads, head, np.arange(40))[0].swapaxes(0, 1) for head in range(2)])
+        shares = np.concatenate([attention(heads, head, np.arange(40))[0].swapaxes(0, 1) for head in range(2)])
         # both multiply 64 and 16 float32 numbers a few layers deep
-        np.testing.assert_allclose(found, weights[0].numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(shares, weights[0].numpy(), rtol=0, atol=1e-5)
 
 
-def windowed(llama_artifact: Path, *numbers: int) -> Artifact:
+def with_windows(llama_artifact: Path, *numbers: int) -> Artifact:
     """The model in pages, some of its layers with a window of their own."""
-    made = artifact.read(llama_artifact)
+    model_artifact = artifact.read(llama_artifact)
     for name in ("canonicalize", "page_kv"):
-        run_pass(made.model, name)
-    for node in kv_nodes(made.model.graph):
+        run_pass(model_artifact.model, name)
+    for node in kv_nodes(model_artifact.model.graph):
         if layer_of(node).number in numbers:
-            change(made.model.graph, node, {"window": 6, "policies": (STREAMING,), "recent": 6})
-    return made
+            change(model_artifact.model.graph, node, {"window": 6, "policies": (STREAMING,), "recent": 6})
+    return model_artifact
 
 
 def test_layers_with_a_window_of_their_own_are_left_out_and_named(llama_artifact: Path) -> None:
     options = {"streaming": STREAMS, "retrieval": RETRIEVES, "windows": 1, "queries": 4}
-    found = calibrate(windowed(llama_artifact, 0), TEXT, **options)  # type: ignore[arg-type]
-    assert ([layer.number for layer in found.layers], found.windowed) == ([1], (0,))
+    result = calibrate(with_windows(llama_artifact, 0), TEXT, **options)  # type: ignore[arg-type]
+    assert ([layer.number for layer in result.layers], result.windowed) == ([1], (0,))
     with pytest.raises(InputError, match="every layer of this model has a window of its own"):
-        calibrate(windowed(llama_artifact, 0, 1), TEXT)
+        calibrate(with_windows(llama_artifact, 0, 1), TEXT)
 
 
 def test_a_model_without_attention_over_a_cache_is_refused_with_the_reason(llama_artifact: Path) -> None:
@@ -137,19 +137,19 @@ def test_streaming_keeps_the_mass_of_what_it_reads(
         random.standard_normal((2, 24, 3, 16)), random.standard_normal((2, 24, 16)), window=5 * window, softcap=softcap
     )
     attrs = replace(heads.tapped_layer.layer.attributes, policies=(STREAMING,), sinks=sinks, recent=recent)
-    asked = np.array([0, 7, 23])
-    found = policy_shares(heads, asked, {"streaming": attrs})
+    positions = np.array([0, 7, 23])
+    shares = policy_shares(heads, positions, {"streaming": attrs})
     for head in range(2):
-        for row, p in enumerate(asked):
-            seen = [j for j in range(p + 1) if not window or j > p - 5 * window]
-            read = [j for j in seen if j < sinks or j > p - recent]
+        for row, p in enumerate(positions):
+            visible = [j for j in range(p + 1) if not window or j > p - 5 * window]
+            read_tokens = [j for j in visible if j < sinks or j > p - recent]
             scores = heads.queries[head, p].astype(np.float64) @ heads.keys[head].astype(np.float64).T
             scores = softcap * np.tanh(scores / softcap) if softcap else scores
             mass = np.exp(scores)
-            share = mass[:, read].sum(axis=1) / mass[:, seen].sum(axis=1)
+            share = mass[:, read_tokens].sum(axis=1) / mass[:, visible].sum(axis=1)
             # both are float64
-            np.testing.assert_allclose(found[head]["streaming"].mass[row], share, rtol=1e-9)
-            assert found[head]["streaming"].read_share[row] == pytest.approx(len(read) / len(seen))
+            np.testing.assert_allclose(shares[head]["streaming"].mass[row], share, rtol=1e-9)
+            assert shares[head]["streaming"].read_share[row] == pytest.approx(len(read_tokens) / len(visible))
 
 
 @pytest.mark.parametrize("summary", ["bounds", "mean"])
@@ -161,16 +161,16 @@ def test_retrieval_finds_a_page_that_has_all_the_mass(summary: str) -> None:
     attrs = replace(
         heads.tapped_layer.layer.attributes, policies=(RETRIEVAL,), page=16, sinks=1, recent=4, summary=summary
     )
-    asked = np.array([90, 95])
+    positions = np.array([90, 95])
     policies = {f"{budget}": replace(attrs, budget=budget) for budget in (0, 1, 6)}
     policies["dense"] = replace(attrs, policies=(DENSE,))
-    (found,) = policy_shares(heads, asked, policies)
+    (shares,) = policy_shares(heads, positions, policies)
     # the score of key 37 is 64, of others about 0, and e^-64 of 96 is 6e-27
-    assert (found["0"].mass < 1e-20).all()
-    assert (found["1"].mass > 1 - 1e-12).all()
-    for everything in ("6", "dense"):
-        np.testing.assert_allclose(found[everything].mass, 1, rtol=1e-12)
-        np.testing.assert_array_equal(found[everything].read_share, 1)
+    assert (shares["0"].mass < 1e-20).all()
+    assert (shares["1"].mass > 1 - 1e-12).all()
+    for name in ("6", "dense"):
+        np.testing.assert_allclose(shares[name].mass, 1, rtol=1e-12)
+        np.testing.assert_array_equal(shares[name].read_share, 1)
 
 
 def test_a_sink_logit_takes_attention_and_keeps_its_share_out_of_the_mass() -> None:
@@ -178,10 +178,10 @@ def test_a_sink_logit_takes_attention_and_keeps_its_share_out_of_the_mass() -> N
     heads = heads_of(random.standard_normal((2, 20, 2, 16)), random.standard_normal((2, 20, 16)))
     logits = np.array([0.0, 1.0, 2.0, 30.0], np.float32)
     with_sinks = replace(heads, tapped_layer=replace(heads.tapped_layer, sink_logits=logits))
-    asked = np.array([19])
+    positions = np.array([19])
     for head in range(2):
-        without, _ = attention(heads, head, asked)
-        having, _ = attention(with_sinks, head, asked)
+        without, _ = attention(heads, head, positions)
+        having, _ = attention(with_sinks, head, positions)
         scores = heads.queries[head, 19].astype(np.float64) @ heads.keys[head].astype(np.float64).T
         total = np.exp(scores).sum(axis=1)
         share = total / (total + np.exp(logits[2 * head : 2 * head + 2].astype(np.float64)))
@@ -192,19 +192,21 @@ def test_a_sink_logit_takes_attention_and_keeps_its_share_out_of_the_mass() -> N
 # Echo and induction
 
 
-@pytest.mark.parametrize(("behind", "expected"), [(0, (0.75, 0.0)), (1, (0.0, 1.0))])
-def test_heads_that_look_for_their_token_or_for_what_follows_it(behind: int, expected: tuple[float, float]) -> None:
-    """A key tells the token ``behind`` places before it; a query asks for its own token."""
-    repeated = Repetition.draw((5,), 60, 64)
-    assert (repeated.block, len(repeated.ids)) == (15, 61)
-    assert len(set(repeated.ids[1:16])) == 15
-    tokens = np.eye(64)[repeated.ids]
-    keys = 40 * np.roll(tokens, behind, axis=0)
-    found = echo_and_induction(heads_of(tokens[None, :, None], keys[None]), 0, repeated, repeated.query_positions(8))
+@pytest.mark.parametrize(("offset", "expected"), [(0, (0.75, 0.0)), (1, (0.0, 1.0))])
+def test_heads_that_look_for_their_token_or_for_what_follows_it(offset: int, expected: tuple[float, float]) -> None:
+    """A key tells the token ``offset`` places before it; a query asks for its own token."""
+    repetition = Repetition.draw((5,), 60, 64)
+    assert (repetition.block, len(repetition.ids)) == (15, 61)
+    assert len(set(repetition.ids[1:16])) == 15
+    tokens = np.eye(64)[repetition.ids]
+    keys = 40 * np.roll(tokens, offset, axis=0)
+    scores = echo_and_induction(
+        heads_of(tokens[None, :, None], keys[None]), 0, repetition, repetition.query_positions(8)
+    )
     # Of 4 equal tokens the current one is no earlier occurrence, and it takes a quarter. Scores are 40 or 0.
-    np.testing.assert_allclose(found[:, 0], expected, atol=1e-9)
+    np.testing.assert_allclose(scores[:, 0], expected, atol=1e-9)
     # the last token of all has no successor
-    assert repeated.query_positions(99).tolist() == list(range(1 + 15 * (REPEATS - 1), 60))
+    assert repetition.query_positions(99).tolist() == list(range(1 + 15 * (REPEATS - 1), 60))
 
 
 # On to a recipe
@@ -235,28 +237,28 @@ def test_a_recipe_takes_the_file_and_its_manifest_the_scores(
         "name: mine\nsteps:\n- step: canonicalize\n- {step: sparse_kv, heads: heads.json, retrieval_share: 0.5,"
         " rank: mass, page: 16, sinks: 4, recent: 20, budget: 1, policy: dense}\n"
     )
-    made = optimize(llama_artifact, load_recipe(tmp_path / "mine.yaml"), tmp_path / "out")
-    chosen = calibration.scores.retrieval_heads(0.5, "mass")
-    assert len(chosen) == 2
+    result = optimize(llama_artifact, load_recipe(tmp_path / "mine.yaml"), tmp_path / "out")
+    retrieval_heads = calibration.scores.retrieval_heads(0.5, "mass")
+    assert len(retrieval_heads) == 2
     for layer in layers_of(artifact.read(tmp_path / "out").model.graph):
-        expected = [DENSE if (layer.number, head) in chosen else STREAMING for head in range(2)]
+        expected = [DENSE if (layer.number, head) in retrieval_heads else STREAMING for head in range(2)]
         assert {*expected, *layer.attributes.policies} == {*expected}
         assert [layer.attributes.policy(head) for head in range(2)] == expected
     # the same again, from the manifest alone
-    mine = load_recipe(tmp_path / "mine.yaml")
+    saved_recipe = load_recipe(tmp_path / "mine.yaml")
     file.unlink()
     with pytest.raises(InputError, match=r"the calibration cannot be read.*graphopt heads"):
-        optimize(llama_artifact, mine, tmp_path / "never")
+        optimize(llama_artifact, saved_recipe, tmp_path / "never")
     assert not (tmp_path / "never").exists()
-    assert Recipe.model_validate(made.manifest.recipe).steps[1].heads == calibration.scores  # type: ignore[union-attr]
+    assert Recipe.model_validate(result.manifest.recipe).steps[1].heads == calibration.scores  # type: ignore[union-attr]
 
 
 def test_what_passes_did_before_does_not_matter(calibration: Calibration, llama_artifact: Path, tmp_path: Path) -> None:
     optimize(llama_artifact, "rotate", tmp_path / "rotated", run=False)
     assert origin_of(artifact.read(tmp_path / "rotated")) == origin_of(artifact.read(llama_artifact))
-    step = {"step": "sparse_kv", "heads": calibration.scores, **READ}
-    made = optimize(tmp_path / "rotated", recipe(step), run=False)
-    sparse, lower = made.manifest.passes[-2:]
+    step = {"step": "sparse_kv", "heads": calibration.scores, **READ_OPTIONS}
+    result = optimize(tmp_path / "rotated", recipe(step), run=False)
+    sparse, lower = result.manifest.passes[-2:]
     assert (sparse.name, lower.name) == ("sparse_kv", "lower")
     assert sparse.changes
     assert not [skip for skip in sparse.skips if skip.where == "heads"]
@@ -265,15 +267,15 @@ def test_what_passes_did_before_does_not_matter(calibration: Calibration, llama_
 def test_a_calibration_of_another_model_is_refused(calibration: Calibration, llama_artifact: Path) -> None:
     scores = calibration.scores
     first, second = scores.layers[0], scores.layers[1]
-    others: list[tuple[dict[str, Any], str]] = [
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"origin": "0" * 64}, r"it is of 0{12}\.\.\., the graph of .*graphopt heads"),
         ({"layers": {0: first}}, r"\{0: 2\} KV heads, those of the graph \{0: 2, 1: 2\}"),
         ({"layers": {0: first, 1: second[:1]}}, r"\{0: 2, 1: 1\} KV heads"),
     ]
-    for update, message in others:
-        other = scores.model_copy(update=update)
+    for update, message in cases:
+        foreign_scores = scores.model_copy(update=update)
         with pytest.raises(InputError, match=f"the calibration is of another model: .*{message}"):
-            optimize(llama_artifact, recipe({"step": "sparse_kv", "heads": other, **READ}), run=False)
+            optimize(llama_artifact, recipe({"step": "sparse_kv", "heads": foreign_scores, **READ_OPTIONS}), run=False)
 
 
 def test_a_graph_that_does_not_say_what_it_was_made_from_is_compared_by_its_heads(
@@ -283,7 +285,7 @@ def test_a_graph_that_does_not_say_what_it_was_made_from_is_compared_by_its_head
     assert ORIGIN not in model.metadata_props
     run_pass(model, "canonicalize")
     # the heads that stream are those that compensate
-    report = run_pass(model, "sparse_kv", heads=calibration.scores, compensate=True, **READ)
+    report = run_pass(model, "sparse_kv", heads=calibration.scores, compensate=True, **READ_OPTIONS)
     assert all(layer.attributes.compensate for layer in layers_of(model.graph))
     assert [str(skip.reason) for skip in report.skips if skip.where == "heads"] == [
         "the graph does not say what it was made from: only its heads were compared"
@@ -302,7 +304,7 @@ def test_plain_files_are_told_apart_by_their_weights(llama_artifact: Path) -> No
     plain = Artifact(model, artifact.read(llama_artifact / artifact.MODEL).manifest)
     first = origin_of(plain)
     assert first == origin_of(artifact.read(llama_artifact / artifact.MODEL))
-    weight = next(each for each in model.graph.initializers.values() if each.dtype == ir.DataType.FLOAT)
+    weight = next(value for value in model.graph.initializers.values() if value.dtype == ir.DataType.FLOAT)
     assert weight.const_value is not None
     weight.const_value = ir.tensor(weight.const_value.numpy() + 1, name=weight.name)
     assert origin_of(plain) != first

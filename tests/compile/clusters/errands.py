@@ -65,8 +65,10 @@ def listens(port: int) -> bool:
 def worker(address: str, *options: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run ``dask worker`` while the block lasts."""
     code = "import sys; from distributed.cli.dask_worker import main; main(sys.argv[1:])"
-    with _process(code, address, *options, "--no-nanny", "--host", "127.0.0.1", "--no-dashboard", **environment) as it:
-        yield it
+    with _process(
+        code, address, *options, "--no-nanny", "--host", "127.0.0.1", "--no-dashboard", **environment
+    ) as process:
+        yield process
 
 
 @contextlib.contextmanager

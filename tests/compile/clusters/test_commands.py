@@ -31,15 +31,15 @@ pytest.importorskip("distributed", reason="distributed is not installed, of the 
 
 def give(client: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     """Let commands find two workers that are there already; return what they ask for: an address and a number."""
-    asked = []
+    requests = []
 
-    class Here(Local):
+    class LocalKind(Local):
         def connect(self, address: str, jobs: int | None) -> Any:
-            asked.append((address, jobs))
+            requests.append((address, jobs))
             return contextlib.nullcontext(client)
 
-    monkeypatch.setattr("graphopt.compile.clusters.kind.KINDS", {"dask://": Here})
-    return asked
+    monkeypatch.setattr("graphopt.compile.clusters.kind.KINDS", {"dask://": LocalKind})
+    return requests
 
 
 @pytest.fixture
@@ -67,13 +67,13 @@ def test_gptq_on_a_cluster_gives_the_bytes_of_one_process(
     def progress() -> Iterator[Any]:
         yield lambda stage, count=0, total=None: stages.append(stage)
 
-    asked = give(client, monkeypatch)
+    requests = give(client, monkeypatch)
     monkeypatch.setattr("graphopt.cli.compile.progress", progress)
     optimize(llama_artifact, recipe, tmp_path / "plain", quality_tokens=0)
     arguments = ["optimize", llama_artifact, "-r", recipe, "-o", tmp_path / "out", "--quality-tokens", "0"]
-    ran = CliRunner().invoke(app, [*map(str, arguments), "--cluster", "dask://", "-j", "2"])
-    assert ran.exit_code == 0, ran.output
-    assert asked == [("dask://", 2)]
+    result = CliRunner().invoke(app, [*map(str, arguments), "--cluster", "dask://", "-j", "2"])
+    assert result.exit_code == 0, result.output
+    assert requests == [("dask://", 2)]
     assert files_of(tmp_path / "out") == files_of(tmp_path / "plain")
     work = {stage.partition(",")[0] for stage in stages if stage.endswith(("1 worker", "2 workers"))}
     assert {"evaluating weights", "writing", "collecting statistics"} <= work
@@ -82,9 +82,9 @@ def test_gptq_on_a_cluster_gives_the_bytes_of_one_process(
 
 
 def run(*arguments: object) -> list[dict[str, Any]]:
-    ran = CliRunner().invoke(app, [*map(str, arguments), "--json"])
-    assert ran.exit_code == 0, ran.output
-    rows: list[dict[str, Any]] = json.loads(ran.stdout)
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    assert result.exit_code == 0, result.output
+    rows: list[dict[str, Any]] = json.loads(result.stdout)
     for row in rows:
         for name in [name for name in row if "seconds" in name]:
             del row[name]
@@ -103,9 +103,9 @@ def test_tables_and_quality_have_the_rows_of_one_process(
     assert rows == run("table", llama_artifact, *recipes, *reading)
     assert [row["recipe"] for row in rows] == ["int4-rtn", "fp6-rtn"]
     folders = [tmp_path / "kept" / name for name in recipes]
-    both = run("quality", llama_artifact, *folders, *reading, *cluster)
-    assert both == run("quality", llama_artifact, *folders, *reading)
-    assert both[0]["kl_mean"] == rows[0]["kl_mean"]
+    quality_rows = run("quality", llama_artifact, *folders, *reading, *cluster)
+    assert quality_rows == run("quality", llama_artifact, *folders, *reading)
+    assert quality_rows[0]["kl_mean"] == rows[0]["kl_mean"]
     assert not (tmp_path / "kept" / "parcels").exists()
     assert not list((tmp_path / "kept").glob("cluster-*"))
 
@@ -126,10 +126,10 @@ def test_search_measures_the_losses_of_one_process(
     def say(stage: str, count: int = 0, total: int | None = None) -> None:
         stages.append(stage)
 
-    apart = search(llama_artifact, 50_000, tmp_path / "apart", jobs=executor, on_stage=say, **options)
-    here = search(llama_artifact, 50_000, tmp_path / "here", **options)
-    assert apart.model_dump_json() == here.model_dump_json()
-    assert apart.judged_mixtures > 2
+    cluster_result = search(llama_artifact, 50_000, tmp_path / "apart", jobs=executor, on_stage=say, **options)
+    local_result = search(llama_artifact, 50_000, tmp_path / "here", **options)
+    assert cluster_result.model_dump_json() == local_result.model_dump_json()
+    assert cluster_result.judged_mixtures > 2
     for kind in ("search", "mixtures"):
         files = [next((tmp_path / name).glob(f"{kind}-*.jsonl")).read_text() for name in ("apart", "here")]
         rows = [sorted(map(json.loads, file.splitlines()), key=str) for file in files]

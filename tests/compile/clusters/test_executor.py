@@ -23,7 +23,7 @@ from graphopt.graph.weights.evaluator import Evaluator, run_tasks
 from graphopt.graph.weights.store import Store
 from tests.compile.clusters import errands
 from tests.compile.clusters.test_parcels import BOUND
-from tests.graph.weights.test_evaluator import rewritten, saved
+from tests.graph.weights.test_evaluator import rewritten, save_bytes
 from tests.ports import free_port
 
 pytest.importorskip("distributed", reason="distributed is not installed, of the extra `cluster`")
@@ -54,16 +54,16 @@ def test_weights_of_a_cluster_are_those_of_one_process_and_no_data_passes_its_sc
 ) -> None:
     messages, submit = [], client.submit
 
-    def measured(function: Any, *arguments: Any, **options: Any) -> Any:
+    def measure(function: Any, *arguments: Any, **options: Any) -> Any:
         messages.append(len(pickle.dumps((function, arguments))))
         return submit(function, *arguments, **options)
 
-    monkeypatch.setattr(client, "submit", measured)
-    expected = saved(rewritten(), tmp_path / "here")
-    stored = rewritten()
-    Evaluator(Store(tmp_path / "store"), executor).settle(stored)
-    assert saved(stored, tmp_path / "settled", executor=executor) == expected
-    assert saved(rewritten(), tmp_path / "cluster", executor=executor) == expected
+    monkeypatch.setattr(client, "submit", measure)
+    expected = save_bytes(rewritten(), tmp_path / "here")
+    settled_model = rewritten()
+    Evaluator(Store(tmp_path / "store"), executor).settle(settled_model)
+    assert save_bytes(settled_model, tmp_path / "settled", executor=executor) == expected
+    assert save_bytes(rewritten(), tmp_path / "cluster", executor=executor) == expected
     array = np.random.default_rng(0).standard_normal((300, 300))
     assert np.array_equal(executor.submit_sized(array.nbytes, errands.doubled_array, array).result(20), 2 * array)
     assert len(messages) > 10  # else nothing went to workers, and the bound below would hold for nothing
@@ -76,14 +76,14 @@ def test_weights_of_a_cluster_are_those_of_one_process_and_no_data_passes_its_sc
 def test_another_version_is_refused_by_name(
     executor: ClusterExecutor, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = {**conditions_module.versions(), "numpy": "1.0", "graphopt": "0.0.1 (0)"}
-    monkeypatch.setattr(conditions_module, "versions", lambda: other)
+    other_versions = {**conditions_module.versions(), "numpy": "1.0", "graphopt": "0.0.1 (0)"}
+    monkeypatch.setattr(conditions_module, "versions", lambda: other_versions)
     with pytest.raises(
         InputError, match=r"(?s)2 of 2 workers cannot compute.*numpy is [\d.]+ here, and 1.0 there"
-    ) as found:
+    ) as refusal:
         executor.prepare(tmp_path)
-    assert all(address in str(found.value) for address in client.scheduler_info()["workers"])
-    assert "install the same versions" in str(found.value)
+    assert all(address in str(refusal.value) for address in client.scheduler_info()["workers"])
+    assert "install the same versions" in str(refusal.value)
 
 
 def test_a_folder_that_is_another_one_for_workers_is_refused_by_its_path(
@@ -118,11 +118,11 @@ def test_cancelled_tasks_never_begin(executor: ClusterExecutor, tmp_path: Path) 
 def test_large_tasks_come_first(executor: ClusterExecutor, tmp_path: Path) -> None:
     first = [executor.submit_sized(10, errands.write_slowly, (str(tmp_path), n)) for n in range(4)]  # fill the workers
     sizes = [1, 5, 3, 4, 2]
-    others = [executor.submit_sized(size, errands.write_slowly, (str(tmp_path), 10 + size)) for size in sizes]
-    for task in first + others:
+    second = [executor.submit_sized(size, errands.write_slowly, (str(tmp_path), 10 + size)) for size in sizes]
+    for task in first + second:
         task.result(20)
-    begun = sorted(tmp_path.glob("1?.*"), key=lambda file: file.stat().st_mtime_ns)
-    order = [int(file.stem) - 10 for file in begun]
+    files = sorted(tmp_path.glob("1?.*"), key=lambda file: file.stat().st_mtime_ns)
+    order = [int(file.stem) - 10 for file in files]
     assert order.index(5) < order.index(1)
     assert order.index(4) < order.index(1)
 
@@ -148,14 +148,14 @@ def test_workers_with_little_memory_get_small_tasks() -> None:
     limits = {"large": 8 << 30, "small": 2 << 30, "shared": 4 << 30}
     workers = {name: Worker(name, 4 if name == "shared" else 1, limit) for name, limit in limits.items()}
 
-    def places(size: int) -> set[str]:
+    def workers_for(size: int) -> set[str]:
         return set(_suitable_workers(_Job(0, size, "", None, None, Future()), workers))  # type: ignore[arg-type]
 
-    assert places(1 << 20) == {"large", "small", "shared"}
+    assert workers_for(1 << 20) == {"large", "small", "shared"}
     assert memory_of(200 << 20) > 1 << 30  # of four threads each has 1 GiB
-    assert places(200 << 20) == {"large", "small"}
-    assert places(1 << 30) == {"large"}
-    assert places(8 << 30) == {"large"}  # fits nowhere, and has the best chance there
+    assert workers_for(200 << 20) == {"large", "small"}
+    assert workers_for(1 << 30) == {"large"}
+    assert workers_for(8 << 30) == {"large"}  # fits nowhere, and has the best chance there
 
 
 def test_a_scheduler_that_is_restarted_gets_what_is_not_done(tmp_path: Path) -> None:
@@ -170,16 +170,16 @@ def test_a_scheduler_that_is_restarted_gets_what_is_not_done(tmp_path: Path) -> 
         tasks[1].result(20)
         scheduler.kill()
         scheduler.wait()
-        again = processes.enter_context(errands.scheduler(port))
+        second_scheduler = processes.enter_context(errands.scheduler(port))
         assert [task.result(30) for task in tasks] == list(range(8))
         # and where it does not come back, that is said
         executor._patience = 1.0
-        lost = executor.submit_sized(0, errands.write_slowly, (str(tmp_path), 9))
-        again.kill()
+        lost_task = executor.submit_sized(0, errands.write_slowly, (str(tmp_path), 9))
+        second_scheduler.kill()
         with pytest.raises(
             GraphoptError, match=r"scheduler of the cluster, tcp://\S+, does not answer.*goes on with what is done"
         ):
-            lost.result(20)
+            lost_task.result(20)
         with pytest.raises(GraphoptError, match="does not answer"):
             executor.submit(errands.double, 1).result(20)
         executor.shutdown(cancel_futures=True)

@@ -25,10 +25,10 @@ def test_large_arrays_lie_in_the_folder_under_their_digest(tmp_path: Path) -> No
     parcel = wrap((expression, array), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [hashlib.sha256(array.tobytes()).hexdigest()]
     assert len(pickle.dumps(parcel)) < 2048  # names, digests and the path of the folder, and no array
-    copy, same = unwrap(pickle.loads(pickle.dumps(parcel)))
+    copy, array_copy = unwrap(pickle.loads(pickle.dumps(parcel)))
     assert copy.digest == expression.digest
     assert np.array_equal(copy.numpy(), expression.numpy())
-    assert np.array_equal(same, array)
+    assert np.array_equal(array_copy, array)
 
 
 @given(
@@ -42,17 +42,17 @@ def test_any_value_comes_back_and_its_message_is_bounded(
     value = (arrays, text * copies, [[array] for array in arrays])
     parcel = wrap(value, tmp_path_factory.getbasetemp())
     assert len(pickle.dumps(parcel)) <= BOUND
-    again = unwrap(parcel)
-    assert again[1] == value[1]
-    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(again[0], arrays, strict=True))
+    contents = unwrap(parcel)
+    assert contents[1] == value[1]
+    assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(contents[0], arrays, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.dtype("U3"), np.bool_])
 def test_types_of_arrays_stay(tmp_path: Path, dtype: object) -> None:
     array = np.zeros((70, 90), dtype)
-    again = unwrap(wrap(array, tmp_path))
-    assert again.dtype == array.dtype
-    assert np.array_equal(again, array)
+    copy = unwrap(wrap(array, tmp_path))
+    assert copy.dtype == array.dtype
+    assert np.array_equal(copy, array)
 
 
 def test_without_a_folder_only_small_values_travel(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from graphopt.errors import InputError
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import load
 from graphopt.passes import PASSES
-from tests.compile.doctor import planted
+from tests.compile.doctor import planted_models
 from tests.passes.lift.canonicalize.recurrences.common import attention
 
 DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
@@ -41,26 +41,26 @@ def scan(path: Path) -> Path:
 
 
 def codes(**options: object) -> Callable[[Path], Path]:
-    return lambda path: planted.products_with_codes(path, **options)  # type: ignore[arg-type]
+    return lambda path: planted_models.products_with_codes(path, **options)  # type: ignore[arg-type]
 
 
-MENDED: dict[str, tuple[Callable[[Path], Path], float]] = {
+REMEDIES: dict[str, tuple[Callable[[Path], Path], float]] = {
     "accuracy-level": (codes(), ROUNDING),
     "accuracy-level, 8 bits": (codes(bits=8, level=1), ROUNDING),
     "float-zero-points": (codes(bits=2, zeros="whole", level=4), ROUNDING),
     "float-zero-points, 4 bits": (codes(bits=4, zeros="whole", level=4), ROUNDING),
-    "repeated-weights": (planted.repeated, 0),
-    "runtime-constants": (planted.computed_constants, 0),
-    "float64": (planted.doubles, 1e-5),  # float32 rounding of sums of 128 numbers
-    "cast-circles": (planted.casts, 0),
-    "unfused-products": (planted.transposed, ROUNDING),
+    "repeated-weights": (planted_models.repeated_products, 0),
+    "runtime-constants": (planted_models.computed_constants, 0),
+    "float64": (planted_models.doubles, 1e-5),  # float32 rounding of sums of 128 numbers
+    "cast-circles": (planted_models.casts, 0),
+    "unfused-products": (planted_models.transposed_codes, ROUNDING),
     "recurrence-in-loop": (scan, 1e-5),  # the kernel sums in another order
 }
 
 
-@pytest.mark.parametrize("case", MENDED)
+@pytest.mark.parametrize("case", REMEDIES)
 def test_what_mends_a_fault_is_proved_or_measured(case: str, tmp_path: Path) -> None:
-    make, bound = MENDED[case]
+    make, bound = REMEDIES[case]
     code = case.split(",")[0]
     file = make(tmp_path / "model.onnx")
     before = diagnose(file)
@@ -86,9 +86,9 @@ def test_what_mends_a_fault_is_proved_or_measured(case: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("code", "make"),
     [
-        ("float-products", codes(level=4, rest=512)),
-        ("float-experts", planted.experts),
-        ("not-finite", planted.not_finite),
+        ("float-products", codes(level=4, rest_columns=512)),
+        ("float-experts", planted_models.experts),
+        ("not-finite", planted_models.not_finite),
     ],
 )
 def test_what_the_doctor_leaves_to_others(code: str, make: Callable[[Path], Path], tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_what_the_doctor_leaves_to_others(code: str, make: Callable[[Path], Path
 
 
 def test_operators_without_a_kernel_are_a_hint(tmp_path: Path) -> None:
-    diagnosis = diagnose(planted.body(tmp_path / "model.onnx"))
+    diagnosis = diagnose(planted_models.body(tmp_path / "model.onnx"))
     assert [(s.code, s.level, s.nodes) for s in diagnosis.symptoms] == [("missing-kernels", "hint", ["swish"])]
     assert (diagnosis.faults, diagnosis.notes) == ([], [])
 
 
 def test_products_of_our_own_are_examined_too(tmp_path: Path) -> None:
     """Their kernels take constants alone."""
-    optimize(planted.repeated(tmp_path / "model.onnx"), "fp6-rtn", tmp_path / "fp6", quality_tokens=0)
+    optimize(planted_models.repeated_products(tmp_path / "model.onnx"), "fp6-rtn", tmp_path / "fp6", quality_tokens=0)
     diagnosis = diagnose(tmp_path / "fp6")
     assert diagnosis.notes == []
 
@@ -126,14 +126,14 @@ def test_exports_have_no_fault(
     decoder = Decoder(load(llama_artifact, threads=1), 1)
     decoder.step(np.zeros((1, 64), np.int64))
     assert hint.fact.figures["megabytes"] == pytest.approx(decoder.states.bytes * (1024 // 64) / 1e6)
-    healthy = planted.products_with_codes(tmp_path / "healthy.onnx", level=4)
+    healthy = planted_models.products_with_codes(tmp_path / "healthy.onnx", level=4)
     assert diagnose(healthy).symptoms == []
     with pytest.raises(InputError, match="nothing is wrong with this file"):
         mend(healthy, tmp_path / "mended")
 
 
 def test_zero_points_between_codes_stay(tmp_path: Path) -> None:
-    file = planted.products_with_codes(tmp_path / "model.onnx", zeros="between", level=4)
+    file = planted_models.products_with_codes(tmp_path / "model.onnx", zeros="between", level=4)
     (symptom,) = diagnose(file).symptoms
     assert (symptom.code, symptom.bytes_saved) == ("float-zero-points", 0)
     result = mend(file, tmp_path / "mended")
@@ -141,13 +141,15 @@ def test_zero_points_between_codes_stay(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_run_is_read(tmp_path: Path) -> None:
-    diagnosis = diagnose(planted.transposed(tmp_path / "model.onnx"), run=False)
+    diagnosis = diagnose(planted_models.transposed_codes(tmp_path / "model.onnx"), run=False)
     assert diagnosis.symptoms == []
     assert [note.code for note in diagnosis.notes] == ["doctor.not-run"]
 
 
 def test_an_examination_that_fails_is_named(tmp_path: Path) -> None:
-    file = planted.products_with_codes(tmp_path / "model.onnx", bits=8, zeros="whole", level=4)  # no kernel for it
+    file = planted_models.products_with_codes(
+        tmp_path / "model.onnx", bits=8, zeros="whole", level=4
+    )  # no kernel for it
     diagnosis = diagnose(file)
     assert [symptom.code for symptom in diagnosis.symptoms] == ["float-zero-points"]
     assert [note.figures.get("name") for note in diagnosis.notes] == ["not-finite"]
@@ -165,7 +167,7 @@ def test_the_page_has_a_heading_for_each_code() -> None:
 
 
 def test_the_command_ends_with_one_where_there_is_a_fault(tmp_path: Path) -> None:
-    file = planted.repeated(tmp_path / "model.onnx")
+    file = planted_models.repeated_products(tmp_path / "model.onnx")
     result = CliRunner().invoke(app, ["doctor", str(file), "--json"])
     assert result.exit_code == 1
     (symptom,) = json.loads(result.stdout)["symptoms"]
@@ -180,11 +182,13 @@ def test_the_command_ends_with_one_where_there_is_a_fault(tmp_path: Path) -> Non
 def test_numbers_beyond_float32_stay_in_float64(tmp_path: Path) -> None:
     import onnx
 
-    file = planted.doubles(tmp_path / "model.onnx")
+    file = planted_models.doubles(tmp_path / "model.onnx")
     model = onnx.load(file)
     wide = onnx.numpy_helper.to_array(model.graph.initializer[0]).copy()
     wide[0, 0] = 1e300
-    model.graph.initializer[0].CopyFrom(planted.constant("weight", np.ascontiguousarray(wide * (np.abs(wide) > 1))))
+    model.graph.initializer[0].CopyFrom(
+        planted_models.constant("weight", np.ascontiguousarray(wide * (np.abs(wide) > 1)))
+    )
     onnx.save(model, file)
     graph = ir.load(file)
     report = PASSES["single_precision"]()(graph).report

@@ -50,26 +50,28 @@ def bytes_of(mixture: Mixture) -> int:
 
 def test_what_single_matrices_did_not_tell_is_found() -> None:
     model = Model()
-    judged = judge_mixtures(model.losses, SIZES, ROOM, Groups(ROLES), [], MixtureSearch(candidates=40), model.judge)
-    found = min(judged, key=judged.__getitem__)
+    divergences = judge_mixtures(
+        model.losses, SIZES, ROOM, Groups(ROLES), [], MixtureSearch(candidates=40), model.judge
+    )
+    best = min(divergences, key=divergences.__getitem__)
     start = model.calls[0][0]
     # every small matrix of 4 bits, 6 x 16 / 16, and large ones for the bytes that are left: the least there is
-    assert judged[found] < 0.75 * judged[start]
-    assert all(found[number] == 2 for number in ROLES[0])
-    assert bytes_of(found) <= ROOM
-    drawn = [mixture for mixture, sample in model.calls if sample == "single"]
-    assert len(set(drawn)) == len(drawn) == 40
-    assert all(bytes_of(mixture) <= ROOM for mixture in drawn)
+    assert divergences[best] < 0.75 * divergences[start]
+    assert all(best[number] == 2 for number in ROLES[0])
+    assert bytes_of(best) <= ROOM
+    singles = [mixture for mixture, sample in model.calls if sample == "single"]
+    assert len(set(singles)) == len(singles) == 40
+    assert all(bytes_of(mixture) <= ROOM for mixture in singles)
 
 
 def test_mixtures_that_are_known_are_judged_too() -> None:
     model, uniform = Model(), (1,) * len(SIZES)
-    judged = judge_mixtures(
+    divergences = judge_mixtures(
         model.losses, SIZES, ROOM, Groups(ROLES), [uniform], MixtureSearch(candidates=4), model.judge
     )
-    assert judged[uniform] == model.judge([uniform], "all")[0]
+    assert divergences[uniform] == model.judge([uniform], "all")[0]
     # the integer program's, what is known, and the finalists of one generation
-    assert len(judged) == 4
+    assert len(divergences) == 4
 
 
 def test_the_same_seed_draws_the_same_mixtures() -> None:
@@ -84,23 +86,25 @@ def test_the_same_seed_draws_the_same_mixtures() -> None:
 def test_a_search_without_other_mixtures_ends() -> None:
     model = Model()
     # with room for all there is one best mixture, whatever costs are believed
-    judged = judge_mixtures(model.losses, SIZES, 10 * ROOM, Groups(ROLES), [], MixtureSearch(candidates=8), model.judge)
-    assert list(judged) == [(CHOICES - 1,) * len(SIZES)]
+    divergences = judge_mixtures(
+        model.losses, SIZES, 10 * ROOM, Groups(ROLES), [], MixtureSearch(candidates=8), model.judge
+    )
+    assert list(divergences) == [(CHOICES - 1,) * len(SIZES)]
     assert len(model.calls) == 1
 
 
 def test_a_mutation_leaves_what_it_was_given() -> None:
     costs = np.ones((len(SIZES), CHOICES))
     mutator = Mutator(MixtureSearch(), SIZES, ROOM, Groups(ROLES))
-    drawn = [mutator.mutate(costs) for _ in range(20)]
+    mutations = [mutator.mutate(costs) for _ in range(20)]
     assert (costs == 1).all()
-    assert all((each > 0).all() and not (each == 1).all() for each in drawn)
+    assert all((mutation > 0).all() and not (mutation == 1).all() for mutation in mutations)
 
 
 def test_judgements_are_kept_by_text(tmp_path: Path) -> None:
     judgements = Judgements(tmp_path / "rows.jsonl")
     judgements.add(Judgement(mixture=(0, 1), sample="single", divergence=0.5))
     judgements.add(Judgement(mixture=(0, 1), sample="all", divergence=0.25))
-    again = Judgements(judgements.file)
-    assert again.rows == judgements.rows
-    assert again.rows[again.key((0, 1), "all")].divergence == 0.25
+    second_judgements = Judgements(judgements.file)
+    assert second_judgements.rows == judgements.rows
+    assert second_judgements.rows[second_judgements.key((0, 1), "all")].divergence == 0.25

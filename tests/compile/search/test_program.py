@@ -20,19 +20,19 @@ pytest.importorskip("scipy")  # of the extra `search`
 )
 @settings(max_examples=10, deadline=None)
 def test_it_is_the_best_of_all_combinations(table: list[list[tuple[float, int]]], share: float) -> None:
-    losses, sizes = [[each[0] for each in row] for row in table], [[each[1] for each in row] for row in table]
-    least, most = (sum(extreme(row) for row in sizes) for extreme in (min, max))
-    room = least + int(share * (most - least))
-    picked = solve(losses, sizes, room)
-    assert sum(row[choice] for row, choice in zip(sizes, picked, strict=True)) <= room
-    found = sum(row[choice] for row, choice in zip(losses, picked, strict=True))
+    losses, sizes = [[entry[0] for entry in row] for row in table], [[entry[1] for entry in row] for row in table]
+    smallest, largest = (sum(extreme(row) for row in sizes) for extreme in (min, max))
+    room = smallest + int(share * (largest - smallest))
+    solution = solve(losses, sizes, room)
+    assert sum(row[choice] for row, choice in zip(sizes, solution, strict=True)) <= room
+    loss = sum(row[choice] for row, choice in zip(losses, solution, strict=True))
     best = min(
         sum(row[choice] for row, choice in zip(losses, choices, strict=True))
         for choices in itertools.product(*(range(len(row)) for row in table))
         if sum(row[choice] for row, choice in zip(sizes, choices, strict=True)) <= room
     )
     # the solver stops within 1e-4 of the best, and takes a loss below 1e-6 of the largest for none
-    assert found <= best * (1 + 1e-4) + 1e-5 * max(map(max, losses))
+    assert loss <= best * (1 + 1e-4) + 1e-5 * max(map(max, losses))
 
 
 def test_too_few_bytes_are_refused() -> None:

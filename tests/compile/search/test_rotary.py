@@ -28,17 +28,19 @@ PAIRS = 8
 @pytest.mark.parametrize("seed", range(5))
 def test_factors_stay_in_range_and_never_decrease(seed: int) -> None:
     breeder = Breeder(Evolution(seed=seed, chance=0.9), 4, [1.0, 1.1])
-    one = breeder.clip(Candidate(factors=(0.5, 2.0, 1.5, 9.0)))
-    assert one.factors == (1.0, 2.0, 2.0, 5.0)
-    other = breeder.clip(Candidate(factors=(1.0, 1.0, 4.0, 4.0)))
-    changed = set()
+    first = breeder.clip(Candidate(factors=(0.5, 2.0, 1.5, 9.0)))
+    assert first.factors == (1.0, 2.0, 2.0, 5.0)
+    second = breeder.clip(Candidate(factors=(1.0, 1.0, 4.0, 4.0)))
+    variants = set()
     for _ in range(50):
-        for made in (breeder.mutate(one), breeder.cross([one, other])):
-            assert list(made.factors) == sorted(made.factors)
-            assert 1 <= min(made.factors) <= max(made.factors) <= 5  # 1.25 times the factor of 4, where factors end
-            assert made.attention_factor in (1.0, 1.1)
-            changed.add(made)
-    assert len(changed) > 40
+        for candidate in (breeder.mutate(first), breeder.cross([first, second])):
+            assert list(candidate.factors) == sorted(candidate.factors)
+            assert (
+                1 <= min(candidate.factors) <= max(candidate.factors) <= 5
+            )  # 1.25 times the factor of 4, where factors end
+            assert candidate.attention_factor in (1.0, 1.1)
+            variants.add(candidate)
+    assert len(variants) > 40
 
 
 def test_generations_come_nearer_to_the_best() -> None:
@@ -49,12 +51,12 @@ def test_generations_come_nearer_to_the_best() -> None:
 
     starts = [Candidate(factors=(4.0,) * 4), Candidate(factors=(1.0,) * 4, first=8)]
     calls: list[int] = []
-    how = Evolution(generations=20)
-    best, value = evolve(starts, 4, how, measure, lambda _, done=0, total=None: calls.append(done))
+    evolution = Evolution(generations=20)
+    best, value = evolve(starts, 4, evolution, measure, lambda _, count=0, total=None: calls.append(count))
     assert value == measure(best) < 0.1 < min(map(measure, starts))
     assert calls == list(range(len(calls)))
-    assert len(calls) <= how.candidates
-    assert evolve(starts, 4, how, measure) == (best, value)
+    assert len(calls) <= evolution.candidates
+    assert evolve(starts, 4, evolution, measure) == (best, value)
 
 
 def test_what_a_candidate_computes_is_what_the_pass_makes_of_it(llama_artifact: Path, tmp_path: Path) -> None:
@@ -66,14 +68,14 @@ def test_what_a_candidate_computes_is_what_the_pass_makes_of_it(llama_artifact: 
     candidate = Candidate(factors=factors, first=4, attention_factor=1.1)
     ids = np.random.default_rng(0).integers(0, VOCABULARY, 61)
     with Runner().open_model(turnable.model) as session:
-        found = turnable.nats(session, candidate, [ids], 20)
+        nats = turnable.nats(session, candidate, [ids], 20)
         plain = turnable.nats(session, Candidate(factors=(1.0,) * PAIRS), [ids], 20)
     run_pass(model, "rescale_rope", method="longrope", factor=2, trained=POSITIONS, **candidate.model_dump())
-    said = logits_of(model, ids[None, :-1], tmp_path / "made")[0].astype(np.float64)
-    chosen = np.log(np.exp(said).sum(-1)) - said[np.arange(60), ids[1:]]
+    logits = logits_of(model, ids[None, :-1], tmp_path / "made")[0].astype(np.float64)
+    token_losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(60), ids[1:]]
     # float32 logits of two graphs that round alike
-    assert found == pytest.approx(chosen[20:].mean(), abs=1e-5)
-    assert abs(found - plain) > 1e-3
+    assert nats == pytest.approx(token_losses[20:].mean(), abs=1e-5)
+    assert abs(nats - plain) > 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +87,16 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(llama_artifact: Path, work: Path) -> FoundFactors:
+def found_factors(llama_artifact: Path, work: Path) -> FoundFactors:
     return search_rope(llama_artifact, 1.5, work, evolution=SMALL, texts=2, text=work / "text.py")
 
 
-def test_the_recipe_holds_the_fittest(found: FoundFactors, llama_artifact: Path, tmp_path: Path) -> None:
-    assert set(found.starts) == {"linear", "ntk", "yarn"}
-    assert found.nats <= min(found.starts.values())
-    (tmp_path / "recipe.yaml").write_text(found.recipe.to_yaml())
+def test_the_recipe_holds_the_fittest(found_factors: FoundFactors, llama_artifact: Path, tmp_path: Path) -> None:
+    assert set(found_factors.starts) == {"linear", "ntk", "yarn"}
+    assert found_factors.nats <= min(found_factors.starts.values())
+    (tmp_path / "recipe.yaml").write_text(found_factors.recipe.to_yaml())
     recipe = load_recipe(tmp_path / "recipe.yaml")
-    assert recipe == found.recipe
+    assert recipe == found_factors.recipe
     step = recipe.steps[1]
     assert isinstance(step, RescaleRope)
     assert (step.method, step.factor, step.trained, len(step.factors)) == ("longrope", 1.5, POSITIONS, PAIRS)
@@ -103,12 +105,12 @@ def test_the_recipe_holds_the_fittest(found: FoundFactors, llama_artifact: Path,
     assert [report.name for report in reports if report.changes][:2] == ["canonicalize", "rescale_rope"]
 
 
-def test_a_search_that_was_cut_off_goes_on(found: FoundFactors, llama_artifact: Path, work: Path) -> None:
+def test_a_search_that_was_cut_off_goes_on(found_factors: FoundFactors, llama_artifact: Path, work: Path) -> None:
     (file,) = work.glob("rope-*.jsonl")
     whole = file.read_text()
-    assert found.measured == len(whole.splitlines())
+    assert found_factors.measured == len(whole.splitlines())
     file.write_text(whole[:-20])
-    assert search_rope(llama_artifact, 1.5, work, evolution=SMALL, texts=2, text=work / "text.py") == found
+    assert search_rope(llama_artifact, 1.5, work, evolution=SMALL, texts=2, text=work / "text.py") == found_factors
     assert file.read_text() == whole
 
 
@@ -126,11 +128,11 @@ def test_a_model_without_rotary_positions_is_refused() -> None:
 
 
 def test_the_command_writes_the_recipe(
-    found: FoundFactors, llama_artifact: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    found_factors: FoundFactors, llama_artifact: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"population": 6, "mutations": 2, "crossovers": 2, "generations": 2}
     COMMANDS["search-rope"](
         llama_artifact, 1.5, tmp_path / "out.yaml", text=work / "text.py", texts=2, work=work, as_json=True, **sizes
     )
-    assert load_recipe(tmp_path / "out.yaml") == found.recipe
-    assert json.loads(capsys.readouterr().out)["nats"] == found.nats
+    assert load_recipe(tmp_path / "out.yaml") == found_factors.recipe
+    assert json.loads(capsys.readouterr().out)["nats"] == found_factors.nats

@@ -45,9 +45,9 @@ def recipe(*options: str) -> Recipe:
     return load_recipe("small", options=options).model_copy(update={"calibration": CALIBRATION})
 
 
-def run(model: Path, size: int | None, work: Path, **given: Any) -> SearchResult:
+def run(model: Path, size: int | None, work: Path, **options: Any) -> SearchResult:
     settings = {"recipe": recipe(), "choices": FORMATS, "tokens": 64, "mixtures": MixtureSearch(candidates=0)}
-    return search(model, size, work, **{**settings, **given})
+    return search(model, size, work, **{**settings, **options})
 
 
 @pytest.fixture(scope="module")
@@ -56,49 +56,51 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(work: Path, shipped_artifact: Path) -> list[SearchResult]:
+def results(work: Path, shipped_artifact: Path) -> list[SearchResult]:
     return [run(shipped_artifact, size, work) for size in SIZES]
 
 
-def test_more_bytes_diverge_less_and_both_are_kept_to(found: list[SearchResult]) -> None:
-    assert all(each.bytes <= size for each, size in zip(found, SIZES, strict=True))
+def test_more_bytes_diverge_less_and_both_are_kept_to(results: list[SearchResult]) -> None:
+    assert all(result.bytes <= size for result, size in zip(results, SIZES, strict=True))
     # a step from one choice to the next is at most 1% of the model here
-    assert all(each.bytes > 0.98 * size for each, size in zip(found, SIZES, strict=True))
-    assert found[1].loss < found[0].loss
-    assert len({name_of(choice) for choice in found[0].chosen.values()}) > 1
+    assert all(result.bytes > 0.98 * size for result, size in zip(results, SIZES, strict=True))
+    assert results[1].loss < results[0].loss
+    assert len({name_of(choice) for choice in results[0].chosen.values()}) > 1
 
 
 def test_the_recipe_makes_what_was_promised(
-    found: list[SearchResult], work: Path, shipped_artifact: Path, tmp_path: Path
+    results: list[SearchResult], work: Path, shipped_artifact: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "recipe.yaml").write_text(found[0].recipe.to_yaml(), encoding="utf-8")
-    made = optimize(
+    (tmp_path / "recipe.yaml").write_text(results[0].recipe.to_yaml(), encoding="utf-8")
+    compilation = optimize(
         shipped_artifact, tmp_path / "recipe.yaml", tmp_path / "made", run=False, quality_tokens=0, statistics=work
     )
-    assert made.manifest.weights is not None
+    assert compilation.manifest.weights is not None
     # besides weights a model has tables of formats and a few constants
-    assert made.manifest.weights.bytes == pytest.approx(found[0].bytes, rel=0.01)
+    assert compilation.manifest.weights.bytes == pytest.approx(results[0].bytes, rel=0.01)
 
 
-def test_what_was_measured_is_not_measured_again(work: Path, shipped_artifact: Path, found: list[SearchResult]) -> None:
+def test_what_was_measured_is_not_measured_again(
+    work: Path, shipped_artifact: Path, results: list[SearchResult]
+) -> None:
     (file,) = work.glob("search-*.jsonl")
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     # cut off in the middle of the last line
     file.write_text("".join(lines)[:-40], encoding="utf-8")
     stages: list[str] = []
-    again = run(shipped_artifact, SIZES[0], work, on_stage=lambda stage, done=0, total=None: stages.append(stage))
+    second_run = run(shipped_artifact, SIZES[0], work, on_stage=lambda stage, count=0, total=None: stages.append(stage))
     assert [stage for stage in stages if stage.startswith("rounding")] == [
         f"rounding {json.loads(lines[-1])['weight']}"
     ]
     assert file.read_text(encoding="utf-8") == "".join(lines)
-    assert again == found[0]
+    assert second_run == results[0]
 
 
 def logits_of(folder: Path, texts: list[IntArray]) -> list[Array]:
     session, graph = open_session(folder / artifact.MODEL), artifact.read(folder).model.graph
-    names = {each.name for each in session.get_inputs()}
+    names = {port.name for port in session.get_inputs()}
     feeds = [task_of(graph).text_feeds(graph, text[None, :-1]) for text in texts]
-    return [run_session(session, ["logits"], {n: x for n, x in each.items() if n in names})[0][0] for each in feeds]
+    return [run_session(session, ["logits"], {n: x for n, x in feed.items() if n in names})[0][0] for feed in feeds]
 
 
 def test_a_mixture_is_judged_as_the_artifact_that_it_will_be(
@@ -131,12 +133,12 @@ def test_mixtures_that_were_judged_are_not_judged_again(work: Path, shipped_arti
     (file,) = work.glob("mixtures-*-128.jsonl")
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     file.write_text("".join(lines[:-1]), encoding="utf-8")
-    again = run(shipped_artifact, SIZES[0], work, **options)
+    second = run(shipped_artifact, SIZES[0], work, **options)
     assert file.read_text(encoding="utf-8") == "".join(lines)
-    assert again == first
+    assert second == first
 
 
-def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, found: list[SearchResult]) -> None:
+def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, results: list[SearchResult]) -> None:
     with pytest.raises(InputError, match="the smallest choices take"):
         run(shipped_artifact, 1_000_000, work)
     with pytest.raises(InputError, match="the bytes of the recipe small are not known"):
@@ -145,7 +147,7 @@ def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, 
         run(shipped_artifact, 2_000_000, work, recipe="rotate")
     with pytest.raises(InputError, match="is no format with a group"):
         choice_of("nl9:64")
-    strange = found[0].recipe.setting("quantize_weights", matrices={"no.weight": {"format": "nl4"}})
+    strange = results[0].recipe.setting("quantize_weights", matrices={"no.weight": {"format": "nl4"}})
     with pytest.raises(InputError, match="weights that no product has, the first to no.weight"):
         optimize(shipped_artifact, strange, run=False, quality_tokens=0, statistics=work)
 
@@ -157,14 +159,14 @@ def matrix_of(name: str, tokens: int, *, is_rare: bool = False) -> CalibratedMat
 def test_an_expert_costs_as_much_as_it_is_reached() -> None:
     """Experts of the same weights and inputs share what all of them cost by their tokens; a rare one is as the mean."""
     matrices = [matrix_of("often", 300), matrix_of("seldom", 100), matrix_of("rare", 3, is_rare=True)]
-    asked: list[str] = []
+    names: list[str] = []
 
     def divergence_of(choice: LinearFormat) -> float:
-        asked.append(name_of(choice))
+        names.append(name_of(choice))
         return 1.2
 
     rows = Rounder(NEAREST, "least_squares").rows(matrices, FORMATS, divergence_of)
-    assert asked == ["nl3:64"]
+    assert names == ["nl3:64"]
     coarsest = [row.losses["nl3:64"] for row in rows]
     # 300 : 100 : (300 + 100) / 2
     assert coarsest == pytest.approx([0.6, 0.2, 0.4])
@@ -196,7 +198,7 @@ def test_each_expert_of_a_mixture_gets_a_format(make_artifact: Callable[[str], P
         choices=FORMATS,
         tokens=64,
         mixtures=MixtureSearch(candidates=2, offspring=2, finalists=1, tokens=64),
-        on_stage=lambda stage, done=0, total=None: stages.append(stage),
+        on_stage=lambda stage, count=0, total=None: stages.append(stage),
     )
     assert result.bytes <= 114_000
     experts = [name for name in result.chosen if "experts" in name]
@@ -238,21 +240,21 @@ def test_the_database_refuses_what_is_no_row(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_a_recipe(
-    work: Path, shipped_artifact: Path, found: list[SearchResult], tmp_path: Path
+    work: Path, shipped_artifact: Path, results: list[SearchResult], tmp_path: Path
 ) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(recipe().to_yaml(), encoding="utf-8")
+    recipe_file = tmp_path / "mine.yaml"
+    recipe_file.write_text(recipe().to_yaml(), encoding="utf-8")
     formats = [name_of(choice) for choice in FORMATS]
     COMMANDS["search"](
         shipped_artifact,
         tmp_path / "out.yaml",
         "2.4MB",
-        recipe=str(mine),
+        recipe=str(recipe_file),
         formats=formats,
         tokens=64,
         candidates=0,
         work=work,
     )
-    made = yaml.safe_load((tmp_path / "out.yaml").read_text(encoding="utf-8"))
-    step = next(step for step in made["steps"] if step["step"] == "quantize_weights")
-    assert {name: choice_of(f"{c['format']}:{c['group']}") for name, c in step["matrices"].items()} == found[0].chosen
+    document = yaml.safe_load((tmp_path / "out.yaml").read_text(encoding="utf-8"))
+    step = next(step for step in document["steps"] if step["step"] == "quantize_weights")
+    assert {name: choice_of(f"{c['format']}:{c['group']}") for name, c in step["matrices"].items()} == results[0].chosen

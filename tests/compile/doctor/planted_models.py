@@ -21,7 +21,7 @@ def floats(*shape: int) -> np.ndarray:
     return (np.random.default_rng(shape[0]).standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
 
 
-def saved(
+def save_graph(
     path: Path,
     nodes: list[onnx.NodeProto],
     weights: list[onnx.TensorProto],
@@ -44,9 +44,9 @@ def saved(
 
 
 def products_with_codes(
-    path: Path, times: int = 1, *, bits: int = 4, zeros: str = "none", level: int = 0, rest: int = 0
+    path: Path, times: int = 1, *, bits: int = 4, zeros: str = "none", level: int = 0, rest_columns: int = 0
 ) -> Path:
-    """A ``MatMulNBits`` of 128 x 256 in groups of 32; ``rest``: columns of a product in floats behind it."""
+    """A ``MatMulNBits`` of 128 x 256 in groups of 32; ``rest_columns``: columns of a product in floats behind it."""
     rows, columns, group = 128 * times, 256 * times, 32
     groups = rows // group
     random = np.random.default_rng(bits)
@@ -61,22 +61,22 @@ def products_with_codes(
     attributes = {"K": rows, "N": columns, "bits": bits, "block_size": group}
     if level:
         attributes["accuracy_level"] = level
-    out = "h" if rest else "y"
+    out = "h" if rest_columns else "y"
     nodes = [helper.make_node("MatMulNBits", names, [out], name="product", domain=MICROSOFT, **attributes)]
-    if rest:
+    if rest_columns:
         nodes.append(helper.make_node("MatMul", ["h", "float_weight"], ["y"], name="float_product"))
-        weights.append(constant("float_weight", floats(columns, rest * times)))
-    return saved(path, nodes, weights, times=times, output=rest or 256)
+        weights.append(constant("float_weight", floats(columns, rest_columns * times)))
+    return save_graph(path, nodes, weights, times=times, output=rest_columns or 256)
 
 
-def repeated(path: Path, times: int = 1) -> Path:
+def repeated_products(path: Path, times: int = 1) -> Path:
     weight = floats(128 * times, 256 * times)
     nodes = [
         helper.make_node("MatMul", ["x", "first"], ["a"], name="a"),
         helper.make_node("MatMul", ["x", "second"], ["b"], name="b"),
         helper.make_node("Mul", ["a", "b"], ["y"], name="both"),
     ]
-    return saved(path, nodes, [constant("first", weight), constant("second", weight.copy())], times=times)
+    return save_graph(path, nodes, [constant("first", weight), constant("second", weight.copy())], times=times)
 
 
 def computed_constants(path: Path, times: int = 1) -> Path:
@@ -85,7 +85,7 @@ def computed_constants(path: Path, times: int = 1) -> Path:
         helper.make_node("Transpose", ["scaled"], ["weight"], name="turn", perm=[1, 0]),
         helper.make_node("MatMul", ["x", "weight"], ["y"], name="product"),
     ]
-    return saved(
+    return save_graph(
         path,
         nodes,
         [constant("stored", floats(256 * times, 128 * times)), constant("factor", np.float32([[0.5]]))],
@@ -99,7 +99,9 @@ def doubles(path: Path, times: int = 1) -> Path:
         helper.make_node("MatMul", ["wide", "weight"], ["product"], name="product"),
         helper.make_node("Cast", ["product"], ["y"], name="narrow", to=FLOAT),
     ]
-    return saved(path, nodes, [constant("weight", floats(128 * times, 256 * times).astype(np.float64))], times=times)
+    return save_graph(
+        path, nodes, [constant("weight", floats(128 * times, 256 * times).astype(np.float64))], times=times
+    )
 
 
 def casts(path: Path, times: int = 1) -> Path:
@@ -109,7 +111,7 @@ def casts(path: Path, times: int = 1) -> Path:
         helper.make_node("Cast", ["wide"], ["back"], name="back", to=FLOAT),
         helper.make_node("Relu", ["back"], ["y"], name="relu"),
     ]
-    return saved(path, nodes, [constant("weight", floats(128 * times, 256 * times))], times=times)
+    return save_graph(path, nodes, [constant("weight", floats(128 * times, 256 * times))], times=times)
 
 
 def body(path: Path) -> Path:
@@ -118,10 +120,10 @@ def body(path: Path) -> Path:
         helper.make_node("MatMul", ["x", "weight"], ["h"], name="product"),
         helper.make_node("Swish", ["h"], ["y"], name="swish"),
     ]
-    return saved(path, nodes, [constant("weight", floats(128, 256))], opset=24)
+    return save_graph(path, nodes, [constant("weight", floats(128, 256))], opset=24)
 
 
-def transposed(path: Path, times: int = 1) -> Path:
+def transposed_codes(path: Path, times: int = 1) -> Path:
     codes = np.random.default_rng(3).integers(-128, 128, (256 * times, 128 * times), np.int8)
     nodes = [
         helper.make_node("DequantizeLinear", ["codes", "scales"], ["wide"], name="decode", axis=1, block_size=32),
@@ -129,7 +131,7 @@ def transposed(path: Path, times: int = 1) -> Path:
         helper.make_node("MatMul", ["x", "weight"], ["y"], name="product"),
     ]
     scales = (np.random.default_rng(4).random((256 * times, 4 * times)) / 1000 + 1e-4).astype(np.float32)
-    return saved(path, nodes, [constant("codes", codes), constant("scales", scales)], times=times)
+    return save_graph(path, nodes, [constant("codes", codes), constant("scales", scales)], times=times)
 
 
 def relu_behind(path: Path, times: int = 1) -> Path:
@@ -140,7 +142,7 @@ def relu_behind(path: Path, times: int = 1) -> Path:
         helper.make_node("Relu", ["h"], ["y"], name="relu"),
     ]
     scales = (np.random.default_rng(4).random((4 * times, 256 * times)) / 1000 + 1e-4).astype(np.float32)
-    return saved(path, nodes, [constant("codes", codes), constant("scales", scales)], times=times)
+    return save_graph(path, nodes, [constant("codes", codes), constant("scales", scales)], times=times)
 
 
 def experts(path: Path) -> Path:
@@ -172,4 +174,4 @@ def not_finite(path: Path) -> Path:
         helper.make_node("Div", ["x", "zero"], ["infinite"], name="divide"),
         helper.make_node("MatMul", ["infinite", "weight"], ["y"], name="product"),
     ]
-    return saved(path, nodes, [constant("weight", floats(128, 256))])
+    return save_graph(path, nodes, [constant("weight", floats(128, 256))])
