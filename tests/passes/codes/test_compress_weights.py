@@ -47,7 +47,7 @@ def recurrent(path: Path, operator: str = "LSTM", directions: int = 1, *, moved:
     nodes.append(helper.make_node(operator, ["x", first, "r"], ["y"], hidden_size=HIDDEN, direction=direction))
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["steps", "batch", HIDDEN])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * 4)
-    return graphs.saved(path, helper.make_graph(nodes, "recurrent", [x], [y], weights), opset=23)
+    return graphs.save_graph(path, helper.make_graph(nodes, "recurrent", [x], [y], weights), opset=23)
 
 
 X = RANDOM.standard_normal((7, 2, HIDDEN)).astype(np.float32)
@@ -108,7 +108,7 @@ def branches(path: Path) -> Path:
     ]
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * 4)
     weights = [graphs.constant("dims", np.array([-1, 12, 2, 2])), graphs.constant("up", floats(12, 24, 2, 2))]
-    return graphs.saved(path, helper.make_graph(nodes, "branches", inputs, [output], weights), opset=23)
+    return graphs.save_graph(path, helper.make_graph(nodes, "branches", inputs, [output], weights), opset=23)
 
 
 def test_constants_of_branches_and_transposed_convolutions_become_codes(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def looped(path: Path) -> Path:
     ports = {"x": ["batch", HIDDEN], "y": ["batch", HIDDEN]}
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in ports.items())
     weights = [graphs.constant("weight", floats(HIDDEN, HIDDEN)), graphs.constant("steps", np.array(3))]
-    return graphs.saved(path, helper.make_graph(nodes, "looped", [x], [y], weights), opset=23)
+    return graphs.save_graph(path, helper.make_graph(nodes, "looped", [x], [y], weights), opset=23)
 
 
 def test_a_weight_of_a_loop_and_of_a_product_beside_it_is_stored_once(tmp_path: Path) -> None:

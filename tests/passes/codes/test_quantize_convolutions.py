@@ -204,7 +204,7 @@ def branches(path: Path) -> Path:
     images = helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, ["batch", 3, 16, 16])
     is_large = helper.make_tensor_value_info("is_large", onnx.TensorProto.BOOL, [])
     logits = helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["batch", 10])
-    return graphs.saved(path, helper.make_graph(nodes, "branches", [images, is_large], [logits], [both]), opset=23)
+    return graphs.save_graph(path, helper.make_graph(nodes, "branches", [images, is_large], [logits], [both]), opset=23)
 
 
 def test_convolutions_in_branches_get_codes_of_weights(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from graphopt.quantization.rounding.lazy_codes import quantize_lazily
 from graphopt.quantization.rounding.scales import Scale
 from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
-from tests.graph.weights.counting import Counted
+from tests.graph.weights.counting import CountingExpression
 
 FLOAT16 = ir.DataType.FLOAT16
 seeds = st.integers(0, 1000)
@@ -87,12 +87,12 @@ def test_packed_parts_mean_what_was_rounded(name: str, rows: int, columns: int, 
 
 def test_nothing_is_computed_before_it_is_read() -> None:
     source = weight(32, 8)
-    source.const_value = WeightTensor(Counted(expression_of(source.const_value), "packed"))
+    source.const_value = WeightTensor(CountingExpression(expression_of(source.const_value), "packed"))
     made = packed_places(source, FORMATS["nf4"], 16)
     quantize_lazily(source.const_value, FORMATS["int4"], 16, "extreme", half=True)
-    assert not Counted.counts["packed"]
+    assert not CountingExpression.counts["packed"]
     made["codes"].numpy()
-    assert Counted.counts["packed"] == 1
+    assert CountingExpression.counts["packed"] == 1
 
 
 def test_a_format_without_a_type_has_no_standard_form() -> None:

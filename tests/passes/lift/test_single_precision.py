@@ -9,12 +9,12 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
-from tests.compile.doctor import planted
+from tests.compile.doctor import planted_models
 from tests.graphs import run_pass, session
 
 X = np.random.default_rng(5).standard_normal((3, 128)).astype(np.float32)
-WIDEN = helper.make_node("Cast", ["x"], ["wide"], name="widen", to=planted.DOUBLE)
-NARROW = helper.make_node("Cast", ["product"], ["y"], name="narrow", to=planted.FLOAT)
+WIDEN = helper.make_node("Cast", ["x"], ["wide"], name="widen", to=planted_models.DOUBLE)
+NARROW = helper.make_node("Cast", ["product"], ["y"], name="narrow", to=planted_models.FLOAT)
 
 SUM = 128 * 2.0**-24 * 40
 """Rounding of sums of 128 products in float32: 128 half-steps of at most the sum of absolute products, below 40."""
@@ -29,17 +29,17 @@ def test_weights_casts_and_attributes_become_float32(tmp_path: Path) -> None:
     nodes = [
         WIDEN,
         helper.make_node("ConstantOfShape", ["shape"], ["ones"], name="ones", value=one),
-        helper.make_node("EyeLike", ["weight"], ["eye"], name="eye", dtype=planted.DOUBLE),
+        helper.make_node("EyeLike", ["weight"], ["eye"], name="eye", dtype=planted_models.DOUBLE),
         helper.make_node("Add", ["weight", "eye"], ["sum"], name="sum"),
         helper.make_node("MatMul", ["wide", "sum"], ["xw"], name="product"),
         helper.make_node("Add", ["xw", "ones"], ["product"], name="shift"),
         NARROW,
     ]
     weights = [
-        planted.constant("weight", planted.floats(128, 256).astype(np.float64)),
-        planted.constant("shape", np.array([256])),
+        planted_models.constant("weight", planted_models.floats(128, 256).astype(np.float64)),
+        planted_models.constant("shape", np.array([256])),
     ]
-    model = ir.load(planted.saved(tmp_path / "model.onnx", nodes, weights))
+    model = ir.load(planted_models.save_graph(tmp_path / "model.onnx", nodes, weights))
     (before,) = session(model, tmp_path / "before").run(None, {"x": X})
     report = run_pass(model, "single_precision")
     assert [(c.what.code, c.what.figures) for c in report.changes] == [
@@ -52,14 +52,14 @@ def test_weights_casts_and_attributes_become_float32(tmp_path: Path) -> None:
 
 def test_a_circle_of_casts_follows_the_types(tmp_path: Path) -> None:
     nodes = [
-        helper.make_node("Cast", ["x"], ["there"], name="there", to=planted.DOUBLE),
-        helper.make_node("Cast", ["there"], ["back"], name="back", to=planted.FLOAT),
-        helper.make_node("Cast", ["back"], ["wide"], name="widen", to=planted.DOUBLE),
+        helper.make_node("Cast", ["x"], ["there"], name="there", to=planted_models.DOUBLE),
+        helper.make_node("Cast", ["there"], ["back"], name="back", to=planted_models.FLOAT),
+        helper.make_node("Cast", ["back"], ["wide"], name="widen", to=planted_models.DOUBLE),
         helper.make_node("MatMul", ["wide", "weight"], ["product"], name="product"),
         NARROW,
     ]
-    weights = [planted.constant("weight", planted.floats(128, 256).astype(np.float64))]
-    model = ir.load(planted.saved(tmp_path / "model.onnx", nodes, weights))
+    weights = [planted_models.constant("weight", planted_models.floats(128, 256).astype(np.float64))]
+    model = ir.load(planted_models.save_graph(tmp_path / "model.onnx", nodes, weights))
     (before,) = session(model, tmp_path / "before").run(None, {"x": X})
     run_pass(model, "single_precision")
     (after,) = session(model, tmp_path / "after").run(None, {"x": X})
@@ -67,7 +67,7 @@ def test_a_circle_of_casts_follows_the_types(tmp_path: Path) -> None:
 
 
 def test_a_graph_without_float64_has_nothing_to_do(tmp_path: Path) -> None:
-    report = run_pass(ir.load(planted.repeated(tmp_path / "model.onnx")), "single_precision")
+    report = run_pass(ir.load(planted_models.repeated_products(tmp_path / "model.onnx")), "single_precision")
     assert (report.changes, report.skips) == ([], [])
 
 
@@ -76,21 +76,23 @@ def test_a_graph_without_float64_has_nothing_to_do(tmp_path: Path) -> None:
     [("port", "y"), ("out-of-range", "weight"), ("integers", "tip")],
 )
 def test_what_must_stay_in_float64_is_named(code: str, location: str, tmp_path: Path) -> None:
-    weight = planted.floats(128, 256).astype(np.float64)
+    weight = planted_models.floats(128, 256).astype(np.float64)
     nodes = [WIDEN, helper.make_node("MatMul", ["wide", "weight"], ["product"], name="product")]
     if code == "integers":
         nodes += [
             helper.make_node("Cast", ["product"], ["index"], name="tip", to=TensorProto.INT64),
-            helper.make_node("Cast", ["index"], ["y"], name="narrow", to=planted.FLOAT),
+            helper.make_node("Cast", ["index"], ["y"], name="narrow", to=planted_models.FLOAT),
         ]
     else:
         nodes.append(NARROW)
     if code == "out-of-range":
         weight[0, 0] = 1e300
-    model = ir.load(planted.saved(tmp_path / "model.onnx", nodes, [planted.constant("weight", weight)]))
+    model = ir.load(
+        planted_models.save_graph(tmp_path / "model.onnx", nodes, [planted_models.constant("weight", weight)])
+    )
     if code == "port":
         model.graph.outputs[0].dtype = ir.DataType.DOUBLE
-        model.graph.node("narrow").attributes["to"] = ir.AttrInt64("to", planted.DOUBLE)
+        model.graph.node("narrow").attributes["to"] = ir.AttrInt64("to", planted_models.DOUBLE)
     if code == "integers":
         model.graph.node("product").outputs[0].dtype = ir.DataType.DOUBLE
     report = run_pass(model, "single_precision")
@@ -101,9 +103,11 @@ def test_what_must_stay_in_float64_is_named(code: str, location: str, tmp_path: 
 
 def test_infinite_numbers_are_in_range(tmp_path: Path) -> None:
     """Masks are made of them."""
-    weight = planted.floats(128, 256).astype(np.float64)
+    weight = planted_models.floats(128, 256).astype(np.float64)
     weight[0] = -np.inf
     nodes = [WIDEN, helper.make_node("MatMul", ["wide", "weight"], ["product"], name="product"), NARROW]
-    model = ir.load(planted.saved(tmp_path / "model.onnx", nodes, [planted.constant("weight", weight)]))
+    model = ir.load(
+        planted_models.save_graph(tmp_path / "model.onnx", nodes, [planted_models.constant("weight", weight)])
+    )
     assert len(run_pass(model, "single_precision").changes) == 1
     assert ir.DataType.DOUBLE not in types(model)

@@ -11,7 +11,7 @@ import pytest
 from onnx import helper
 
 from graphopt.ort.session import open_session
-from tests.compile.doctor import planted
+from tests.compile.doctor import planted_models
 from tests.graphs import run_pass, save
 
 N, K, GROUP = 256, 128, 32
@@ -31,15 +31,19 @@ def stored(path: Path, granularity: str, *, axis_sign: int = 0) -> ir.Model:
         helper.make_node("Transpose", ["wide"], ["weight"], name="turn", perm=[1, 0]),
         helper.make_node("MatMul", ["x", "weight"], ["y"], name="product"),
     ]
-    codes = planted.constant("codes", random.integers(-128, 128, (N, K), np.int8))
-    weights = [codes, planted.constant("scales", np.array(scales)), planted.constant("zeros", np.array(zeros))]
-    return ir.load(planted.saved(path, nodes, weights))
+    codes = planted_models.constant("codes", random.integers(-128, 128, (N, K), np.int8))
+    weights = [
+        codes,
+        planted_models.constant("scales", np.array(scales)),
+        planted_models.constant("zeros", np.array(zeros)),
+    ]
+    return ir.load(planted_models.save_graph(path, nodes, weights))
 
 
 def decoded(model: ir.Model, value: str, path: Path) -> np.ndarray:
     """What onnxruntime decodes."""
     proto = ir.to_proto(model)
-    proto.graph.output.append(helper.make_tensor_value_info(value, planted.FLOAT, None))
+    proto.graph.output.append(helper.make_tensor_value_info(value, planted_models.FLOAT, None))
     onnx.save(proto, path)
     result: np.ndarray = open_session(path).run([value], {"x": np.zeros((1, K), np.float32)})[0]
     return result

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from tests.compile.doctor import planted
+from tests.compile.doctor import planted_models
 from tests.graphs import run_pass, session
 
 X = np.random.default_rng(5).standard_normal((3, 128)).astype(np.float32)
@@ -17,7 +17,7 @@ X = np.random.default_rng(5).standard_normal((3, 128)).astype(np.float32)
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_outputs_move_by_what_rounding_moves(bits: int, level: int, tmp_path: Path) -> None:
-    model = ir.load(planted.products_with_codes(tmp_path / "model.onnx", bits=bits, level=level))
+    model = ir.load(planted_models.products_with_codes(tmp_path / "model.onnx", bits=bits, level=level))
     (before,) = session(model, tmp_path / "before").run(None, {"x": X})
     report = run_pass(model, "accuracy_level")
     assert report.effect == "lossy"
@@ -35,7 +35,7 @@ def test_outputs_move_by_what_rounding_moves(bits: int, level: int, tmp_path: Pa
 
 @pytest.mark.parametrize("level", [2, 3, 4])
 def test_levels_that_someone_chose_stay(level: int, tmp_path: Path) -> None:
-    model = ir.load(planted.products_with_codes(tmp_path / "model.onnx", level=level))
+    model = ir.load(planted_models.products_with_codes(tmp_path / "model.onnx", level=level))
     report = run_pass(model, "accuracy_level")
     assert (report.changes, report.effect) == ([], "exact")
     assert model.graph.node("product").attributes.get_int("accuracy_level") == level

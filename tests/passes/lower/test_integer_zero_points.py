@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.passes.lower.integer_zero_points import pack
-from tests.compile.doctor import planted
+from tests.compile.doctor import planted_models
 from tests.graphs import run_pass, session
 
 ONES = np.eye(128, dtype=np.float32)
@@ -31,7 +31,7 @@ def test_codes_lie_from_the_lowest_bit_on_and_columns_begin_at_bytes(
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_same_weights_in_fewer_bytes(bits: int, tmp_path: Path) -> None:
-    model = ir.load(planted.products_with_codes(tmp_path / "model.onnx", bits=bits, zeros="whole"))
+    model = ir.load(planted_models.products_with_codes(tmp_path / "model.onnx", bits=bits, zeros="whole"))
     (before,) = session(model, tmp_path / "before").run(None, {"x": ONES})
     report = run_pass(model, "integer_zero_points")
     assert report.effect == "exact"
@@ -46,7 +46,7 @@ def test_the_same_weights_in_fewer_bytes(bits: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_zero_points_between_codes_stay_with_the_reason(bits: int, tmp_path: Path) -> None:
-    model = ir.load(planted.products_with_codes(tmp_path / "model.onnx", bits=bits, zeros="between"))
+    model = ir.load(planted_models.products_with_codes(tmp_path / "model.onnx", bits=bits, zeros="between"))
     report = run_pass(model, "integer_zero_points")
     assert not report.changes
     assert [(s.where, s.reason.code) for s in report.skips] == [("product", "integer_zero_points.not-whole")]
@@ -55,5 +55,5 @@ def test_zero_points_between_codes_stay_with_the_reason(bits: int, tmp_path: Pat
 
 
 def test_a_product_without_zero_points_has_none_to_pack(tmp_path: Path) -> None:
-    report = run_pass(ir.load(planted.products_with_codes(tmp_path / "model.onnx")), "integer_zero_points")
+    report = run_pass(ir.load(planted_models.products_with_codes(tmp_path / "model.onnx")), "integer_zero_points")
     assert (report.changes, report.skips) == ([], [])

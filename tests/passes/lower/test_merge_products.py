@@ -26,7 +26,7 @@ from graphopt.passes.common.input_rounding import round_input
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.lower import lower_model
 from graphopt.passes.lower.merge_products import DIFFER, MERGE, MergeProducts
-from tests.graph.weights.counting import Counted
+from tests.graph.weights.counting import CountingExpression
 from tests.graphs import Builder, save
 from tests.native import needs_library
 
@@ -268,9 +268,9 @@ def test_weights_are_not_read_before_they_are_written() -> None:
     model = readers(32, 16)
     for name in ("w0.codes", "w1.codes"):
         value = model.graph.initializers[name]
-        value.const_value = WeightTensor(Counted(expression_of(value.const_value), f"merged {name}"))
+        value.const_value = WeightTensor(CountingExpression(expression_of(value.const_value), f"merged {name}"))
     assert merge(model).changes
-    assert not any(name.startswith("merged") for name in Counted.counts)
+    assert not any(name.startswith("merged") for name in CountingExpression.counts)
 
 
 def test_a_llama_for_the_processor_is_merged_and_says_the_same(llama_artifact: Path, tmp_path: Path) -> None:

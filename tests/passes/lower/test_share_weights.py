@@ -10,14 +10,14 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper
 
-from tests.compile.doctor import planted
+from tests.compile.doctor import planted_models
 from tests.graphs import run_pass, session
 
 X = np.random.default_rng(5).standard_normal((3, 128)).astype(np.float32)
 
 
 def test_one_of_two_equal_weights_stays_and_not_a_bit_moves(tmp_path: Path) -> None:
-    model = ir.load(planted.repeated(tmp_path / "model.onnx"))
+    model = ir.load(planted_models.repeated_products(tmp_path / "model.onnx"))
     (before,) = session(model, tmp_path / "before").run(None, {"x": X})
     report = run_pass(model, "share_weights")
     assert report.effect == "exact"
@@ -29,7 +29,7 @@ def test_one_of_two_equal_weights_stays_and_not_a_bit_moves(tmp_path: Path) -> N
 
 def branches(path: Path, *, in_graph: bool) -> ir.Model:
     """``If`` with the same weight in each branch, and with ``in_graph`` in the graph too."""
-    weight = planted.floats(128, 256)
+    weight = planted_models.floats(128, 256)
 
     def branch(name: str, operator: str) -> onnx.GraphProto:
         nodes = [
@@ -37,7 +37,7 @@ def branches(path: Path, *, in_graph: bool) -> ir.Model:
             helper.make_node(operator, [f"{name}.h"], [f"{name}.y"], name=f"{name}.out"),
         ]
         output = helper.make_tensor_value_info(f"{name}.y", TensorProto.FLOAT, ["batch", 256])
-        return helper.make_graph(nodes, name, [], [output], [planted.constant(f"{name}.weight", weight)])
+        return helper.make_graph(nodes, name, [], [output], [planted_models.constant(f"{name}.weight", weight)])
 
     nodes = [
         helper.make_node("ReduceSum", ["x"], ["sum"], name="sum", keepdims=0),
@@ -49,8 +49,8 @@ def branches(path: Path, *, in_graph: bool) -> ir.Model:
         helper.make_node("Add", ["z", "w"], ["y"], name="add"),
     ]
     outer = weight if in_graph else weight + np.float32(1)
-    weights = [planted.constant("zero", np.float32(0).reshape(())), planted.constant("weight", outer)]
-    return ir.load(planted.saved(path, nodes, weights))
+    weights = [planted_models.constant("zero", np.float32(0).reshape(())), planted_models.constant("weight", outer)]
+    return ir.load(planted_models.save_graph(path, nodes, weights))
 
 
 @pytest.mark.parametrize("in_graph", [True, False])
@@ -71,7 +71,7 @@ def test_branches_read_the_weight_of_the_graph_around_them(in_graph: bool, tmp_p
 
 @pytest.mark.parametrize("difference", ["bit", "type", "shape", "size"])
 def test_what_differs_in_anything_stays(difference: str, tmp_path: Path) -> None:
-    first = planted.floats(128, 256)
+    first = planted_models.floats(128, 256)
     second = first.copy()
     if difference == "bit":
         second[0, 0] = np.nextafter(second[0, 0], 1)
@@ -93,7 +93,7 @@ def test_what_differs_in_anything_stays(difference: str, tmp_path: Path) -> None
         helper.make_node("Add" if difference == "size" else "MatMul", names, ["b"], name="b"),
         helper.make_node("Mul", ["a", "b"], ["y"], name="both"),
     ]
-    weights = [planted.constant("first", first), planted.constant("second", second)]
-    model = ir.load(planted.saved(tmp_path / "model.onnx", nodes, weights))
+    weights = [planted_models.constant("first", first), planted_models.constant("second", second)]
+    model = ir.load(planted_models.save_graph(tmp_path / "model.onnx", nodes, weights))
     assert not run_pass(model, "share_weights").changes
     assert {"first", "second"} <= set(model.graph.initializers)
