@@ -49,3 +49,12 @@ def test_names_of_native_sources_count(tmp_path: Path) -> None:
         file.parent.mkdir(exist_ok=True)
         file.touch()
     assert {file for file, _ in count_offenders(tmp_path)} == {"graphopt/asked.h", "graphopt/made.cu"}
+
+
+def test_expected_is_a_name_in_tests_only(tmp_path: Path) -> None:
+    for name in ("graphopt/a.py", "tests/a.py", "tests/passes/a.py"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True)
+        file.write_text("expected = found = 1\n")
+    offenders = Counter({("graphopt/a.py", "expected"): 1, ("graphopt/a.py", "found"): 1, ("tests/a.py", "found"): 1})
+    assert count_offenders(tmp_path) == offenders
