@@ -57,7 +57,7 @@ STORAGES = ("int8", "int6", "int4", "int3", "int2", "int1")
 TEXTS = CalibrationOptions(window=1024, windows=2)
 """What is read for each measurement by default; a window is shorter where the model has fewer positions."""
 
-_MEASURED = "int2"
+_MEASURED_STORAGE = "int2"
 """What a layer is measured in: fine enough for errors to count by their square, coarse enough to be seen."""
 
 _FLOATS = "float32"
@@ -237,7 +237,7 @@ class _Caches:
 
     def share_of_loss(self, storage: str) -> float:
         """Return what a storage loses of what int2 does, by the mean square error of normal numbers."""
-        return self._mean_square(storage) / self._mean_square(_MEASURED)
+        return self._mean_square(storage) / self._mean_square(_MEASURED_STORAGE)
 
     def _mean_square(self, storage: str) -> float:
         numbers = np.random.default_rng(0).standard_normal((1024, self._page), np.float32)
@@ -252,7 +252,8 @@ class _Caches:
             if str(number) not in measurements.rows:
                 on_stage("layers, one at a time", count, len(self._layers))
                 keys, values = (
-                    self._divergence({number: pair}, "all") for pair in ((_MEASURED, _EXACT), (_EXACT, _MEASURED))
+                    self._divergence({number: pair}, "all")
+                    for pair in ((_MEASURED_STORAGE, _EXACT), (_EXACT, _MEASURED_STORAGE))
                 )
                 measurements.add(LayerLoss(layer=number, keys=keys, values=values))
         return [measurements.rows[str(number)] for number in self._layers]
