@@ -83,6 +83,29 @@ def test_emulated_blocks_are_those_of_the_operator(residuals: int) -> None:
     np.testing.assert_allclose(_attend(queries, numbers, torch.arange(tokens), tail), expected, rtol=0, atol=1e-5)
 
 
+def test_scales_of_halves_that_err_least_err_less() -> None:
+    random, basis = np.random.default_rng(0), np.eye(CHANNELS)[np.newaxis]
+    k = torch.from_numpy(random.standard_normal((2, TOKENS, CHANNELS)).astype(np.float32))
+    bases = [KeyBasis(basis, basis, np.zeros((2, CHANNELS, CHANNELS), np.float32))]
+    errors = {}
+    for parts, shares in ((1, (1.0,)), (1, (1.0, 0.9)), (2, (1.0,)), (2, (1.0, 0.9))):
+        keys, _ = FeedbackBlocks("blocks", bases, 4, parts=parts, shares=shares).apply(k, k)
+        errors[parts, len(shares)] = float((keys - k).square().mean())
+        # float16 rounds a scale up by 2^-10 at most
+        step = 2 * k.abs().amax(-1, keepdim=True) / 15
+        assert len(shares) > 1 or ((keys - k).abs() <= 0.501 * step).all()
+    # numbers of a normal distribution: half as many reach less far, and their ends are few
+    assert errors[2, 2] < errors[2, 1] < errors[1, 1]
+    assert errors[2, 2] < errors[1, 2] < errors[1, 1]
+
+
+def test_first_tokens_keep_second_codes() -> None:
+    tokens, positions = torch.arange(40)[None], torch.tensor([[39]])
+    is_first_code = Residuals(16, first=4).are_rounded(tokens, positions)[0]
+    # 8 tokens of the last block, all of them with second codes
+    assert (~is_first_code).nonzero().ravel().tolist() == [0, 1, 2, 3, *range(32, 40)]
+
+
 @pytest.mark.parametrize("bits", [4, 2])
 def test_emulated_feedback_is_that_of_the_operator(bits: int) -> None:
     random, basis = np.random.default_rng(bits), rotation(CHANNELS).numpy()

@@ -18,6 +18,7 @@ from graphopt.runtime_ops.kv_attention.spec.layout import (
     round_page,
     round_tokens,
     round_with_feedback,
+    scales_above,
 )
 from tools.studies.caches.rounding import Residuals, Tail, Tensor, rotation
 from tools.studies.caches.spectral import Statistics
@@ -27,6 +28,8 @@ _WITH_FACTORS = (1, 2, 3)
 _UNITS = 1.45
 """A unit of ``t2`` in standard deviations, for the least squared error of normal numbers."""
 _TINY = np.float32(1e-12)
+_SHARES = tuple(np.linspace(1, 0.6, 9))
+"""Of the largest number of a set: what codes span, for the least squared error."""
 
 Doubles = npt.NDArray[np.float64]
 
@@ -172,12 +175,16 @@ class FeedbackBlocks:
         bases: as of :class:`FeedbackMethod`.
         bits: of a code.
         tail: which tokens have second codes; ``None`` where every token is rounded when it comes, and that is all.
+        parts: of a head, each with a scale of its own: a float32 for 1, else float16.
+        shares: of the largest number of a part; its codes span the one of the least squared error.
     """
 
     name: str
     bases: Sequence[KeyBasis]
     bits: int
     tail: Residuals | None = None
+    parts: int = 1
+    shares: Sequence[float] = (1.0,)
 
     def apply(self, keys: Tensor, values: Tensor, rotary: Any = None, layer: int = 0) -> tuple[Tensor, ...]:
         """Return keys and values [heads, tokens, channels] of a layer as this cache gives them back.
@@ -191,11 +198,48 @@ class FeedbackBlocks:
         sides = ((keys, key_basis.matrix, key_basis.back, key_basis.feedback), (values, basis, basis.T, None))
         for x, matrix, back, feedback in sides:
             exact = (x.numpy() @ matrix).astype(np.float32).swapaxes(0, 1)
-            first = _restored_tokens(exact, levels, feedback)
-            sums = first if self.tail is None else first + _restored_tokens(exact - first, levels)
+            first = self._numbers_of(exact, levels, feedback, self.shares)
+            sums = first if self.tail is None else first + self._numbers_of(exact - first, levels, None, (1.0,))
             for tensors, tokens in ((by_first, first), (by_both, sums)):
                 tensors.append(torch.from_numpy((tokens.swapaxes(0, 1) @ back).astype(np.float32)))
         return tuple(by_first if self.tail is None else by_first + by_both)
+
+    def _numbers_of(
+        self,
+        tokens: npt.NDArray[Any],
+        levels: int,
+        feedback: npt.NDArray[Any] | None,
+        shares: Sequence[float],
+    ) -> npt.NDArray[Any]:
+        """Return what the codes of tokens [tokens, heads, channels] stand for."""
+        if self.parts == len(shares) == 1:
+            return _restored_tokens(tokens, levels, feedback)
+        steps = _steps_of_parts(tokens, levels, self.parts, shares)
+        low = steps * np.float32(-levels / 2)
+        numbers, new_numbers = tokens.copy(), np.empty_like(tokens)
+        for c in range(tokens.shape[-1]):
+            codes = np.rint((numbers[..., c] - low[..., c]) / steps[..., c]).clip(0, levels)
+            new_numbers[..., c] = low[..., c] + steps[..., c] * codes
+            if feedback is not None:
+                error = numbers[..., c] - new_numbers[..., c]
+                numbers[..., c + 1 :] -= error[..., np.newaxis] * feedback[:, c, c + 1 :]
+        return new_numbers
+
+
+def _steps_of_parts(tokens: npt.NDArray[Any], levels: int, parts: int, shares: Sequence[float]) -> npt.NDArray[Any]:
+    """Return the step of each channel of tokens [..., channels], whose parts have steps of their own."""
+    sets = tokens.reshape(*tokens.shape[:-1], parts, -1)
+    largest = np.abs(sets).max(-1, keepdims=True)
+    candidates = np.stack([np.maximum(2 * largest * np.float32(share) / levels, _TINY) for share in shares])
+    if parts > 1:  # in the bytes of one float32; 1e-7 is above the least float16
+        candidates = np.maximum(scales_above(candidates).astype(np.float32), np.float32(1e-7))
+    low = candidates * np.float32(-levels / 2)
+    errors = [
+        np.square(first + step * np.rint((sets - first) / step).clip(0, levels) - sets).sum(-1, keepdims=True)
+        for first, step in zip(low, candidates, strict=True)
+    ]
+    best = np.take_along_axis(candidates, np.argmin(errors, axis=0)[np.newaxis], axis=0)[0]
+    return np.broadcast_to(best, sets.shape).reshape(tokens.shape)
 
 
 def _restored_tokens(
@@ -233,4 +277,13 @@ def feedback_methods(statistics: Sequence[Statistics], tail: Tail) -> list[WithF
         for block in (16, 64, 128):
             name = f"{stem}, blocks of {block}, int4 with residuals, rotated"
             method_list.append(FeedbackBlocks(name, bases, 4, Residuals(block)))
+        name = f"{stem}, blocks of 128, int4 with residuals"
+        method_list += [
+            FeedbackBlocks(f"{name}, 4 first tokens, rotated", bases, 4, Residuals(128, first=4)),
+            FeedbackBlocks(f"{name}, least squares, rotated", bases, 4, Residuals(128), shares=_SHARES),
+            FeedbackBlocks(f"{name}, halves, rotated", bases, 4, Residuals(128), parts=2),
+            FeedbackBlocks(
+                f"{name}, halves, least squares, rotated", bases, 4, Residuals(128), parts=2, shares=_SHARES
+            ),
+        ]
     return method_list

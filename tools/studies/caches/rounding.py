@@ -204,15 +204,17 @@ class Residuals:
 
     Attributes:
         block: tokens of a block.
+        first: tokens at the beginning of a text that have second codes for ever.
     """
 
     block: int
+    first: int = 0
 
     def are_rounded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return whether a query at ``positions`` [p, 1] reads ``tokens`` [1, n] by their first codes, bool [p, n]."""
         count = positions % self.block + 1
         is_newest = tokens % self.block >= first_with_residual(count, self.block)
-        read_twice: Tensor = is_newest & (tokens // self.block == positions // self.block)
+        read_twice: Tensor = is_newest & (tokens // self.block == positions // self.block) | (tokens < self.first)
         return ~read_twice
 
 
