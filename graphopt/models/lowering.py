@@ -159,6 +159,8 @@ class _Operations:
             aten.unflatten.int: _view_by_sizes,
             aten.rsub.Scalar: _subtract_from,
             aten.square.default: _square,
+            aten.numpy_T.default: _reverse_axes,
+            aten.broadcast_to.default: _rename(aten.expand.default),
             aten.chunk.default: _split,
             aten.argsort.default: _order,
             aten.conv2d.padding: _convolve,
@@ -191,7 +193,8 @@ class _Operations:
         if not isinstance(target, self.torch._ops.OpOverload):
             # Of sizes: `operator.mul`, `torch.sym_max`.
             return getattr(target, "__module__", None) in ("_operator", "math", "torch")
-        if target not in self.onnx_operations or target in self.table or target._schema.is_mutable:
+        is_onnx = target in self.onnx_operations or target.namespace == "onnx"  # as `torch.onnx.ops` has them
+        if not is_onnx or target in self.table or target._schema.is_mutable:
             return False
         # Of operations that are made of others, torch keeps those that give no view of an operand.
         return not self.utils._is_cia_op(target) or bool(self.utils._is_preservable_cia_op(target))
@@ -285,6 +288,11 @@ def _subtract_from(torch: Any, node: Any) -> Any:
 
 def _square(torch: Any, node: Any) -> Any:
     return _Call(torch.ops.aten.pow.Tensor_Scalar, (node.args[0], 2))
+
+
+def _reverse_axes(torch: Any, node: Any) -> Any:
+    axes = range(node.meta["val"].dim())
+    return _Call(torch.ops.aten.permute.default, (node.args[0], [*reversed(axes)]))
 
 
 def _split(torch: Any, node: Any) -> Any:

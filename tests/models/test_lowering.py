@@ -71,6 +71,15 @@ def convolutions(x: Any, n: Any) -> Any:
     return *by_name, torch.nn.functional.conv2d(image, taps, stride=1, dilation=2, padding="same")
 
 
+def turns(x: Any, n: Any) -> Any:
+    """Of axes, of a row for all rows, and of pairs by an operator of ONNX."""
+    import torch
+
+    row, pairs = x[:1].broadcast_to(x.shape[0], 6), x.reshape(1, 1, -1, 6)
+    angles = pairs[0, :, :, :3]
+    return x.T, row + x, torch.onnx.ops.rotary_embedding(pairs, angles, angles)
+
+
 def inference(x: Any, n: Any) -> Any:
     import torch
 
@@ -129,7 +138,7 @@ def onnx_of(compute: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, by_nod
     return description(program_onnx.model)[0], answers
 
 
-SUPPORTED_CASES = [casts, reshapes, axes, sizes, orders, convolutions, pieces, writes, inference]
+SUPPORTED_CASES = [casts, reshapes, axes, sizes, orders, convolutions, pieces, turns, writes, inference]
 TORCH_CASES = [writes_through_a_view, writes_beside_a_view, writes_another_type, pads_unevenly, is_decomposed]
 
 
