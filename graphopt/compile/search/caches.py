@@ -9,7 +9,8 @@ error:
 
 Small divergences add up, so an integer program picks the storages (KVTuner, Li et al. 2025, arXiv:2502.04420, searches
 pairs of keys and values by layer, too). Coarse codes lose more than that where others are coarse too, so the program is
-also solved for powers p above 1, and the model as a whole says which of the answers loses least.
+also solved for powers p above 1, and the model as a whole says which of the answers loses least, on a longer text: the
+more tokens are read from codes, the more the coarsest count.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ TEXTS = CalibrationOptions(window=1024, windows=2)
 
 _MEASURED_STORAGE = "int2"
 """What a layer is measured in: fine enough for errors to count by their square, coarse enough to be seen."""
+
+_LONG = 4
+"""Windows that answers are judged on, as a multiple of those that layers are measured on."""
 
 _POWERS = (1.0, 1.25, 1.5)
 """Of the share of its loss that a storage is taken to have: what each leads to is judged by the model as a whole."""
@@ -216,10 +220,12 @@ class _Caches:
         compilation.settle()
         source, positions = compilation.source, compilation.source.manifest.model.max_positions
         window = min(texts.window or positions or DEFAULT_WINDOW, positions or DEFAULT_WINDOW)
+        long = min(_LONG * window, positions or _LONG * window)
         texts = texts.model_copy(update={"window": window})
         tokenizer = tokenizer_among(source.companions)
         self._samples: dict[Sample, list[IntArray]] = {
             "all": texts_of(source.companions, texts, positions),
+            "long": texts_of(source.companions, texts.model_copy(update={"window": long, "windows": 1}), positions),
             "held out": [
                 ids for text in held_out_texts() for ids in windows_of_text(tokenizer, text, window, texts.windows)
             ],
@@ -274,13 +280,13 @@ class _Caches:
         return [measurements.rows[str(number)] for number in self._layers]
 
     def best(self, candidates: Sequence[dict[int, Pair]], on_stage: Progress) -> dict[int, Pair]:
-        """Return the storages of layers with which the model as a whole loses least on the text of the measurements."""
+        """Return the storages of layers with which the model as a whole loses least on a long window."""
         if len(candidates) == 1:
             return candidates[0]
         divergences = []
         for count, layers in enumerate(candidates):
             on_stage("answers of the program", count, len(candidates))
-            divergences.append(self._divergence(layers, "all"))
+            divergences.append(self._divergence(layers, "long"))
         return candidates[int(np.argmin(divergences))]
 
     def held_out_loss(self, layers: Mapping[int, Pair] | None, on_stage: Progress) -> float:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     Text = tuple[Mapping[str, Array], IntArray]
 
 Matrix = npt.NDArray[np.float32]
-Sample = Literal["single", "all", "held out"]
-"""Which texts: those for single matrices, and for mixtures at first; all that a search reads; others."""
+Sample = Literal["single", "all", "long", "held out"]
+"""Which texts: those for single matrices, and for mixtures at first; all that a search reads; a longer one; others."""
 
 _COLUMNS = 64
 
