@@ -40,6 +40,7 @@ from graphopt.quality.texts import held_out_texts
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS
 from graphopt.runtime_ops.kv_attention.spec.layout import round_page
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.util.progress import Progress, silent
 
@@ -141,7 +142,8 @@ def search_caches(
         on_stage: called for each measurement.
 
     Raises:
-        InputError: the model or the recipe cannot be used, there is no such storage, or the bytes are too few.
+        InputError: the model or the recipe cannot be used, there is no such storage, heads do not fit one, or the bytes
+            are too few.
         MissingDependencyError: scipy is not installed.
     """
     unknown = [name for name in storages if name not in LEVELS]
@@ -151,6 +153,7 @@ def search_caches(
             remedy=f"choose among {', '.join(LEVELS)} with --storage",
         )
     caches = _Caches(model, recipe, Path(folder), texts)
+    caches.check_heads(storages)
     coarse_first = sorted(storages, key=LEVELS.__getitem__)
     losses = caches.losses(on_stage)
     pairs: list[Pair] = [(keys, values) for keys in coarse_first for values in coarse_first]
@@ -250,6 +253,19 @@ class _Caches:
         for ids in self._samples["all"]:
             key.update(ids.tobytes())
         self._folder, self._key, self._references = folder, key.hexdigest()[:16], dict[Sample, list[Floats]]()
+
+    def check_heads(self, storages: Sequence[str]) -> None:
+        """Refuse storages that cannot pack the heads of a layer: it would stay in floats."""
+        for number, layer in self._layers.items():
+            fitting = [name for name in storages if layer.head_size % STORAGE_OF[name].unit == 0]
+            if len(fitting) < len(storages):
+                names = [name for name in storages if name not in fitting]
+                raise InputError(
+                    f"heads of {layer.head_size} numbers cannot be stored as {' or '.join(names)}, which pack "
+                    f"{STORAGE_OF[names[0]].unit} at a time",
+                    node=f"layer {number}",
+                    remedy=f"choose among {', '.join(fitting)} with --storage",
+                )
 
     def token_bytes(self, number: int, pair: Pair) -> float:
         """Return the bytes of a token of a layer, scales included."""

@@ -131,6 +131,7 @@ def test_a_search_that_was_cut_off_goes_on(
     [
         ({"recipe": "int4"}, "has no step quantize_kv with a storage of integers"),
         ({"storages": ("float16",)}, "float16 cannot be searched: caches are chosen among integers"),
+        ({"storages": ("int4", "int3")}, "heads of 16 numbers cannot be stored as int3, which pack 32 at a time"),
         ({"room": 1.0}, "and there is room for 1"),
         ({"recipe": "kv4"}, "a window has 128 tokens, and the first 256 of them read pages of floats"),
     ],
