@@ -269,10 +269,11 @@ def search_cache(
 ) -> None:
     """Find the storages of each layer's cache with which the model diverges least in some bytes; write a recipe.
 
-    Keys alone and values alone of each layer are stored as int2, and the model is run: two runs for each layer. What is
-    measured is kept: a search that was cut off goes on where it was, and one for other bytes measures nothing again.
+    Keys alone and values alone of each layer are stored as int2, and the model is run: two runs for each layer. That is
+    kept: a search that was cut off goes on where it was, and one for other bytes measures no layer again. Up to three
+    answers are then judged by the model on a window four times as long.
     """
-    from graphopt.compile.search import STORAGES, search_caches
+    from graphopt.compile.search import MEASURED_STORAGE, STORAGES, search_caches
     from graphopt.quantization.statistics.options import CalibrationOptions
     from graphopt.report.console_table import ConsoleTable, figure_columns
 
@@ -290,7 +291,7 @@ def search_cache(
     output.write_text(result.recipe.to_yaml(), encoding="utf-8")
     if as_json:
         return print_json(result)
-    columns = figure_columns(*(f"{part} alone as int2" for part in ("keys", "values")))
+    columns = figure_columns(*(f"{part} alone as {MEASURED_STORAGE}" for part in ("keys", "values")))
     table = ConsoleTable(["layer", "keys", "values", *columns])
     for row in result.losses:
         keys, values = result.layers[row.layer]

@@ -119,6 +119,7 @@ def test_an_unknown_name_gets_those_that_are_alike() -> None:
         explain_model(decoder(2), None, "gatr1")
     with pytest.raises(InputError, match=r"no node, value or weight") as refusal:
         explain_model(decoder(1), None, "[red]\n" * 5000)
+    # a question of 30,000 letters is cut, and with what stands around it a message stays readable
     assert len(str(refusal.value)) < 300
 
 

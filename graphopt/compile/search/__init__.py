@@ -15,7 +15,7 @@ rotary.py        from a model and a factor of its trained length to a recipe
 jsonl.py         what was measured, in a file: a search that was cut off goes on
 """
 
-from graphopt.compile.search.caches import STORAGES, CacheStorages, search_caches
+from graphopt.compile.search.caches import MEASURED_STORAGE, STORAGES, CacheStorages, search_caches
 from graphopt.compile.search.choices import CHOICES, Choice
 from graphopt.compile.search.evolution import Evolution
 from graphopt.compile.search.float_weights import FloatWeights, search_float_weights
@@ -25,6 +25,7 @@ from graphopt.compile.search.rotary import FoundFactors, search_rope
 
 __all__ = [
     "CHOICES",
+    "MEASURED_STORAGE",
     "STORAGES",
     "CacheStorages",
     "Choice",

@@ -60,7 +60,7 @@ STORAGES = ("int8", "int6", "int4", "int3", "int2", "int1")
 TEXTS = CalibrationOptions(window=1024, windows=2)
 """What is read for each measurement by default; a window is shorter where the model has fewer positions."""
 
-_MEASURED_STORAGE = "int2"
+MEASURED_STORAGE = "int2"
 """What a layer is measured in: fine enough for errors to count by their square, coarse enough to be seen."""
 
 _LONG = 4
@@ -160,22 +160,19 @@ def search_caches(
     sizes = [[caches.token_bytes(row.layer, pair) for pair in pairs] for row in losses]
     shares = {storage: caches.share_of_loss(storage) for storage in coarse_first}
     recipe_bytes = caches.recipe_bytes
-    answers: list[list[int]] = []
+    candidates: list[dict[int, Pair]] = []
     for power in _POWERS:
         costs = [
             [row.keys * shares[keys] ** power + row.values * shares[values] ** power for keys, values in pairs]
             for row in losses
         ]
         numbers = solve(costs, sizes, recipe_bytes if room is None else room)
-        if numbers not in answers:
-            answers.append(numbers)
-    candidates = [
-        {row.layer: pairs[number] for row, number in zip(losses, numbers, strict=True)} for numbers in answers
-    ]
+        answer = {row.layer: pairs[number] for row, number in zip(losses, numbers, strict=True)}
+        if answer not in candidates:
+            candidates.append(answer)
     layers = caches.best(candidates, on_stage)
-    numbers = answers[candidates.index(layers)]
     new_recipe = caches.recipe.setting("quantize_kv", layers={**caches.other_layers, **layers})
-    total = sum(size[number] for size, number in zip(sizes, numbers, strict=True))
+    total = sum(caches.token_bytes(number, pair) for number, pair in layers.items())
     names = [" and ".join(pair) for pair in layers.values()]
     counts = ", ".join(f"{names.count(name)} as {name}" for name in sorted(set(names)))
     description = (
@@ -274,7 +271,7 @@ class _Caches:
 
     def share_of_loss(self, storage: str) -> float:
         """Return what a storage loses of what int2 does, by the mean square error of normal numbers."""
-        return self._mean_square(storage) / self._mean_square(_MEASURED_STORAGE)
+        return self._mean_square(storage) / self._mean_square(MEASURED_STORAGE)
 
     def _mean_square(self, storage: str) -> float:
         numbers = np.random.default_rng(0).standard_normal((1024, self._page), np.float32)
@@ -290,7 +287,7 @@ class _Caches:
                 on_stage("layers, one at a time", count, len(self._layers))
                 keys, values = (
                     self._divergence({number: pair}, "all")
-                    for pair in ((_MEASURED_STORAGE, _EXACT), (_EXACT, _MEASURED_STORAGE))
+                    for pair in ((MEASURED_STORAGE, _EXACT), (_EXACT, MEASURED_STORAGE))
                 )
                 measurements.add(LayerLoss(layer=number, keys=keys, values=values))
         return [measurements.rows[str(number)] for number in self._layers]

@@ -14,7 +14,7 @@ from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import load
 from graphopt.inference.states.eviction import SCORES, Eviction, check_layers, evict
 from graphopt.runtime_ops.kv_attention.spec.append import append, row_of
-from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES
 from graphopt.runtime_ops.kv_attention.spec.readings import stored_tokens
 from tests.graphs import relative
 from tests.runtime_ops.kv_cases import Fed, attributes_of, tokens_of
@@ -27,6 +27,38 @@ def open_paged(source: Path, folder: Path) -> graphopt.Session:
     recipe = graphopt.Recipe.model_validate({"name": "pages", "steps": steps})
     graphopt.optimize(source, recipe, folder, run=False)
     return load(folder)
+
+
+def stored_numbers(layer: PagedLayer, state: dict[str, np.ndarray], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return keys and values [KV heads, count, channels] as the only row is read."""
+    kv = layer.attributes
+    heads = [
+        stored_tokens(kv, row_of(state, 0), head, np.arange(count), count, layer.head_size)
+        for head in range(kv.kv_heads)
+    ]
+    keys, values = (np.stack([part.numbers.astype(np.float32) for part in parts]) for parts in zip(*heads, strict=True))
+    return keys, values
+
+
+@pytest.mark.parametrize("storage", ["int2", "int1"])
+def test_what_a_clip_cut_off_is_not_cut_off_again(storage: str) -> None:
+    kv, keep = attributes_of(storage=storage, clip=0.5, page=32), 70
+    tokens = tokens_of(kv, COUNT, head_size=32)
+    feed = Fed(kv, tokens, 4)
+    feed.call(COUNT)
+    layer, eviction = PagedLayer(0, 32, kv), Eviction(keep, sinks=5, recent=9)
+    state = {name: feed.state[name] for name in layer.states(1, 4)}
+    after = {**feed.state, **evict(layer, state, np.array([COUNT]), eviction, 3)}
+    keys, values = stored_numbers(layer, feed.state, COUNT)
+    index = eviction.tokens_that_stay(keys, values)[..., None]
+    keys, values = (np.take_along_axis(numbers, index, 1) for numbers in (keys, values))
+    new_keys, new_values = stored_numbers(layer, after, keep)
+    # a step is rounded up to float16, by 2^-10 of it at most, and these are below 4
+    assert np.abs(new_values - values).max() < 4e-3 * LEVELS[storage]
+    by_token = [numbers.transpose(1, 0, 2)[None] for numbers in (keys, values)]
+    zeros = kv.state(1, 3, 32).zeros()
+    clipped_keys, _ = stored_numbers(layer, append(kv, zeros, *by_token, np.zeros(1, np.int64), np.full(1, keep)), keep)
+    assert np.square(new_keys - keys).sum() < np.square(clipped_keys - keys).sum()
 
 
 SAME_STORAGES = [(storage, "", factors) for storage in STORAGES for factors in (0, 1)]

@@ -109,6 +109,7 @@ def test_factors_are_the_largest_order_and_cost_least(width: int) -> None:
         for low in range(2, order):
             if order % low == 0 and has_hadamard(low) and has_hadamard(order // low):
                 assert cost(order) <= cost(low) + cost(order // low)
+    # two powers of two would be one, of the same cost
     assert sum(map(power, orders)) <= 1
     # no other order of the factors makes smaller halves
     least_cost = min(sum(map(prod, halves(sequence))) for sequence in permutations(orders))

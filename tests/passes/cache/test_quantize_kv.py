@@ -269,7 +269,8 @@ def test_keys_are_rounded_for_the_queries_of_the_calibration(shipped_artifact: P
     assert any("the queries and keys of 6 layers were collected on 1024 tokens" in each for each in said)
     # measured on AVX2 as 0.031, 0.034 and 0.038; over six pieces of 600 tokens of this model whitening changes
     # nothing on average, and tests/quantization/rounding/test_ldl.py shows it where keys vary in one direction
-    assert max(errors["whitened"], errors["feedback"]) < 0.95 * errors["alone"]
+    assert errors["whitened"] < 0.9 * errors["alone"]
+    assert errors["feedback"] < 0.95 * errors["alone"]
     statuses = [check.status for check in verify(shipped_artifact, tmp_path / "whitened").checks]
     assert statuses == ["proved", "proved", "measured"]
 

@@ -227,6 +227,11 @@ def test_a_share_that_is_none_is_refused(clip: float, storage: str) -> None:
         attributes(storage=storage, clip=clip)
 
 
+def test_a_share_of_values_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="value_clip is a share above 0 and up to 1"):
+        attributes(storage="int4", value_clip=1.5)
+
+
 @pytest.mark.parametrize("bad", [[np.nan, 1], [np.inf, 1], [-np.inf, np.inf], [3e38, -3e38]])
 def test_what_is_not_finite_is_stored_as_nan(bad: list[float]) -> None:
     page = np.ones((16, 16), np.float32)

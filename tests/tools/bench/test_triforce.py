@@ -38,6 +38,7 @@ def test_caches_hold_the_text_without_its_newest_token(way: Way) -> None:
     count = write(way, levels, 100, 50, (0.7, 0.9), seed=0)
     assert count >= 50
     assert levels["target"].length == 100 + count
+    # drafters may lag behind the target, and are never ahead of it
     assert all(level.length <= 100 + count for level in levels.values())
 
 

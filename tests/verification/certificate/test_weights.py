@@ -43,6 +43,7 @@ def test_one_rounding_is_always_within_the_bound(dtype: type, seed: int, scale: 
     W, rotated_weight = fuse(dtype, seed, scale)
     maps = (ROWS, COLUMNS)
     comparison = compare_matrix(ir.tensor(W), ir.tensor(rotated_weight), maps, ROTATIONS, vectors(seed=seed))
+    # a ratio is of what rounding explains
     assert 0 < comparison.ratio <= 1
 
 
@@ -106,6 +107,7 @@ def fused_vector() -> tuple[np.ndarray, np.ndarray]:
 
 def test_vectors_are_compared_entry_by_entry() -> None:
     b, rotated_bias = fused_vector()
+    # a ratio is of what rounding explains
     assert 0 < compare_entries(ir.tensor(b), ir.tensor(rotated_bias), ROWS, ROTATIONS).ratio <= 1
     rotated_bias[17] = np.nextafter(np.nextafter(rotated_bias[17], np.float32(9)), np.float32(9))
     comparison = compare_entries(ir.tensor(b), ir.tensor(rotated_bias), ROWS, ROTATIONS)

@@ -142,7 +142,8 @@ def clip_of_rounded(clip: float) -> float:
     """Return the ``clip`` for keys that were rounded with one before, and share scales with other tokens now.
 
     What was cut off is not there to be cut off again; but where numbers of other pages, or of other channels by a
-    rotary embedding, came to a set, it spans more than a code stands for. So it is a root of the clip.
+    rotary embedding, came to a set, it spans more than a code stands for. The root of the clip lies between; it is a
+    choice that was measured on random numbers alone.
     """
     return math.sqrt(clip)
 
