@@ -13,6 +13,7 @@ import typer
 from graphopt.cli.commands import COMMANDS
 from graphopt.cli.console import show_error
 from graphopt.errors import GraphoptError
+from graphopt.util.memory import keep_freed_memory
 
 EXIT_CODES = {
     0: "done",
@@ -53,6 +54,7 @@ app = build_app()
 def main() -> None:
     """Run the command; an error that graphopt raises on purpose becomes a line on standard error and an exit code."""
     gc.set_threshold(_NEW_OBJECTS, 20, 50)
+    keep_freed_memory()
     try:
         app()
     except GraphoptError as error:

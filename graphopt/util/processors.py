@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
-from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 Part = TypeVar("Part")
-
-_lock = threading.Lock()
-_busy = 0
 
 
 def processors() -> int:
@@ -30,35 +27,105 @@ def processors() -> int:
 def run_in_threads(function: Callable[[Part], object], parts: Sequence[Part]) -> None:
     """Call a function with each part, in as many threads as there are processors that no other such call uses.
 
-    This thread is one of them. The first error ends the call, once those that run are done.
+    This thread is one of them. Where another call ends before this one, its processors help here from the next part
+    on. The first error ends the call, once those that run are done.
     """
+    call = _Call(function, parts)
+    with _busy_thread():
+        with _condition:
+            _calls.append(call)
+        _start_helpers()
+        while run_part := call.take_part():
+            run_part()
+    with _condition:
+        _calls.remove(call)
+        _condition.wait_for(lambda: not call.running)
+    if call.errors:
+        raise call.errors[0]
+
+
+class _Call:
+    """A call of :func:`run_in_threads`: the parts that wait, how many run, and the errors of those that have run."""
+
+    def __init__(self, function: Callable[[Any], object], parts: Sequence[Any]) -> None:
+        self.function, self.waiting, self.running = function, deque(parts), 0
+        self.errors: list[BaseException] = []
+
+    def take_part(self) -> Callable[[], None] | None:
+        """Return what runs a part that waited, or ``None`` where none does."""
+        with _condition:
+            if not self.waiting:
+                return None
+            self.running += 1
+            return partial(self._run, self.waiting.popleft())
+
+    def _run(self, part: Any) -> None:
+        error: BaseException | None = None
+        try:
+            self.function(part)
+        except BaseException as part_error:
+            error = part_error
+        with _condition:
+            self.running -= 1
+            if error is not None:
+                self.waiting.clear()
+                self.errors.append(error)
+            _condition.notify_all()
+
+
+# Calls that have not ended, the oldest first, and threads that work for them.
+_calls: list[_Call] = []
+_busy = 0
+_condition = threading.Condition()
+_thread = threading.local()
+
+
+@contextmanager
+def _busy_thread() -> Iterator[None]:
+    """Count this thread among the busy ones, unless it is one already: a call may be within a part of another."""
     global _busy
-    with _lock:
-        threads = max(1, min(len(parts), processors() - _busy))
-        _busy += threads
-    waiting = deque(parts)
-
-    def work() -> None:
-        with suppress(IndexError):
-            while True:
-                part = waiting.popleft()
-                try:
-                    function(part)
-                except BaseException as error:
-                    waiting.clear()
-                    errors.append(error)
-
-    errors: list[BaseException] = []
+    if getattr(_thread, "is_busy", False):
+        yield
+        return
+    _thread.is_busy = True
+    with _condition:
+        _busy += 1
     try:
-        helpers = [_helpers().submit(work) for _ in range(threads - 1)]
-        work()
-        # what has not begun would find nothing to do
-        wait([helper for helper in helpers if not helper.cancel()])
+        yield
     finally:
-        with _lock:
-            _busy -= threads
-    if errors:
-        raise errors[0]
+        _thread.is_busy = False
+        with _condition:
+            _busy -= 1
+        _start_helpers()
+
+
+def _start_helpers() -> None:
+    """Let idle processors work for the calls that there are."""
+    global _busy
+    with _condition:
+        count = min(processors() - _busy, sum(len(call.waiting) for call in _calls))
+        _busy += max(0, count)
+    for _ in range(count):
+        _helpers().submit(_help)
+
+
+def _help() -> None:
+    """Run parts of calls, until there are none, or more threads than processors."""
+    _thread.is_busy = True
+    while run_part := _next_part():
+        run_part()
+    _thread.is_busy = False
+
+
+def _next_part() -> Callable[[], None] | None:
+    """Return what runs a part of the oldest call that has one, or ``None`` where this helper is not needed any more."""
+    global _busy
+    with _condition:
+        for call in _calls if _busy <= processors() else ():
+            if run_part := call.take_part():
+                return run_part
+        _busy -= 1
+        return None
 
 
 @cache

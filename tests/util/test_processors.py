@@ -45,3 +45,26 @@ def test_a_call_within_another_does_not_wait_for_its_threads(monkeypatch: pytest
     # each call of two parts leaves a processor to those within
     run_in_threads(lambda _: run_in_threads(parts.append, range(5)), range(2))
     assert sorted(parts) == sorted(2 * list(range(5)))
+
+
+def test_processors_of_a_call_that_ended_help_one_that_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    short_runs, ends_short = threading.Event(), threading.Event()
+    barrier = threading.Barrier(2, timeout=20)
+
+    def run_short(_: int) -> None:
+        short_runs.set()
+        assert ends_short.wait(20)
+
+    def run_long(part: int) -> None:
+        if part == 0:
+            ends_short.set()
+        else:
+            barrier.wait()  # two threads at once, or it would break
+
+    short_call = threading.Thread(target=run_in_threads, args=(run_short, range(1)))
+    short_call.start()
+    assert short_runs.wait(20)
+    run_in_threads(run_long, range(3))  # begins with one thread: the other processor is busy
+    short_call.join(20)
+    assert not short_call.is_alive()

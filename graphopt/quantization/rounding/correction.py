@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from graphopt.graph.weights import Array, Expression, Region, SameShape
+from graphopt.quantization.rounding.factors import solve_damped
 from graphopt.quantization.rounding.single_thread import one_thread
 
 
@@ -18,7 +19,7 @@ class CorrectedMatrix(SameShape):
     (GPTAQ, Li et al. 2025, calls that asymmetric calibration, and corrects row by row instead). The whole W is asked
     for at once.
 
-    NumPy solves it in float64, of H and C W in float32. No eigenvalue of H exceeds the sum of all, so the condition
+    It is solved in float64, of H and C W in float32. No eigenvalue of H exceeds the sum of all, so the condition
     number of H + d is at most 1 + rows / damping: of what is added to W, at most about 6e-8 times that is an error,
     0.1% of it for 1536 rows.
 
@@ -40,10 +41,8 @@ class CorrectedMatrix(SameShape):
 
     def evaluate(self, region: Region) -> Array:
         """Solve for all columns at once."""
-        matrix, H = np.asarray(self.source.numpy(), np.float32), self.hessian.numpy().copy()
-        mean = float(np.diagonal(H).mean(dtype=np.float64))
-        if mean:
-            H.reshape(-1)[:: len(H) + 1] += np.float32(self.damping * mean)
+        matrix, H = np.asarray(self.source.numpy(), np.float32), self.hessian.numpy()
+        if np.diagonal(H).any():
             with one_thread():
-                matrix = matrix + np.linalg.solve(H, self.shift.numpy() @ matrix)
+                matrix = matrix + solve_damped(H, self.damping, self.shift.numpy() @ matrix).astype(np.float32)
         return matrix.astype(self.dtype.numpy(), copy=False)[region]

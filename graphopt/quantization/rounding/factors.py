@@ -2,11 +2,9 @@
 
     correction of rows k .. l  =  U[j .. k, k .. l]^T E[j .. k]          E: the errors of the rows before
 
-A wide Hessian (28672 inputs) takes 6.6 GB in float64, and LAPACK's routine three times that by way of NumPy. So it is
-factored in panels of rows from the diagonal on, in place: half of the numbers, each panel's own block by LAPACK, the
-rest by products (Golub and Van Loan, Matrix Computations, 4th edition, section 4.2.6). Its entries are then rounded to
-float32, and so are errors where they are multiplied by it: a relative error of 6e-8 each, in a sum that a code of a few
-bits is chosen by.
+A wide Hessian (28672 inputs) takes 6.6 GB in float64. So its factor stays in the panels that it is made in, half of the
+numbers. Its entries are rounded to float32, and so are errors where they are multiplied by it: a relative error of 6e-8
+each, in a sum that a code of a few bits is chosen by.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.quantization.rounding.ldl import MOST_DAMPING, check_diagonal, factor, refuse_factor
+from graphopt.quantization.rounding.ldl import factor, factor_panels
 from graphopt.util.processors import run_in_threads
 
 if TYPE_CHECKING:
@@ -28,8 +26,8 @@ if TYPE_CHECKING:
 WIDE = 8192
 """Rows of the largest Hessian that is factored as a whole."""
 
-# Rows of a panel.
-_PANEL = 512
+# Rows of a panel; of one that is solved with; and columns that are solved for together.
+_PANEL, _SOLVED_ROWS, _SOLVED_COLUMNS = 512, 96, 256
 
 
 class Factor(ABC):
@@ -126,58 +124,16 @@ class PanelFactor(Factor):
     def __init__(
         self, hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.intp], panel: int = _PANEL
     ) -> None:
-        mean = float(check_diagonal(hessian).mean())
-        self._rows, self._size = len(hessian), panel
-        damping = damping if mean else 1.0
-        squares: Doubles | None = None
-        while squares is None:
-            try:
-                squares = self._factor(hessian, mean or 1.0, damping, order[::-1])
-            except np.linalg.LinAlgError as error:
-                if not np.isfinite(hessian).all() or damping >= MOST_DAMPING:
-                    raise refuse_factor(hessian, damping) from error
-                damping = min(10 * damping, MOST_DAMPING)
-        self.weights = np.ascontiguousarray(squares[::-1])
+        count = len(hessian)
+        self._rows, self._size = count, panel
+        self.weights = np.empty(count)
 
-    def _factor(self, hessian: npt.NDArray[Any], mean: float, damping: float, order: npt.NDArray[np.intp]) -> Doubles:
-        """Make the panels, and return the squares of R's diagonal."""
-        count, size = self._rows, self._size
-        starts = range(0, count, size)
-        panels: list[Any] = [None] * len(starts)
-        squares = np.empty(count)
-        buffers: list[Doubles] = []
+        def divide(rows: Doubles) -> npt.NDArray[np.float32]:
+            roots, start = np.diagonal(rows).copy(), count - rows.shape[1]
+            self.weights[::-1][start : start + len(rows)] = roots**2
+            return (rows / roots[:, None]).astype(np.float32)
 
-        def copy_rows(number: int) -> None:
-            start = starts[number]
-            rows = hessian[order[start : start + size]]
-            panel = np.ascontiguousarray(rows[:, order[start:]], np.float64)
-            panel /= mean
-            panel.reshape(-1)[:: panel.shape[1] + 1] += damping
-            panels[number] = panel
-
-        run_in_threads(copy_rows, range(len(starts)))
-        for number, start in enumerate(starts):
-            panel = panels[number]
-            width = len(panel)
-            lower = np.linalg.cholesky(panel[:, :width])
-            panel[:, width:] = np.linalg.inv(lower) @ panel[:, width:]
-            panel[:, :width] = lower.T
-
-            def subtract(later: int, panel: Doubles = panel, start: int = start) -> None:
-                column = starts[later] - start
-                target = panels[later]
-                buffer = buffers.pop() if buffers else np.empty(size * count)
-                product = buffer[: target.size].reshape(target.shape)
-                np.matmul(panel[:, column : column + len(target)].T, panel[:, column:], out=product)
-                target -= product
-                buffers.append(buffer)
-
-            run_in_threads(subtract, range(number + 1, len(starts)))
-            roots = np.diagonal(panel).copy()
-            squares[start : start + width] = roots**2
-            panels[number] = (panel / roots[:, None]).astype(np.float32)
-        self._panels: list[npt.NDArray[np.float32]] = panels
-        return squares
+        self._panels = factor_panels(hessian, damping, order[::-1], panel, divide)
 
     def part(self, rows: slice, columns: slice) -> Iterator[tuple[slice, npt.NDArray[np.float32]]]:
         """Yield R of some rows and columns, in the reverse order: which of the rows, and their numbers."""
@@ -228,3 +184,37 @@ class _PanelErrors(Errors):
 
     def keep(self, rows: slice) -> None:
         self._errors[self._factor.reverse(rows)] = self._block[::-1]
+
+
+def solve_damped(hessian: npt.NDArray[Any], damping: float, right: npt.NDArray[Any]) -> Doubles:
+    """Return (H + d)^-1 B, float64 [rows, columns], by the factor R of H + d = R^T R; threads share the columns.
+
+    Args:
+        hessian: H = X^T X, [rows, rows], up to a factor.
+        damping: d, as a share of the mean of H's diagonal, which is not 0; grows tenfold up to 1 where it is too small.
+        right: B, [rows, columns].
+
+    Raises:
+        InputError: H is not finite, or not X^T X of any X.
+    """
+    mean = float(np.diagonal(hessian).mean(dtype=np.float64))
+    panels = factor_panels(hessian, damping, np.arange(len(hessian)), _SOLVED_ROWS, lambda panel: panel)
+    ends = [len(hessian) - panel.shape[1] + len(panel) for panel in panels]
+    inverses = [np.linalg.inv(panel[:, : len(panel)]) for panel in panels]
+    solution = np.empty(right.shape)
+
+    def solve_part(columns: slice) -> None:
+        x = right[:, columns].astype(np.float64)
+        x /= mean
+        for panel, end, inverse in zip(panels, ends, inverses, strict=True):
+            rows = slice(end - len(panel), end)
+            x[rows] = inverse.T @ x[rows]
+            x[end:] -= panel[:, len(panel) :].T @ x[rows]
+        for panel, end, inverse in zip(panels[::-1], ends[::-1], inverses[::-1], strict=True):
+            rows = slice(end - len(panel), end)
+            x[rows] = inverse @ (x[rows] - panel[:, len(panel) :] @ x[end:])
+        solution[:, columns] = x
+
+    columns = right.shape[1]
+    run_in_threads(solve_part, [slice(begin, begin + _SOLVED_COLUMNS) for begin in range(0, columns, _SOLVED_COLUMNS)])
+    return solution

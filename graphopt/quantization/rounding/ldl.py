@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import InputError
+from graphopt.util.processors import run_in_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Doubles = npt.NDArray[np.float64]
+
+Panel = TypeVar("Panel")
+
+# Rows that LAPACK factors, in one thread.
+_PANEL = 128
 
 MOST_DAMPING = 1.0
 """The share of its mean that is added to a diagonal at most."""
@@ -30,18 +39,98 @@ def factor(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.intp
     Raises:
         InputError: the Hessian is not finite, or not X^T X of any X.
     """
+    # Reversed, R^T R becomes a product of an upper factor with a lower one. In memory by columns: that is how rows are
+    # corrected.
+    count = len(hessian)
+    columns, squares = np.zeros((count, count)), np.empty(count)
+
+    def divide(panel: Doubles) -> None:
+        roots, stop = np.diagonal(panel)[::-1], panel.shape[1]
+        rows = slice(stop - len(panel), stop)
+        squares[rows] = roots**2
+        np.divide(panel[::-1, ::-1], roots[:, None], out=columns[rows, :stop])
+
+    factor_panels(hessian, damping, order[::-1], _PANEL, divide)
+    return columns.T, squares
+
+
+def factor_panels(
+    hessian: npt.NDArray[Any],
+    damping: float,
+    order: npt.NDArray[np.intp],
+    size: int,
+    keep: Callable[[Doubles], Panel],
+) -> list[Panel]:
+    """Return R, upper, for H / mean + damping = R^T R, as panels of rows from the diagonal on, by threads.
+
+    Each panel's own block is factored by LAPACK, the rest by products (Golub and Van Loan, Matrix Computations, 4th
+    edition, section 4.2.6). It is the same for any number of threads, where LAPACK computes in one.
+
+    Args:
+        hessian: H = X^T X, [rows, rows].
+        damping: what is added to the diagonal, as a share of its mean; grows tenfold up to 1 where it is too small. A
+            Hessian of zeros becomes the unit matrix.
+        order: which row comes first, and so on.
+        size: rows of a panel.
+        keep: returns what is kept of a panel, float64 [up to size, rows from its first on]. It is not changed after.
+
+    Raises:
+        InputError: the Hessian is not finite, or not X^T X of any X.
+    """
     mean = float(check_diagonal(hessian).mean())
-    # Reversed, the lower factor that LAPACK gives becomes an upper one. Large: as few copies as can be.
-    reversed_hessian = hessian[np.ix_(order[::-1], order[::-1])].astype(np.float64)
-    reversed_hessian /= mean or 1.0
-    lower = _cholesky(reversed_hessian, damping if mean else 1.0)
-    del reversed_hessian
-    # In memory by columns: that is how rows are corrected.
-    upper = np.ascontiguousarray(lower[::-1, ::-1].T).T
-    del lower
-    roots = np.diagonal(upper).copy()
-    upper /= roots
-    return upper, roots**2
+    damping = damping if mean else 1.0
+    while True:
+        try:
+            return _try_to_factor(hessian, mean or 1.0, damping, order, size, keep)
+        except np.linalg.LinAlgError as error:
+            if not np.isfinite(hessian).all() or damping >= MOST_DAMPING:
+                raise refuse_factor(hessian, damping) from error
+            damping = min(10 * damping, MOST_DAMPING)
+
+
+def _try_to_factor(
+    hessian: npt.NDArray[Any],
+    mean: float,
+    damping: float,
+    order: npt.NDArray[np.intp],
+    size: int,
+    keep: Callable[[Doubles], Panel],
+) -> list[Panel]:
+    count = len(hessian)
+    starts = range(0, count, size)
+    panels: list[Doubles | None] = [None] * len(starts)
+    buffers: list[Doubles] = []
+
+    def copy_rows(number: int) -> None:
+        start = starts[number]
+        rows = hessian[order[start : start + size]]
+        panel = np.ascontiguousarray(rows[:, order[start:]], np.float64)
+        panel /= mean
+        panel.reshape(-1)[:: panel.shape[1] + 1] += damping
+        panels[number] = panel
+
+    run_in_threads(copy_rows, range(len(starts)))
+    kept_panels: list[Panel] = []
+    for number, start in enumerate(starts):
+        panel, panels[number] = panels[number], None
+        assert panel is not None
+        width = len(panel)
+        lower = np.linalg.cholesky(panel[:, :width])
+        panel[:, width:] = np.linalg.inv(lower) @ panel[:, width:]
+        panel[:, :width] = lower.T
+
+        def subtract(later: int, panel: Doubles = panel, start: int = start) -> None:
+            column, target = starts[later] - start, panels[later]
+            assert target is not None
+            buffer = buffers.pop() if buffers else np.empty(size * count)
+            product = buffer[: target.size].reshape(target.shape)
+            np.matmul(panel[:, column : column + len(target)].T, panel[:, column:], out=product)
+            target -= product
+            buffers.append(buffer)
+
+        run_in_threads(subtract, range(number + 1, len(starts)))
+        kept_panels.append(keep(panel))
+    return kept_panels
 
 
 def key_feedback(moments: npt.NDArray[Any], damping: float = 0.1) -> npt.NDArray[np.float16]:
@@ -157,20 +246,3 @@ def wiener_filter(matrix: npt.NDArray[Any], hessian: npt.NDArray[Any], noise: fl
     # H W = (H + v) W - v W, and W itself keeps its precision.
     change = noise * np.linalg.solve(noisy, matrix.astype(np.float64))
     return np.asarray(matrix - change, np.float32)
-
-
-def _cholesky(hessian: Doubles, damping: float) -> Doubles:
-    """Return the lower factor of ``hessian`` with ``damping``, or as much more as it takes, on its diagonal.
-
-    The Hessian itself is changed.
-    """
-    diagonal, total = hessian.reshape(-1)[:: len(hessian) + 1], 0.0
-    while True:
-        diagonal += damping - total
-        total = damping
-        try:
-            return np.asarray(np.linalg.cholesky(hessian))
-        except np.linalg.LinAlgError as error:
-            if not np.isfinite(hessian).all() or damping >= MOST_DAMPING:
-                raise refuse_factor(hessian, damping) from error
-            damping = min(10 * damping, MOST_DAMPING)

@@ -137,6 +137,21 @@ def integers_of(x: Singles, axis: int) -> Integers:
     return Integers(numbers, scales, squares, length)
 
 
+def integers_of_columns(arrays: Sequence[Singles]) -> list[Integers]:
+    """Return the columns of arrays [rows, columns] of one shape as integers; threads share them.
+
+    Raises:
+        InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+    """
+    results: dict[int, Integers] = {}
+
+    def convert(index: int) -> None:
+        results[index] = integers_of(arrays[index], 0)
+
+    run_in_threads(convert, range(len(arrays)))
+    return [results[index] for index in range(len(arrays))]
+
+
 def add_products(row_vectors: Integers, column_vectors: Integers, sums: Doubles, *, half: bool = False) -> None:
     """Add the product of each vector of one side with each of the other to ``sums`` [vectors, vectors].
 

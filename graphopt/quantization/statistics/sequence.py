@@ -7,7 +7,7 @@
     text --> [piece 0] --Y--> [piece 1] --Y--> ...    the same graph, with the matrices that were rounded so far
 
 Every node runs twice for each text. Products that read the same value are rounded together; such a value ends a piece.
-While they are rounded, the next piece of the original model runs, which does not depend on them.
+While sums are written and matrices rounded, the next piece of the original model runs, which does not depend on them.
 Its inputs wait in memory for that, up to 512 MiB. What a piece hands on stays there, up to 1 GiB, and what is beyond
 that goes to the disk; so does all that every 32nd piece hands on, and a run that was killed goes on behind the last of
 these.
@@ -28,17 +28,18 @@ import onnx_ir as ir
 from graphopt.errors import InputError
 from graphopt.graph.weights import weight_of
 from graphopt.quantization.rounding.single_thread import one_thread
-from graphopt.quantization.statistics.integers import Matrix, add_products, integers_of, multiply
+from graphopt.quantization.statistics.integers import Matrix, add_products, integers_of_columns, multiply
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.part_runs import boundary_folder, open_part
 from graphopt.quantization.statistics.partition import Piece, columns_of, pieces_of
 from graphopt.quantization.statistics.store import Index, InputStatistics, read_index, write_index, write_statistics
 from graphopt.quantization.statistics.windows import load_values, pass_through, save_values
+from graphopt.util.processors import run_in_threads
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Executor, Future
+    from concurrent.futures import Future
     from contextlib import AbstractContextManager
     from pathlib import Path
     from typing import Self
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
     """Returns what a product will multiply by, given what its inputs look like; ``None`` where it stays as it is, or
     where no product is behind it."""
 
-# Tokens whose integers have a scale of their own.
-_TOKENS = 1024
+# Tokens whose integers have a scale of their own, and rows of a sum that a thread adds to.
+_TOKENS, _ROWS = 1024, 256
 
 # Bytes that each of both models may hand on in memory, and how often all of it goes to the disk, too: what a run that
 # was killed computes again is little of a model of thirty layers, and files took a tenth of all time.
@@ -140,11 +141,6 @@ def _is_float32(node: ir.Node) -> bool:
     return not output.is_graph_output() and all(use.node.graph is node.graph for use in output.uses())
 
 
-def _end_piece(streams: Sequence[_Stream], number: int) -> None:
-    for stream in streams:
-        stream.end_piece(number)
-
-
 def _is_checkpoint(number: int) -> bool:
     return number % _CHECKPOINT == _CHECKPOINT - 1
 
@@ -156,26 +152,24 @@ class _Sums:
     moments: Moments
     shift: Doubles
 
-    def add(self, original_inputs: Array, inputs: Array, *, threads: Executor) -> list[Future[None]]:
-        """Let threads add a text; each of the two sums has one, and both read the same integers of Y."""
+    def add(self, original_inputs: Array, inputs: Array) -> None:
+        """Add the inputs [..., rows] of a text."""
         rows = self.moments.rows
         x, y = (np.ascontiguousarray(array.reshape(-1, rows), np.float32) for array in (original_inputs, inputs))
-        # Threads take tasks in this order, so the integers that the others wait for are being made when they begin.
-        integers = threads.submit(lambda: [integers_of(part, 0) for part in _parts(y)])
-        return [threads.submit(self._add_shift, x, y, integers), threads.submit(self._add_squares, y, integers)]
-
-    def _add_squares(self, y: Singles, integers: Future[list[Integers]]) -> None:
-        for inputs, input_integers in zip(_parts(y), integers.result(), strict=True):
-            self.moments.add_rounded(inputs, input_integers)
-
-    def _add_shift(self, x: Singles, y: Singles, integers: Future[list[Integers]]) -> None:
-        for number, (original_inputs, inputs) in enumerate(zip(_parts(x), _parts(y), strict=True)):
-            change = original_inputs - inputs
-            change_integers, input_integers = integers_of(change, 0), integers.result()[number]
-            if input_integers.has_noise or change_integers.has_noise:
-                self.shift += inputs.T @ change
+        for original_part, part in zip(_parts(x), _parts(y), strict=True):
+            change = original_part - part
+            part_integers, change_integers = integers_of_columns([part, change])
+            self.moments.add_rounded(part, part_integers)
+            if part_integers.has_noise or change_integers.has_noise:
+                self.shift += part.T @ change
             else:
-                add_products(input_integers, change_integers, self.shift)
+                self._add_shift(part_integers, change_integers)
+
+    def _add_shift(self, integers: Integers, change_integers: Integers) -> None:
+        def add_rows(rows: slice) -> None:
+            add_products(integers[rows], change_integers, self.shift[rows])
+
+        run_in_threads(add_rows, [slice(begin, begin + _ROWS) for begin in range(0, self.moments.rows, _ROWS)])
 
 
 def _parts(x: Singles) -> list[Singles]:
@@ -240,13 +234,14 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
                 ):
                     tap = streams[0].pieces[number].taps[0]
                     sums = _add_up(tap, original_taps, taps, adds_up=piece_index is None)
+            streams[0].end_piece(number)
+            if start <= number + 1 < count:
+                original.begin(number + 1)
             if piece_index is None:
                 assert sums is not None
                 piece_index = _write_sums(streams[0].pieces[number].taps[0], sums, text_digest, folder, number)
                 write_index(piece_index, file)
-            _end_piece(streams, number)
-            if start <= number + 1 < count:
-                original.begin(number + 1)
+            streams[1].end_piece(number)
             statistics |= piece_index.inputs
             for name, inputs in piece_index.inputs.items():
                 for product in readers[name]:
@@ -366,8 +361,8 @@ class _Ahead:
 def _add_up(tap: ir.Value, original_taps: Iterable[Array], taps: Iterable[Array], *, adds_up: bool) -> _Sums | None:
     """Run a piece of both models on every text, and return the sums of its inputs if they are asked for."""
     sums: _Sums | None = None
-    tasks: list[Future[None]] = []
-    with one_thread(), ThreadPoolExecutor(2) as threads:
+    with one_thread(), ThreadPoolExecutor(1) as thread:
+        task: Future[None] | None = None
         for original_inputs, inputs in zip(original_taps, taps, strict=True):
             if original_inputs.shape != inputs.shape:
                 raise InputError(
@@ -382,9 +377,9 @@ def _add_up(tap: ir.Value, original_taps: Iterable[Array], taps: Iterable[Array]
                 rows = inputs.shape[-1]
                 sums = _Sums(Moments(rows), np.zeros((rows, rows)))
             # Texts are added one after the other, while the next one runs.
-            for task in tasks:
+            if task is not None:
                 task.result()
-            tasks = sums.add(original_inputs, inputs, threads=threads)
-        for task in tasks:
+            task = thread.submit(sums.add, original_inputs, inputs)
+        if task is not None:
             task.result()
     return sums

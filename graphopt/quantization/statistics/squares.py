@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from graphopt.quantization.statistics.integers import add_products
 from graphopt.quantization.statistics.symmetric import PANEL, panels
+from graphopt.util.processors import run_in_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -52,14 +53,21 @@ class Squares:
                 self._blocks[key][...] = product
 
     def add_integers(self, vectors: Integers) -> None:
-        """Add x^T x for the columns of x as integers."""
+        """Add x^T x for the columns of x as integers; threads share the blocks."""
         self._is_half = True
-        for rows, columns in itertools.combinations_with_replacement(panels(self._rows), 2):
+        pairs = list(itertools.combinations_with_replacement(panels(self._rows), 2))
+        for rows, columns in pairs:
             key = rows.start, columns.start
             if key not in self._blocks:
                 self._blocks[key] = self._allocate((rows.stop - rows.start, columns.stop - columns.start))
                 self._blocks[key][...] = 0
-            add_products(vectors[rows], vectors[columns], self._blocks[key], half=rows == columns)
+
+        def add_block(pair: tuple[slice, slice]) -> None:
+            rows, columns = pair
+            block = self._blocks[rows.start, columns.start]
+            add_products(vectors[rows], vectors[columns], block, half=rows == columns)
+
+        run_in_threads(add_block, pairs)
 
     def diagonal(self) -> Doubles:
         """Return the sum of x^2 for each row."""

@@ -10,7 +10,7 @@ import pytest
 from graphopt.errors import InputError
 from graphopt.numerics.formats import FORMATS
 from graphopt.quantization.rounding import factors
-from graphopt.quantization.rounding.factors import PanelFactor, WholeFactor, factor_of
+from graphopt.quantization.rounding.factors import PanelFactor, WholeFactor, factor_of, solve_damped
 from graphopt.quantization.rounding.methods.gptq import GPTQ
 from tests.quantization.rounding.problems import correlated_inputs, loss, weights
 
@@ -70,3 +70,26 @@ def test_what_is_no_hessian_is_refused_and_too_little_damping_grows() -> None:
     assert np.isfinite(PanelFactor(constant, 1e-30, order, panel=16).weights).all()
     zeros = PanelFactor(np.zeros((40, 40)), 0.01, order, panel=16)
     assert np.array_equal(zeros.weights, np.ones(40))
+
+
+@pytest.mark.parametrize(("rows", "columns", "threads"), [(1, 1, 1), (96, 300, 2), (97, 5, 1), (250, 257, 2)])
+def test_damped_equations_are_solved_alike_by_any_number_of_threads(
+    rows: int, columns: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    X, right = correlated_inputs(rows, 2 * rows, rows), weights(rows, columns, 3)
+    H = (X.T @ X).astype(np.float32)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    solution = solve_damped(H, 0.01, right)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert np.array_equal(solve_damped(H, 0.01, right), solution)
+    damped_hessian = H.astype(np.float64)
+    damped_hessian.reshape(-1)[:: rows + 1] += 0.01 * np.diagonal(damped_hessian).mean()
+    # float64, and a condition number of at most 1 + rows / damping
+    assert np.allclose(solution, np.linalg.solve(damped_hessian, right), rtol=0, atol=1e-9 * np.abs(solution).max())
+
+
+def test_equations_of_no_hessian_are_refused() -> None:
+    with pytest.raises(InputError, match=r"cannot be factored, with a damping of 1.*\[40, 40\]"):
+        solve_damped(5 * np.ones((40, 40)) - 4 * np.eye(40), 0.01, np.ones((40, 1)))
+    with pytest.raises(InputError, match="NaN or infinite, the first at input 3"):
+        solve_damped(np.diag([1.0] * 3 + [np.nan] * 37), 0.01, np.ones((40, 1)))
