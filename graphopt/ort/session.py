@@ -33,12 +33,10 @@ Entries = Mapping[str, str]
 
 NO_ENTRIES: Entries = MappingProxyType({})
 
-FEW_CALLS: Entries = MappingProxyType({"session.intra_op.allow_spinning": "0"})
-"""Entries for a session of few calls, or beside other work: threads that wait for work sleep."""
+_FEW_CALLS: Entries = MappingProxyType({"session.intra_op.allow_spinning": "0"})
 
 AS_IT_LIES: Entries = MappingProxyType({"session.disable_prepacking": "1"})
-"""Entries for a session of few calls on weights in floats: they are not packed in advance, which takes longer than the
-calls. Products with codes are packed, since other kernels run without."""
+"""Entries for a session whose weights are not packed in advance."""
 
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 
@@ -58,6 +56,16 @@ _ERRORS_ONLY, _FATAL_ONLY = 3, 4
 
 # onnxruntime's message for a node that has neither kernel nor body.
 _UNKNOWN_OPERATOR = "is not a registered function/op"
+
+
+def entries_of_few_calls(*, packs: bool) -> dict[str, str]:
+    """Return entries for a session of few calls, or beside other work: threads that wait for work sleep.
+
+    Args:
+        packs: whether weights are packed in advance, as kernels for codes need it. Where all weights are floats, it
+            takes longer than a few calls, and as much memory as the model again, which no file stands behind.
+    """
+    return {**_FEW_CALLS, **({} if packs else AS_IT_LIES)}
 
 
 def import_onnxruntime() -> Any:

@@ -10,22 +10,25 @@ import math
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
+from graphopt.analysis.structure.products import reads_codes
+from graphopt.artifact.artifact import MODEL
 from graphopt.errors import InputError
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import Session, open_folder, session_from
-from graphopt.ort.session import FEW_CALLS
+from graphopt.ort.session import entries_of_few_calls
 from graphopt.quality.figures import Comparison, blocks, log_probabilities, standard_error
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     from graphopt.tasks.ports import IntArray
 
@@ -179,7 +182,16 @@ def compare(
 
 
 def _open(model: str | Path) -> Session:
-    return session_from(open_folder(model, entries=FEW_CALLS))
+    path = Path(model)
+    file = path / MODEL if path.is_dir() else path
+    return session_from(open_folder(model, entries=entries_of_few_calls(packs=_may_read_codes(file))))
+
+
+def _may_read_codes(file: Path) -> bool:
+    try:
+        return reads_codes(ir.load(file).graph)
+    except Exception:
+        return True  # onnxruntime will report what is wrong with the file
 
 
 def pieces_of(session: Session, texts: Sequence[str], tokens: int, window: int) -> list[Piece]:

@@ -22,14 +22,14 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import contrib_nodes
 from graphopt.analysis.structure.product_codes import coded_nodes, dequantize_of
-from graphopt.analysis.structure.products import reads_packed
+from graphopt.analysis.structure.products import reads_codes, reads_packed
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Check, Effect, Fact, Rule
 from graphopt.graph.editing import bypass
 from graphopt.ort.capacity import fit_as_floats, fit_beside, no_room_for
 from graphopt.ort.runner import Runner
-from graphopt.ort.session import ACCURACY_LEVEL, AS_IT_LIES, FEW_CALLS, NO_ENTRIES, Entries
+from graphopt.ort.session import ACCURACY_LEVEL, AS_IT_LIES, NO_ENTRIES, Entries, entries_of_few_calls
 from graphopt.ort.snapshots import Snapshots
 from graphopt.passes.lower.accuracy_level import AccuracyLevel
 from graphopt.passes.lower.lower import lower_model
@@ -272,9 +272,8 @@ class Verifier:
         """Run what will run of the model: codes that are still logical are packed in a copy, so that kernels run."""
         with _float32_inputs(model):
             self.snapshots.settle(model)
-            of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in model.graph)
             with self.snapshots.write(lower_model(model)) as path:
-                entries = {**FEW_CALLS, **(AS_IT_LIES if of_floats else {}), **entries}
+                entries = {**entries_of_few_calls(packs=reads_codes(model.graph)), **entries}
                 return self._probe_for(model).run(runner.open(path, in_place=True, entries=entries))
 
     def _probe_for(self, model: ir.Model) -> Probe:

@@ -51,6 +51,14 @@ def reads_packed(node: ir.Node) -> bool:
     return signature is not None and any(port.bits is not None for port in signature.inputs)
 
 
+def reads_codes(graph: ir.Graph) -> bool:
+    """Return whether a node of a graph reads codes: in our layout, onnxruntime's or logical ones."""
+    return any(
+        reads_packed(node) or node.op_type == "DequantizeLinear" or (node.domain and node.domain != DOMAIN)
+        for node in graph
+    )
+
+
 def expert_count(node: ir.Node) -> int | None:
     """Return how many experts' matrices a product has, of which each row is multiplied by one; ``None`` for others."""
     codes = port(node, "codes") if (node.domain, node.op_type) == (DOMAIN, "MatMulExperts") else None

@@ -28,8 +28,9 @@ Singles = npt.NDArray[np.float32]
 # Where scales of paths begin: shares of the extreme, softened by what 64 normal numbers have: their largest is about
 # this many times the root of their mean square.
 _PATH_SHARES, _PEAK, _SOFTNESS = (0.95, 0.85), 2.5, 0.3
-# How far a scale goes towards the best one for its codes, which change with it.
-_STRIDE = 1.6
+# How many times as far as the best scale for its codes is away a scale goes in the first round, and in the last, as
+# codes change with it. Those of many rows change little, so long columns go farther, in half of the rounds.
+_STRIDES, _LONG_STRIDES, _LONG = (3.0, 1.5), (5.0, 3.0), 256
 
 
 class Search(BaseModel):
@@ -39,7 +40,8 @@ class Search(BaseModel):
         least: the smallest share of the extreme.
         steps: how many shares, from 1 down to it.
         fits: how often the scale is fitted to the codes that the last one gave; once more where codes look at
-            their neighbours. There only two shares are tried, as scale and path follow one another.
+            their neighbours, half as often there in groups of more than 256 rows. There only two shares are tried, as
+            scale and path follow one another.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -119,7 +121,8 @@ def _follow_paths(
 
     Neighbours share their codes' errors, so no scale can be judged alone: all of a group of columns change together,
     and what was best for them together is returned. A start between the largest number and the root of the mean square
-    is nearer to what will be than either; a step further than to the best scale takes half of the rounds.
+    is nearer to what will be than either. Few codes change with a scale, so the best scale for the last codes is near
+    the last scale, and steps go further than to it, the first ones the furthest.
 
     Args:
         numbers: groups relative to ``size``, [groups, rows of a group, columns].
@@ -148,13 +151,20 @@ def _follow_paths(
         fits = np.where(trial.errors < best.errors, trial_fits, fits)
         best = best.or_better(trial)
     state = best
-    for _ in range(rounds):
+    for stride in _strides(numbers.shape[1], rounds):
         goals = fits.astype(np.float64) * size
-        steps = np.maximum(state.scales + _STRIDE * (goals - state.scales), state.scales / 4)
+        steps = np.maximum(state.scales + stride * (goals - state.scales), state.scales / 4)
         scales = np.where((goals > 0) & (top > 0), stored_scales(steps, 1.0, kind), state.scales)
         state, fits = _try_paths(numbers, size, format, scales, first.zero_points, weights)
         best = best.or_better(state)
     return Scaling(best.scales, best.zero_points)
+
+
+def _strides(rows: int, rounds: int) -> Doubles:
+    """Return the stride of each round for groups of so many rows, [rounds or half of them]."""
+    if rows > _LONG:
+        return np.geomspace(*_LONG_STRIDES, max(1, rounds // 2))
+    return np.geomspace(*_STRIDES, rounds)
 
 
 def _try_paths(

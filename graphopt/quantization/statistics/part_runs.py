@@ -6,8 +6,9 @@ import contextlib
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from graphopt.analysis.structure.products import reads_codes
 from graphopt.graph.weights.data_file import save_model
-from graphopt.ort.session import AS_IT_LIES, FEW_CALLS
+from graphopt.ort.session import entries_of_few_calls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +33,7 @@ def part_file(part: ir.Model, folder: Path) -> Iterator[Path]:
 
 def entries_of(part: ir.Model) -> dict[str, str]:
     """Return the session entries that a part of a model is run with."""
-    of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in part.graph)
-    return {**FEW_CALLS, **(AS_IT_LIES if of_floats else {})}
+    return entries_of_few_calls(packs=reads_codes(part.graph))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import pytest
 from graphopt.numerics.formats import FORMATS
 from graphopt.quantization.rounding import QuantizedMatrix, round_to_nearest
 from graphopt.quantization.rounding.methods import METHODS
+from graphopt.quantization.rounding.scale_search import Search
 from tests.quantization.rounding.problems import correlated_inputs, loss
 
 X, W = correlated_inputs(64, 200, 0), np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
@@ -49,3 +50,18 @@ def test_groups_of_zeros_stay_about_zero_though_there_is_no_code_for_it(name: st
     zeros = quantization.dequantize()[matrix == 0]
     assert np.abs(zeros).max() <= 4 * float(np.finfo(dtype).tiny)  # values are below 4, scales the least normal number
     assert np.isfinite(quantization.scales).all()
+
+
+@pytest.mark.parametrize("rows", [64, 300])
+@pytest.mark.parametrize("name", ["t3", "t4"])
+def test_a_few_rounds_of_the_search_find_nearly_what_many_do(name: str, rows: int) -> None:
+    random = np.random.default_rng(rows)
+    groups, importance = random.standard_normal((1, rows, 64)), np.exp(0.5 * random.standard_normal((1, rows, 1)))
+
+    def error(search: Search) -> float:
+        choice = search.choose(groups, FORMATS[name], "least_squares", np.dtype(np.float16), importance)
+        errors = FORMATS[name].decode(choice.codes[0]) * choice.scales[0] - groups[0]
+        return float((importance[0] * np.square(errors)).sum())
+
+    # 0.5% to 1.3% here; without any fit 1.2% to 9.7%
+    assert error(Search()) < 1.02 * error(Search(fits=30))
