@@ -224,16 +224,18 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
     files = [folder / f"piece-{number}.json" for number in range(count)]
     start = _start(streams, files, len(feeds_of_batches))
     with _Ahead(streams[0], runner, feeds_of_batches) as original:
+
+        def run_piece(number: int, *, adds_up: bool) -> _Sums | None:
+            with (
+                original.taps(number) as original_taps,
+                _taps(streams[1], number, runner, feeds_of_batches) as taps,
+            ):
+                return _add_up(streams[0].pieces[number].taps[0], original_taps, taps, adds_up=adds_up)
+
         for number, file in enumerate(files):
             on_stage("rounding one product after the other", number, count)
-            piece_index, sums = read_index(file), None
-            if number >= start:
-                with (
-                    original.taps(number) as original_taps,
-                    _taps(streams[1], number, runner, feeds_of_batches) as taps,
-                ):
-                    tap = streams[0].pieces[number].taps[0]
-                    sums = _add_up(tap, original_taps, taps, adds_up=piece_index is None)
+            piece_index = read_index(file)
+            sums = run_piece(number, adds_up=piece_index is None) if number >= start else None
             streams[0].end_piece(number)
             if start <= number + 1 < count:
                 original.begin(number + 1)
@@ -241,6 +243,7 @@ def collect_in_sequence(  # noqa: PLR0913, what a run of a model takes
                 assert sums is not None
                 piece_index = _write_sums(streams[0].pieces[number].taps[0], sums, text_digest, folder, number)
                 write_index(piece_index, file)
+            sums = None  # rounding needs the memory
             streams[1].end_piece(number)
             statistics |= piece_index.inputs
             for name, inputs in piece_index.inputs.items():

@@ -155,7 +155,8 @@ def write_statistics(
     _write(mean_file, [vectors], vectors.nbytes)
     shift_file, shift_digest = None, None
     if shift is not None:
-        mean_shift, shift_file = (shift / tokens).astype(np.float32), folder / f"{number}.shift"
+        mean_shift, shift_file = np.empty(shift.shape, np.float32), folder / f"{number}.shift"
+        np.divide(shift, tokens, out=mean_shift, casting="same_kind")
         shift_digest = digest_of_array(mean_shift, ir.DataType.FLOAT)
         _write(shift_file, [mean_shift], mean_shift.nbytes)
     return InputStatistics(
