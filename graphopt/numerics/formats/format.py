@@ -166,11 +166,9 @@ class Format(abc.ABC):
         """
         if self.joint_columns == 1:
             return errors
-        sums = [
-            np.repeat(errors[:, run].sum(1, keepdims=True), run.stop - run.start, 1)
-            for run in self.blocks(errors.shape[1], 1)
-        ]
-        return np.concatenate(sums, 1)
+        runs = list(self.blocks(errors.shape[1], 1))
+        sums = np.add.reduceat(errors, [run.start for run in runs], axis=1)
+        return np.repeat(sums, [run.stop - run.start for run in runs], axis=1)
 
     def zero_points(self, lows: Doubles, scales: Doubles) -> Codes:
         """Return the zero points of groups whose least number is ``-lows``; zeros where the format has none."""
