@@ -31,15 +31,17 @@ def run_in_threads(function: Callable[[Part], object], parts: Sequence[Part]) ->
     on. The first error ends the call, once those that run are done.
     """
     call = _Call(function, parts)
-    with _busy_thread():
-        with _condition:
-            _calls.append(call)
-        _start_helpers()
-        while run_part := call.take_part():
-            run_part()
     with _condition:
-        _calls.remove(call)
-        _condition.wait_for(lambda: not call.running)
+        _calls.append(call)
+    try:
+        with _busy_thread():
+            _start_helpers()
+            while run_part := call.take_part():
+                run_part()
+    finally:
+        with _condition:
+            _calls.remove(call)  # also where this thread is interrupted, or helpers would go on with it
+            _condition.wait_for(lambda: not call.running)
     if call.errors:
         raise call.errors[0]
 

@@ -52,8 +52,8 @@ def test_groups_of_zeros_stay_about_zero_though_there_is_no_code_for_it(name: st
     assert np.isfinite(quantization.scales).all()
 
 
-@pytest.mark.parametrize("rows", [64, 300])
-@pytest.mark.parametrize("name", ["t3", "t4"])
+# A long column of t3 begins within 1.2% of what many rounds find, so it would not tell.
+@pytest.mark.parametrize(("name", "rows"), [("t3", 64), ("t4", 64), ("t4", 300)])
 def test_a_few_rounds_of_the_search_find_nearly_what_many_do(name: str, rows: int) -> None:
     random = np.random.default_rng(rows)
     groups, importance = random.standard_normal((1, rows, 64)), np.exp(0.5 * random.standard_normal((1, rows, 1)))
@@ -63,5 +63,5 @@ def test_a_few_rounds_of_the_search_find_nearly_what_many_do(name: str, rows: in
         errors = FORMATS[name].decode(choice.codes[0]) * choice.scales[0] - groups[0]
         return float((importance[0] * np.square(errors)).sum())
 
-    # 0.5% to 1.3% here; without any fit 1.2% to 9.7%
+    # many rounds find a little more, 0.5% to 1.3% here, and without any 4% to 10% are left
     assert error(Search()) < 1.02 * error(Search(fits=30))
